@@ -36,7 +36,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/lint-imports --no-cache --no-logo --config tests/import_contracts.toml
 
 # The site, in site/; it loads nothing from other hosts.
 docs: $(INSTALLED)

@@ -20,7 +20,7 @@ from published.mapping import Question, verdicts
 from published.methods import cold_cases
 from summary import format_table
 
-from estimator.machines.files import home
+from estimator.files import home
 
 NEAR_RATIO, SHARE_ASKED = 0.05, 0.9
 

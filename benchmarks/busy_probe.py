@@ -27,7 +27,7 @@ from probe_accuracy import judged, now, print_table
 
 import estimator as est
 from estimator.errors import ProbeError
-from estimator.graph.models import load_model
+from estimator.graph.models.model_text import load_model
 from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import (
     Compared,

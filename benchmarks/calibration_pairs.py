@@ -30,7 +30,7 @@ from estimator.calibrate.intervals import COVERAGE_RATIO, SPREAD_PRIOR, Spread
 from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR
 from estimator.calibrate.protocols import DRAWS, Split, k_shot
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 
 Array = NDArray[np.float64]

@@ -65,7 +65,7 @@ def train(framework: str, steps: int, report: str) -> None:
     """Train under one framework."""
     import torch
 
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     model, batch, _, _ = load_model(MODEL, batch=BATCH, seq_len=SEQ_LEN, weights=True, say=print)
     rows = [{name: each[i % BATCH] for name, each in batch.items()} for i in range(BATCH * steps)]
@@ -79,7 +79,7 @@ def train(framework: str, steps: int, report: str) -> None:
         return
     from accelerate import Accelerator
 
-    from estimator.callbacks.accelerate import watch
+    from estimator.integrations.callbacks.training import watch
 
     accelerator = Accelerator(cpu=True)
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
@@ -94,7 +94,7 @@ def train_by_transformers(model: Any, rows: list[Any], steps: int, settings: Any
     """Train under transformers' Trainer, which clips nothing here."""
     from transformers import Trainer, TrainingArguments
 
-    from estimator.callbacks.transformers import EstimatorCallback
+    from estimator.integrations.callbacks.transformers import EstimatorCallback
 
     arguments = TrainingArguments(
         output_dir=str(Path(settings["report"]).parent),
@@ -117,7 +117,7 @@ def train_by_lightning(model: Any, data: Any, steps: int, settings: Any) -> None
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-    from estimator.callbacks.lightning import EstimatorCallback
+    from estimator.integrations.callbacks.lightning import EstimatorCallback
 
     class Module(LightningModule):
         def __init__(self) -> None:

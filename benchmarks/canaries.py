@@ -104,15 +104,15 @@ def canary_drift(profile: MachineProfile, records: Records) -> Record:
 
 def time_canary(rank: int, world_size: int, arguments: Record) -> float:
     """Seconds of the fixed op, in a process pinned as a rank of a training run is."""
-    from estimator.probe.backend import open_backend
-    from estimator.probe.canary import canary_s
+    from estimator.probe.devices.backend import open_backend
+    from estimator.probe.devices.jobs import canary_s
 
     return canary_s(open_backend(arguments["kind"]))
 
 
 def canary_now(profile: MachineProfile) -> float:
     """Seconds of the fixed op on the first device, here and now."""
-    from estimator.probe.ranks import run_on_devices
+    from estimator.probe.devices.ranks import run_on_devices
 
     (seconds,) = run_on_devices(
         profile.devices[:1],

@@ -21,7 +21,7 @@ import distributed
 import numpy as np
 
 import estimator as est
-from estimator.tables import COLUMNS
+from estimator.estimates.table import COLUMNS
 
 PATTERN = "1..64x1..8:h100-sxm+1..64x1..8:a100-p4d+1..48x1..8:v100-sxm"
 WARMING = "1..8x1..8:h100-sxm+1..8x1..8:a100-p4d+1..8x8:v100-sxm"

@@ -21,10 +21,10 @@ from records import say
 from summary import SummaryRow, format_table, summarise
 
 from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
-from estimator.placement.process_groups import ring_between
-from estimator.probe.line_fit import fit_line
-from estimator.timeline.collectives import GroupCollective
-from estimator.timeline.rings import RING_SHARE
+from estimator.placement.mesh import ring_between
+from estimator.probe.links.copies import fit_line
+from estimator.timeline.collectives.algorithms import RING_SHARE
+from estimator.timeline.collectives.costs import GroupCollective
 
 # Goals for the median error of a system.
 GOALS = {"sizes": 0.15, "devices": 0.30, "nodes": 0.30}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from estimator.machines.profile import CollectiveName
-from estimator.timeline.collectives import RING_SHARE
+from estimator.timeline.collectives.costs import RING_SHARE
 
 # The same cluster goes by a name for each of its groups.
 _GROUP_IN_NAME = re.compile(r"^\d+x (?=DGX A100$|AWS)|^\d+ node x \d+ GPU | \(\d+ GPUs\)$")

@@ -23,12 +23,22 @@ from collective_groups import Group
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import STREAMED_RATIO
+from estimator.placement.mesh import ProcessGroup, whole_group
 from estimator.placement.placement import place
-from estimator.placement.process_groups import ProcessGroup, whole_group
-from estimator.probe.line_fit import fit_line
-from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
-from estimator.timeline.lines import as_array, fastest_s, powers
-from estimator.timeline.nccl import Algorithm, Shape, algorithms_of, nccl_lines
+from estimator.probe.links.copies import fit_line
+from estimator.timeline.collectives.algorithms import (
+    Algorithm,
+    InnerLinks,
+    Shape,
+    algorithms_of,
+    as_array,
+    fastest_s,
+    links_over,
+    nccl_lines,
+    pace_of,
+    powers,
+    widest_link,
+)
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.

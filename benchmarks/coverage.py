@@ -290,7 +290,7 @@ def build_timm(name: str, **settings: Any) -> Any:
     """A timm model to be trained, without weights if it can be built so."""
     import timm
 
-    from estimator.graph.transformers_models import WithoutWeights
+    from estimator.graph.models.transformers_models import WithoutWeights
 
     try:
         with WithoutWeights():
@@ -302,7 +302,7 @@ def build_timm(name: str, **settings: Any) -> Any:
 def look_at_transformers(kind: str) -> dict[str, Any]:
     """Trace a transformers type with its default head and configuration."""
     from estimator.errors import ModelError, TraceError
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     length = min(LENGTH, positions_of(kind))
     try:
@@ -329,7 +329,7 @@ def head_classes(kind: str) -> list[Any]:
     """The classes that transformers has for the heads of a type."""
     import transformers
 
-    from estimator.graph.transformers_models import heads_of
+    from estimator.graph.models.transformers_models import heads_of
 
     config = transformers.AutoConfig.for_model(kind)
     mapped = [auto._model_mapping[type(config)] for auto in heads_of(transformers, config).values()]
@@ -370,7 +370,7 @@ def how_named(name: str) -> dict[str, bool]:
 
 def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:
     """What became of one model."""
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.trace.trace import trace_graph
 
     graph = trace_graph(model, batch, name=name)
     return {

@@ -85,7 +85,7 @@ def try_out(name: str) -> Record:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
         return {"status": "passed over", "reason": f"{parameters} parameters"}
-    from estimator.graph.training_call import TrainingCall
+    from estimator.graph.trace.training_call import TrainingCall
 
     call = TrainingCall.of(model, batch, loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -147,7 +147,7 @@ def _transformers(
     """A type's default head, with the fields of its configuration that it has scaled."""
     from transformers.models.auto import configuration_auto
 
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     configuration = configuration_auto.CONFIG_MAPPING[kind]()
     settings = "".join(

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostile_models import MODELS
 
-from estimator.calibrate.observations import Observation, ObservationStore
+from estimator.calibrate.store import Observation, ObservationStore
 from estimator.machines.profile import Link, MachineProfile, PairMatrix
 from tests.conftest import MEASURED, make_small_profile
 from tests.synthetic import perceptron

@@ -24,7 +24,7 @@ from summary import format_table, off, summarise
 
 import estimator as est
 from estimator.errors import EstimatorError
-from estimator.machines.files import home
+from estimator.files import home
 
 MEDIAN_RATIO, WORST_RATIO = 0.08, 0.25
 

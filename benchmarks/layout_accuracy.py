@@ -20,11 +20,11 @@ from options import add_work, parser_of, print_found
 from records import Record, Records, now, say
 
 import estimator as est
-from estimator.estimates import Estimate
-from estimator.graph.split_plan import Plan
-from estimator.graph.trace import trace_graph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.partition.plan import Plan
+from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import MachineProfile
-from estimator.probe.ranks import run_on_devices
+from estimator.probe.devices.ranks import run_on_devices
 from estimator.workload.schedules import Schedule
 
 RANKS = 2
@@ -47,8 +47,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from estimator.probe.backend import keep_memory_resident
-    from estimator.probe.training import time_steps
+    from estimator.probe.devices.backend import keep_memory_resident
+    from estimator.validate.training import time_steps
 
     keep_memory_resident()
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | Non
     """The plan and the estimate of one case on two ranks."""
     from layout_oracle import plan_of
 
-    from estimator.engine import DEFAULT
+    from estimator.estimates.engine import DEFAULT
 
     model, batch = case.make()
     graph = trace_graph(model, batch, loss=case.loss)

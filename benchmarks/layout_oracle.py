@@ -36,12 +36,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.errors import EstimatorError
-from estimator.graph.exchanges import collectives_of, is_collective
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.split import split
-from estimator.graph.split_found import found_plan
-from estimator.graph.split_plan import Plan
-from estimator.graph.trace import trace_graph
+from estimator.graph.ir.collectives import collectives_of, is_collective
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.partitioner import split
+from estimator.graph.partition.plan import Plan, found_plan
+from estimator.graph.trace.trace import trace_graph
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 # What torch raises where a model asks for what its styles do not give.

@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from estimator.graph.exchanges import collectives_of
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_layout import split_by_layout
-from estimator.graph.split_plan import Plan
-from estimator.graph.trace import trace_graph
-from estimator.workload.layout import Layout
+from estimator.graph.ir.collectives import collectives_of
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.layout import split_by_layout
+from estimator.graph.partition.plan import Plan
+from estimator.graph.trace.trace import trace_graph
+from estimator.workload.layouts import Layout
 
 FORMS = {"all-to-all": "all_to_all", "all-reduce": "all_reduce"}
 # Families whose configs have a plan for experts, and whose experts are grouped matmuls.

@@ -11,11 +11,11 @@ from layout_models import Decoder
 from testbed.paced_products import flops_of, timed
 from torch import nn
 
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_layout import split_by_layout
-from estimator.graph.split_plan import Plan
-from estimator.graph.trace import trace_graph
-from estimator.workload.layout import Layout
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.layout import split_by_layout
+from estimator.graph.partition.plan import Plan
+from estimator.graph.trace.trace import trace_graph
+from estimator.workload.layouts import Layout
 
 # 256 KiB pass between layers.
 _BATCH, _TOKENS, _WIDTH = 4, 128, 128

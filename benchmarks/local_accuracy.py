@@ -61,8 +61,8 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     import torch
 
     import estimator
-    from estimator.graph.models import load_model
-    from estimator.graph.op_graph import OpGraph
+    from estimator.graph.ir.op_graph import OpGraph
+    from estimator.graph.models.model_text import load_model
     from estimator.probe.ops import measure_ops
 
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def measure_all(
 
 def import_models(cases: Sequence[Case]) -> None:
     """Build each model once here: ranks then start with what that has imported."""
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     for text in {case.model_text for case in cases}:
         # A model that cannot be built fails again, and is noted, when it is to be trained.
@@ -191,7 +191,7 @@ def measure(
     case: Case, profile: MachineProfile, options: argparse.Namespace, records: Records
 ) -> Record:
     """One training run in fresh processes: the slowest rank's seconds per step."""
-    from estimator.probe.training import train
+    from estimator.validate.training import train
 
     known = [record["step_s"] for record in records.of("measurement", case.key)]
     known += [

@@ -28,9 +28,9 @@ from coverage import answer, ask_all, define_torchvision_schemas
 from memory_steps import measured_step, optimizer_of
 from options import parser_of
 
-from estimator.graph.memory_curve import memory_curve
-from estimator.graph.trace import trace_graph
-from estimator.graph.training_call import TrainingCall
+from estimator.graph.memory.curve import memory_curve
+from estimator.graph.trace.trace import trace_graph
+from estimator.graph.trace.training_call import TrainingCall
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import Strategy
 from estimator.workload.optimizers import OPTIMIZERS

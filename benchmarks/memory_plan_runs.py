@@ -27,17 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from estimator.advise.swap.problem import swap_problem
+from estimator.advise.swap.search import Means, plan_within
 from estimator.advise.swap_checker import plan_flaws
-from estimator.advise.swap_problem import swap_problem
-from estimator.advise.swap_search import Means, plan_within
 from estimator.api import trace_model
-from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.graph.training_call import TrainingCall
-from estimator.interop.apply_plan import MemoryPlan, apply_plan
+from estimator.estimates.engine import estimate_graph
+from estimator.graph.trace.training_call import TrainingCall
+from estimator.integrations.swap.apply_plan import MemoryPlan, apply_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, Provenance
-from estimator.probe.backend import keep_memory_resident, touch_memory
+from estimator.probe.devices.backend import keep_memory_resident, touch_memory
 from estimator.units import format_bytes, format_ratio, format_seconds
 
 PEAK_BOUND_RATIO, TIME_BOUND_RATIO = 0.05, 0.15

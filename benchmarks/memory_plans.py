@@ -22,16 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from estimator.advise.swap.problem import SwapProblem, Updates, host_link, joined, swap_problem
+from estimator.advise.swap.search import Planned, least_bytes, least_peak, pareto
 from estimator.advise.swap_baselines import capuchin, chen, vdnn
 from estimator.advise.swap_checker import plan_flaws
-from estimator.advise.swap_curve import least_peak, pareto
-from estimator.advise.swap_jobs import joined
-from estimator.advise.swap_problem import SwapProblem, host_link, swap_problem
-from estimator.advise.swap_search import Planned, least_bytes
 from estimator.advise.swap_tensile import tensile
-from estimator.advise.swap_updates import Updates
-from estimator.engine import estimate_graph
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.engine import estimate_graph
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.units import MIB, format_ratio
 
@@ -114,7 +111,7 @@ def _trace(name: str) -> OpGraph:
     from coverage import build_timm, define_torchvision_schemas
     from torch import Tensor, nn
 
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.trace.trace import trace_graph
 
     class Classified(nn.Module):
         def __init__(self, model: nn.Module) -> None:

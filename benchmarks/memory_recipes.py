@@ -2,7 +2,7 @@
 
 Published figures are those of torchtitan's log, the most that the allocator had reserved. Predicted
 is what live tensors take, what the stream of reductions keeps of gradient shards between steps, and
-the allocator's usual fragmentation on both (`estimator/machines/device_memory.py`). The bound is
+the allocator's usual fragmentation on both (`estimator/machines/typical.py`). The bound is
 10 % on each published row.
 """
 
@@ -22,8 +22,8 @@ from records import say
 from zoo.llama import llama
 
 import estimator as est
-from estimator.graph.models import load_model
-from estimator.machines.device_memory import FRAGMENTATION_RATIO
+from estimator.graph.models.model_text import load_model
+from estimator.machines.typical import FRAGMENTATION_RATIO
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import Strategy
 

@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from estimator.advise.swap_problem import swap_problem
-from estimator.advise.swap_search import plan_within
-from estimator.engine import estimate_graph
-from estimator.graph.memory_curve import live_tensors, memory_curve, tensors_of
-from estimator.graph.op_graph import OpGraph
+from estimator.advise.swap.problem import swap_problem
+from estimator.advise.swap.search import plan_within
+from estimator.estimates.engine import estimate_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.memory.curve import live_tensors, memory_curve, tensors_of
 from estimator.units import format_ratio
 from estimator.workload import Strategy
 

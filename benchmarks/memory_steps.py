@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.training_call import TrainingCall
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.trace.training_call import TrainingCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

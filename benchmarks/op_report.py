@@ -54,7 +54,7 @@ def profile_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> di
     """Train in a pinned process: plain steps for the clock and page faults, then clocked ones."""
     import resource
 
-    from estimator.probe.backend import keep_memory_resident
+    from estimator.probe.devices.backend import keep_memory_resident
 
     keep_memory_resident()
     step = make_step(arguments["model"], arguments["batch"])
@@ -123,8 +123,8 @@ def make_step(
     """One training step with AdamW that says when a phase begins and returns their seconds."""
     import torch
 
-    from estimator.graph.models import load_model
-    from estimator.graph.training_call import TrainingCall
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.training_call import TrainingCall
 
     torch.manual_seed(0)
     model, inputs, loss, _ = load_model(model_text, batch=batch)
@@ -162,8 +162,8 @@ def predict_groups(model_text: str, batch: int | None, profile: MachineProfile) 
 
     from estimator.api import trace_model
     from estimator.cache import Cache
-    from estimator.graph.models import load_model
-    from estimator.timeline.durations import op_durations
+    from estimator.graph.models.model_text import load_model
+    from estimator.kernels.durations import op_durations
 
     torch.set_num_threads(1)
     model, inputs, loss, _ = load_model(model_text, batch=batch)
@@ -186,7 +186,7 @@ def predict_groups(model_text: str, batch: int | None, profile: MachineProfile) 
 def predicted_update_s(model_text: str, batch: int | None, profile: MachineProfile) -> float:
     """The update's seconds as an estimate on one device has them."""
     from estimator.api import estimate, trace_model
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     model, inputs, loss, _ = load_model(model_text, batch=batch)
     graph = trace_model(model, inputs, loss=loss)
@@ -224,7 +224,7 @@ def describe(groups: Mapping[Key, Group], most: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict, train with the profiler, print the differences."""
-    from estimator.probe.ranks import run_on_devices
+    from estimator.probe.devices.ranks import run_on_devices
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="MODEL text, such as benchmarks/local_models.py:gpt2")

@@ -33,7 +33,7 @@ def take_turns(connection: Connection, kind: str, model: str, cores: Sequence[in
     """One process: each time it is asked, run once to have its own caches, then once for real."""
     import torch
 
-    from estimator.probe.backend import keep_memory_resident
+    from estimator.probe.devices.backend import keep_memory_resident
 
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
@@ -69,11 +69,10 @@ def replayed(model: str) -> Callable[[], dict[str, float]]:
     import torch
 
     from estimator.api import trace_model
-    from estimator.graph.models import load_model
-    from estimator.probe.backend import CpuBackend
-    from estimator.probe.kernels import prepare
-    from estimator.probe.ops import distinct_calls, replay_plan, update_plan
-    from estimator.probe.replay import Step
+    from estimator.graph.models.model_text import load_model
+    from estimator.probe.devices.backend import CpuBackend
+    from estimator.probe.grid.kernels import prepare
+    from estimator.probe.ops import Step, distinct_calls, replay_plan, update_plan
 
     module, batch, loss, _ = load_model(model)
     bound = trace_model(module, batch, loss=loss).at()

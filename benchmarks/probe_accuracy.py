@@ -26,13 +26,18 @@ from typing import Any
 from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
+from estimator.placement.mesh import ring_between
 from estimator.placement.placement import nic_of
-from estimator.placement.process_groups import ring_between
-from estimator.probe.copies import MESSAGE_SIZES_BYTES, link_from, message_points, time_messages
-from estimator.probe.line_fit import fit_line
+from estimator.probe.devices.updates import fit_update
+from estimator.probe.links.copies import (
+    MESSAGE_SIZES_BYTES,
+    fit_line,
+    link_from,
+    message_points,
+    time_messages,
+)
 from estimator.probe.machine import probe_machine
-from estimator.probe.updates import fit_update
-from estimator.timeline.collectives import GroupCollective, network_latency_s
+from estimator.timeline.collectives.costs import GroupCollective, network_latency_s
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
 NOMINAL_BITS_PER_S = (200_000_000, 1_000_000_000)

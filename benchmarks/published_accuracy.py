@@ -29,8 +29,8 @@ from published.report import draw, report
 from published.timm_questions import timm_verdicts
 from records import now, say
 
-from estimator.machines.files import home
-from estimator.timeline.kernel_model import choose_kernel_model
+from estimator.files import home
+from estimator.kernels.datasheet_model import choose_kernel_model
 
 
 def main() -> None:

@@ -21,19 +21,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from estimator.advise.checkpoints import (
+from estimator.advise.rent.transient import (
+    Revocations,
+    TransientCluster,
+    Worker,
     best_interval_s,
+    checkpoint_s,
     daly_interval_s,
     expected_time_s,
     goodput_ratio,
     young_interval_s,
 )
 from estimator.advise.simulated_failures import simulated_asynchronous_s, simulated_times_s
-from estimator.advise.transient import Revocations, TransientCluster, Worker, checkpoint_s
 from estimator.calibrate.asynchronous import AsynchronousRegressor
 from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.protocols import few_shot, workers
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 from estimator.calibrate.worker_tables import read_workers
 from estimator.machines.typical import RANK_JITTER_RATIO

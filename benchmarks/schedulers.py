@@ -22,14 +22,18 @@ from typing import Any
 import scheduler_models
 
 import estimator as est
-from estimator.cluster.believed import CalibratedSpeeds, MistakenSpeeds
-from estimator.cluster.experiment import drawn_jobs
-from estimator.cluster.jobs import Job
-from estimator.cluster.metrics import outcome
-from estimator.cluster.nodes import Nodes
-from estimator.cluster.policies import load_policy
-from estimator.cluster.replay import Costs, Replay
-from estimator.cluster.speeds import EngineSpeeds, Speeds, TrueSpeeds
+from estimator.replay.job_files import drawn_jobs
+from estimator.replay.jobs import Job
+from estimator.replay.nodes import Nodes
+from estimator.replay.policies import load_policy
+from estimator.replay.replay import Costs, Replay, outcome
+from estimator.replay.speeds import (
+    CalibratedSpeeds,
+    EngineSpeeds,
+    MistakenSpeeds,
+    Speeds,
+    TrueSpeeds,
+)
 
 CLUSTERS = ("64x8:dgx-a100", "128x4:gtx-1080-roce")
 POLICIES = (

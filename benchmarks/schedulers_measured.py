@@ -30,13 +30,18 @@ from schedulers import Case, policy_lines, replayed, told
 import estimator as est
 from estimator.calibrate.baselines import OnesRegressor, OptimusRegressor, PolluxRegressor
 from estimator.calibrate.tables import read_rows
-from estimator.cluster.believed import CalibratedSpeeds, FittedSpeeds, sample_counts
-from estimator.cluster.experiment import REQUESTS, drawn_run_s
-from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Nodes, Shape
-from estimator.cluster.replay import Costs
-from estimator.cluster.speeds import EngineSpeeds, Speeds
 from estimator.machines.profile import MachineProfile
+from estimator.replay.job_files import REQUESTS, drawn_run_s
+from estimator.replay.jobs import Job
+from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.replay import Costs
+from estimator.replay.speeds import (
+    CalibratedSpeeds,
+    EngineSpeeds,
+    FittedSpeeds,
+    Speeds,
+    sample_counts,
+)
 
 # Machines of the catalogue with the networks that `published_accuracy` takes for these tables.
 CLUSTERS = {

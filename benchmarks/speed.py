@@ -98,8 +98,8 @@ def look_ratio(options: argparse.Namespace) -> Found:
     """GPT-2-small: the whole look beside a bare fake forward and backward, interleaved."""
     import torch
 
-    from estimator.graph.models import load_model
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)
     model, batch, _, _ = load_model(GPT2_SMALL, weights=False)
@@ -136,8 +136,8 @@ def look_at_llama(_options: argparse.Namespace) -> Found:
     """Llama-70B built without memory: seconds and resident memory of the whole process."""
     import torch
 
-    from estimator.graph.models import load_model
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)
     model, batch, _, _ = load_model(LLAMA_70B, batch=1, seq_len=2048, weights=False)

@@ -80,8 +80,8 @@ def write_cases(folder: Path) -> None:
 
 
 def _trace(name: str, model: str, batch: int, length: int | None, how: dict[str, Any]) -> Any:
-    from estimator.graph.models import load_model
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
 
     built, example, loss, _ = load_model(model, batch=batch, seq_len=length, weights=False)
     return trace_graph(built, example, loss=loss, target="cuda", name=name, **how)
@@ -90,9 +90,9 @@ def _trace(name: str, model: str, batch: int, length: int | None, how: dict[str,
 def _probed(name: str, like: str) -> Any:
     """A machine of the catalogue as a probe of it would describe it."""
     from estimator import load_profile
+    from estimator.kernels.roofline import Roofline
     from estimator.machines.profile import Contention, HostCost, KernelCost, KernelPoint, Provenance
     from estimator.machines.typical import with_typical_costs
-    from estimator.timeline.roofline import Roofline
 
     chosen, scatter = (
         Provenance(source="measured", samples=1, relative_error=0.05),
@@ -133,9 +133,9 @@ def _grid() -> Iterator[tuple[Any, str]]:
     """Every call of the probe's grid for GPUs with its outputs, and its kind of arithmetic."""
     import torch
 
-    from estimator.probe.calls import find_operator, output_tensors, real_arguments, spec_of
-    from estimator.probe.calls import torch_dtype as dtype_of
-    from estimator.probe.grid import kernel_grid
+    from estimator.probe.devices.calls import find_operator, output_tensors, real_arguments, spec_of
+    from estimator.probe.devices.calls import torch_dtype as dtype_of
+    from estimator.probe.grid.kernels import kernel_grid
 
     for each in kernel_grid("cuda"):
         tensors = (

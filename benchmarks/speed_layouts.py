@@ -18,9 +18,9 @@ DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
 def times_of(text: str, repeats: int) -> dict[str, tuple[float, str, float | None]]:
     """One line of the report for each question; engines are new where something is new."""
     from estimator.advise import best_layout
-    from estimator.engine import Engine
-    from estimator.graph.models import load_model
-    from estimator.graph.trace import trace_graph
+    from estimator.estimates.engine import Engine
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
 
     model, batch, _, _ = load_model(text, batch=2, seq_len=2048, weights=False)
     graph = trace_graph(model, batch, target="cuda", precision="bf16")

@@ -17,7 +17,7 @@ from stall_scripts.injected import BATCH, FILE_BYTES, GRADIENT_BYTES, write_file
 from testbed.description import TestbedDescription
 from testbed.network import INTERFACE, testbed, unavailable_reason
 
-from estimator.probe.page_cache import evict
+from estimator.probe.devices.storage import evict
 from estimator.stalls.measured import MeasuredStalls, StallName, measure_stalls
 from estimator.stalls.runs import Script, run
 

@@ -17,10 +17,9 @@ from stall_scripts.injected import FILE_BYTES, write_files
 from stall_scripts.loaders import BATCH, KINDS, write_data
 from testbed.network import unavailable_reason
 
-from estimator.probe.page_cache import evict, load
-from estimator.probe.storage import read_bytes_per_s
+from estimator.probe.devices.storage import evict, load, read_bytes_per_s
+from estimator.stalls.predicted import CACHED_RATIOS
 from estimator.stalls.runs import run
-from estimator.stalls.what_if import CACHED_RATIOS
 
 CACHED_WORKERS = 2
 

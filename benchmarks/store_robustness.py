@@ -26,7 +26,7 @@ from pathlib import Path
 
 from options import parser_of
 
-from estimator.calibrate.observations import Observation, ObservationStore
+from estimator.calibrate.store import Observation, ObservationStore
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import load_profile
 

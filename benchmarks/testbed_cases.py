@@ -11,7 +11,7 @@ from testbed.description import TestbedDescription, TestbedNode
 
 from estimator.placement.allocation import Allocation
 from estimator.units import parse_bandwidth_bytes_per_s
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 
 COMPUTING = ("gpt2", "resnet", "llama", "convnext", "t5", "lstm")
 

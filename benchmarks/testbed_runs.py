@@ -22,14 +22,14 @@ from testbed.paced import paced_graph, paced_machine
 from testbed.pipelines import step_seconds
 from testbed_cases import Case, beds
 
-from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 
 MACHINE = "testbed"
 MODELS = Path(__file__).with_name("local_models.py")
@@ -168,7 +168,7 @@ class ModelBench(Bench):
         if case.is_paced:
             return paced_graph(case.model)
         import estimator
-        from estimator.graph.models import load_model
+        from estimator.graph.models.model_text import load_model
 
         model, batch, loss, name = load_model(f"{MODELS}:{case.model}")
         return estimator.trace_model(model, batch, loss=loss, optimizer="adamw", name=name)

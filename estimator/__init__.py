@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
-    from estimator.estimates import Estimate
-    from estimator.graph.op_graph import OpGraph
-    from estimator.interop.apply_plan import MemoryPlan, apply_plan
+    from estimator.estimates.estimate import Estimate
+    from estimator.estimates.table import EstimateTable, estimate_chunks, estimate_many
+    from estimator.graph.ir.op_graph import OpGraph
+    from estimator.integrations.swap.apply_plan import MemoryPlan, apply_plan
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
-    from estimator.placement.columns import AllocationColumns
-    from estimator.placement.grid import AllocationGrid
+    from estimator.placement.columns import AllocationColumns, AllocationGrid
     from estimator.stalls.loaders import measure_loader, watch_loader
-    from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
     from estimator.workload.loader import Loader
 
@@ -34,21 +33,21 @@ __version__ = "0.2.0"
 _HOMES = {
     "Allocation": "estimator.placement.allocation",
     "AllocationColumns": "estimator.placement.columns",
-    "AllocationGrid": "estimator.placement.grid",
+    "AllocationGrid": "estimator.placement.columns",
     "Breakdown": "estimator.timeline.step",
     "Calibrator": "estimator.calibrate.calibrator",
-    "Estimate": "estimator.estimates",
-    "EstimateTable": "estimator.tables",
+    "Estimate": "estimator.estimates.estimate",
+    "EstimateTable": "estimator.estimates.table",
     "EstimatorError": "estimator.errors",
     "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
-    "OpGraph": "estimator.graph.op_graph",
+    "OpGraph": "estimator.graph.ir.op_graph",
     "Strategy": "estimator.workload",
-    "MemoryPlan": "estimator.interop.apply_plan",
-    "apply_plan": "estimator.interop.apply_plan",
+    "MemoryPlan": "estimator.integrations.swap.apply_plan",
+    "apply_plan": "estimator.integrations.swap.apply_plan",
     "estimate": "estimator.api",
-    "estimate_chunks": "estimator.tables",
-    "estimate_many": "estimator.tables",
+    "estimate_chunks": "estimator.estimates.table",
+    "estimate_many": "estimator.estimates.table",
     "load_profile": "estimator.machines.catalogue",
     "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
@@ -85,7 +84,7 @@ __all__ = [
 
 
 def _html_of(answer: Estimate) -> str:
-    from estimator.report.notebook import estimate_html
+    from estimator.report.page import estimate_html
 
     return estimate_html(answer)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import (
     ModelError,
     StrategyError,
@@ -16,14 +15,15 @@ from estimator.errors import (
     WorkloadError,
     quoted,
 )
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_plan import read_plan
+from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.plan import read_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 from estimator.workload.optimizers import check_optimizer
 
@@ -78,8 +78,8 @@ def trace_model(
     and every other matmul). `float8` has the linear layers of a compiled model in float8, scaled as
     torchao does: "tensorwise" or "rowwise". Raises ModelError, TraceError, ProbeError.
     """
-    from estimator.graph.checkpointing import checkpointed
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.trace.checkpointing import checkpointed
+    from estimator.graph.trace.trace import trace_graph
 
     model, loss, compiled, assumed = _as_module(model, loss, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
@@ -151,13 +151,13 @@ def _compiled(
     if assumed is not None:
         graph = replace(graph, assumptions=(*graph.assumptions, assumed))
     if compiled:
-        from estimator.graph.fusion import compile_graph
+        from estimator.graph.compile.fusion import compile_graph
 
         fused = compile_graph(graph, _EXECUTIONS.get(compiled, compiled))  # type: ignore[arg-type]
         graph = replace(fused, eager=graph)
     if float8 is None:
         return graph
-    from estimator.graph.float8 import with_float8
+    from estimator.graph.compile.float8 import with_float8
 
     return with_float8(graph, float8)
 
@@ -168,8 +168,8 @@ def _as_module(
     """One module, its loss, how its step is run, and what of that is assumed."""
     from torch import nn
 
-    from estimator.graph.compiled_models import compiled_as
-    from estimator.graph.phases import as_phases
+    from estimator.graph.trace.checkpointing import compiled_as
+    from estimator.graph.trace.training_call import as_phases
 
     model, loss = as_phases(model, loss)
     assumed = None
@@ -271,7 +271,7 @@ def estimate(
     elif tp_plan is not None:
         raise StrategyError("a tensor-parallel plan needs a layout; write layout='tp=2,dp=*'")
     elif global_batch is not None and batch_per_gpu is None:
-        from estimator.tables.balance import balance
+        from estimator.estimates.table.balance import balance
 
         return balance(graph, placement, **asked).answer
     return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from demo_models import gpt2
 from torch.utils.data import DataLoader
 
-from estimator.callbacks.accelerate import watch
+from estimator.integrations.callbacks.training import watch
 
 
 def main(steps: int = 60, batch: int = 4, **settings: Any) -> None:

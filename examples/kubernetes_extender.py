@@ -35,15 +35,14 @@ from typing import Any
 import estimator as est
 from estimator.errors import GraphFileError
 from estimator.files import parse_json
-from estimator.schedulers import volcano
-from estimator.schedulers.admission import admitted
-from estimator.schedulers.kubernetes import filtered, prioritized
+from estimator.integrations.schedulers import kubernetes
+from estimator.integrations.schedulers.kubernetes import admitted, filtered, prioritized
 
 VERBS = {
     "/filter": filtered,
     "/prioritize": prioritized,
-    "/volcano/predicate": volcano.predicate,
-    "/volcano/prioritize": volcano.prioritized,
+    "/volcano/predicate": kubernetes.predicate,
+    "/volcano/prioritize": kubernetes.volcano_prioritized,
     "/admit": admitted,
 }
 MOST_BYTES = 64 << 20

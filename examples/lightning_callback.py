@@ -12,7 +12,7 @@ import torch
 from demo_models import gpt2
 from torch.utils.data import DataLoader
 
-from estimator.callbacks.lightning import EstimatorCallback
+from estimator.integrations.callbacks.lightning import EstimatorCallback
 
 
 class Gpt2(pl.LightningModule):

@@ -12,8 +12,13 @@ import sys
 from demo_models import resnet18
 
 import estimator as est
-from estimator.schedulers.sizes import sizes
-from estimator.schedulers.slurm import SINFO_FORMAT, job_script, partition_for, read_sinfo
+from estimator.integrations.schedulers.sizes import sizes
+from estimator.integrations.schedulers.slurm import (
+    SINFO_FORMAT,
+    job_script,
+    partition_for,
+    read_sinfo,
+)
 
 # On the upper end of the interval: where a job is at its limit, Slurm ends it.
 MARGIN = 1.25

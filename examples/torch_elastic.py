@@ -16,8 +16,7 @@ from demo_models import gpt2
 from torch.nn.parallel import DistributedDataParallel
 
 import estimator as est
-from estimator.schedulers.elastic import torchrun
-from estimator.schedulers.sizes import sizes
+from estimator.integrations.schedulers.sizes import sizes, torchrun
 
 LAYERS, VOCABULARY, STEPS = 1, 1000, 3
 

@@ -12,7 +12,7 @@ from typing import Any
 from demo_models import gpt2
 from transformers import Trainer, TrainingArguments
 
-from estimator.callbacks.transformers import EstimatorCallback
+from estimator.integrations.callbacks.transformers import EstimatorCallback
 
 
 def main(steps: int = 60, batch: int = 4, **settings: Any) -> None:

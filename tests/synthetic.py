@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from estimator.graph.costs import op_cost
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import GraphInput, Op, Parameter, Phase, Value, ValueKind
+from estimator.graph.costs.call_costs import op_cost
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import GraphInput, Op, Parameter, Phase, Value, ValueKind
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from estimator.cache import Cache
-from estimator.engine import Engine
-from estimator.timeline.program import StepProgram
+from estimator.estimates.engine import Engine
+from estimator.timeline.rank.program import StepProgram
 from tests.synthetic import Machine, perceptron
 
 

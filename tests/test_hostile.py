@@ -25,10 +25,7 @@ from hypothesis import strategies as some
 from torch import nn
 
 import estimator
-from estimator.advise.sweeps import expand_pattern
-from estimator.cluster.job_files import jobs_of_trace
-from estimator.cluster.nodes import Nodes
-from estimator.cluster.traces import TracedJob
+from estimator.advise.scaling import expand_pattern
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -40,14 +37,16 @@ from estimator.errors import (
     TraceError,
     WorkloadError,
 )
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.summary_files import load_summary
-from estimator.graph.trace import trace_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.summary import load_summary
+from estimator.graph.trace.trace import trace_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster, expand_hosts
 from estimator.probe.imports.files import read_imports, recognise
+from estimator.replay.job_files import TracedJob, jobs_of_trace
+from estimator.replay.nodes import Nodes
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
 from tests.budgets import examples
@@ -287,7 +286,7 @@ def test_a_trace_with_a_name_twice_is_refused_before_its_jobs_are_asked_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("estimator.cluster.job_files.job_of_run_time", asked.append)
+    monkeypatch.setattr("estimator.replay.job_files.job_of_run_time", asked.append)
     rows = [TracedJob(name="a", arrival_s=0.0, devices=1, run_s=9.0)] * 2
     with pytest.raises(WorkloadError, match="job 'a' is listed twice"):
         jobs_of_trace(rows, [perceptron([64] * 3)], Nodes.parse("1x2:t4"), seed=0)
@@ -541,7 +540,7 @@ def test_a_model_of_another_type_is_another_workload(dtype: torch.dtype) -> None
             loss=lambda output, _: output.abs().mean(),
         )
         # 4 samples of 8 into 4 numbers, and 8 real operations for each complex product and sum.
-        from estimator.graph.costs import op_cost
+        from estimator.graph.costs.call_costs import op_cost
 
         flops = [op_cost(op.call) for op in graph.ops if "mm" in op.call.target]
         assert flops[0] is not None

@@ -39,9 +39,8 @@ from whole_models import (
 )
 
 from estimator import load_profile
-from estimator.machines.files import shipped_data
-from estimator.timeline.chips import chip_of
-from estimator.timeline.kernel_model import MatmulModel, sustained_ratio
+from estimator.files import shipped_data
+from estimator.kernels.datasheet_model import MatmulModel, chip_of, sustained_ratio
 
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from whole_models import design_of, vision_cases, without_own_family
 
-from estimator.timeline.chips import peak_flops_per_s
+from estimator.kernels.datasheet_model import peak_flops_per_s
 
 # What must be reached on an unseen device: median, and mean for matmuls and attention, others.
 MEDIAN_GOAL = 0.15

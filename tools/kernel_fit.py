@@ -18,12 +18,13 @@ from memory_bound_fit import FIXED_S, fit_memory_bound, memory_bound_key, timing
 from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
-from estimator.timeline.chips import Chip, chip_of
-from estimator.timeline.kernel_model import (
+from estimator.kernels.datasheet_model import (
     AttentionModel,
+    Chip,
     MatmulModel,
     MemoryBoundModel,
     attention_seconds,
+    chip_of,
     matmul_seconds,
     sustained_ratio,
 )

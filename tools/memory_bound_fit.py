@@ -10,7 +10,7 @@ from kernel_tables import OpRow, device_of
 from numpy.typing import NDArray
 from sklearn.linear_model import HuberRegressor
 
-from estimator.timeline.kernel_model import memory_classes
+from estimator.kernels.datasheet_model import memory_classes
 
 Array = NDArray[np.float64]
 

@@ -22,11 +22,11 @@ from scipy.optimize import nnls
 
 from estimator import OpGraph, load_profile
 from estimator.calibrate.tables import read_rows
-from estimator.graph.costs import Features, features_of
+from estimator.graph.costs.call_costs import Features, features_of
+from estimator.kernels.roofline import Roofline, memory_bound_keys, phase_of
 from estimator.machines.profile import MachineProfile, UpdateCost
 from estimator.machines.typical import with_typical_costs
 from estimator.tensors import OpCall
-from estimator.timeline.roofline import Roofline, memory_bound_keys, phase_of
 
 Array = NDArray[np.float64]
 

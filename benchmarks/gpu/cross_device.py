@@ -16,7 +16,7 @@ from summary import format_table
 
 from estimator.accuracy import error_ratio
 from estimator.errors import EstimatorError
-from estimator.graph.costs import features_of
+from estimator.graph.costs.call_costs import features_of
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile
 from estimator.tensors import OpCall

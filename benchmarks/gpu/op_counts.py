@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.gpu import BY_NAME
 
 from estimator.errors import EstimatorError
-from estimator.graph.costs import family_of
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.costs.call_costs import family_of
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.kernels.durations import op_durations
 from estimator.machines.catalogue import load_profile
-from estimator.timeline.durations import op_durations
 from gpu.cases import Case, tiny_cases
 from gpu.predictions import graph_path, trace_missing
 from gpu.steps import RealTraining, release

@@ -14,8 +14,8 @@ from records import Record, Records, say
 from zoo.gpu import BY_NAME
 
 from estimator.errors import EstimatorError
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import OpTiming
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import OpTiming
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import OpCall
 from gpu.cases import Case
@@ -61,7 +61,7 @@ def trace_workload(name: str, precisions: Sequence[str], folder: Path, target: D
     """Build a model once on the CPU and look at it in each precision."""
     import torch
 
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)
     workload = BY_NAME[name]
@@ -88,7 +88,7 @@ def trace_workload(name: str, precisions: Sequence[str], folder: Path, target: D
 
 def load_graph(folder: Path, case: Case) -> OpGraph:
     """The case's graph as it is executed; raises EstimatorError."""
-    from estimator.graph.fusion import compile_graph
+    from estimator.graph.compile.fusion import compile_graph
 
     graph = OpGraph.load(graph_path(folder, case))
     return graph if case.execution == "eager" else compile_graph(graph, "compiled")
@@ -138,8 +138,7 @@ def predict_with_timings(case: Case, folder: Path, profile: MachineProfile) -> R
     """
     import torch
 
-    from estimator.probe.ops import distinct_calls, replay_plan
-    from estimator.probe.replay import replay
+    from estimator.probe.ops import distinct_calls, replay, replay_plan
 
     torch.manual_seed(0)
     graph = load_graph(folder, case)
@@ -179,7 +178,7 @@ _backends: dict[str, Any] = {}
 
 def device_backend(kind: DeviceKind) -> Any:
     """The backend of this process, its device warm."""
-    from estimator.probe.backend import open_backend
+    from estimator.probe.devices.backend import open_backend
 
     if kind not in _backends:
         _backends[kind] = open_backend(kind, 0)

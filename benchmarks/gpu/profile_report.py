@@ -11,10 +11,10 @@ from pathlib import Path
 
 from summary import format_table
 
+from estimator.kernels.durations import kernel_fits
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.durations import kernel_fits
 
 
 def rate_lines(measured: MachineProfile, datasheet: MachineProfile) -> Iterator[list[str]]:

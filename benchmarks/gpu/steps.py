@@ -14,8 +14,8 @@ import torch
 from zoo.gpu import BY_NAME
 from zoo.inputs import Workload
 
-from estimator.graph.training_call import TrainingCall
-from estimator.probe.kernels import float32_matmuls
+from estimator.graph.trace.training_call import TrainingCall
+from estimator.probe.grid.kernels import float32_matmuls
 from gpu.cases import Case
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 20

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from published.language_sources import llama, llama_name, megatron_deepspeed
 from published.layouts import COLUMN as LAYOUT
 from published.layouts import with_layout

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from estimator.calibrate.tables import Row
 from estimator.errors import StrategyError
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from published.rows import NotMapped
 
 _DEGREES = re.compile(r"\b(tp|pp|dp|cp|ep|vp|fsdp|hsdp)\s*=?\s*(\d+)", re.IGNORECASE)

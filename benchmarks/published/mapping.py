@@ -12,7 +12,7 @@ import estimator as est
 from estimator.calibrate.tables import Row
 from estimator.machines.profile import MachineProfile
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from published.graphs import GraphStore
 from published.known_sources import source_of
 from published.machines import machine_of

@@ -14,7 +14,7 @@ from records import now
 
 import estimator as est
 from estimator.errors import EstimatorError
-from estimator.graph.costs import op_cost
+from estimator.graph.costs.call_costs import op_cost
 from estimator.workload.precision import peak_dtype
 from published.mapping import Question
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 import estimator as est
-from estimator.graph.cost_registry import argument, cost_of
-from estimator.graph.costs import family_of, features_of, op_cost
-from estimator.graph.fused_calls import FusedKernel
-from estimator.graph.ops import OpCost
+from estimator.graph.costs.call_costs import FusedKernel, family_of, features_of, op_cost
+from estimator.graph.costs.registry import argument, cost_of
+from estimator.graph.ir.ops import OpCost
 from estimator.tensors import OpCall
 
 _FLASH = "_scaled_dot_product_flash_attention"

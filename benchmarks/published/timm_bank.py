@@ -36,7 +36,7 @@ from records import Progress, Records
 
 from estimator.calibrate.tables import read_rows
 from estimator.errors import EstimatorError, ModelError, ObservationError
-from estimator.machines.files import write_bytes_atomically
+from estimator.files import write_bytes_atomically
 from published.timm_rows import INDEX
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 import estimator as est
-from estimator.advise.elasticity import elasticity
-from estimator.advise.one_more import best_batch, next_gpu
+from estimator.advise.batches import best_batch, elasticity, next_gpu
 from estimator.advise.rank_order import rank_order
-from estimator.advise.transient import Revocations, TransientCluster, Worker
-from estimator.schedulers.sizes import sizes
+from estimator.advise.rent.transient import Revocations, TransientCluster, Worker
+from estimator.integrations.schedulers.sizes import sizes
 
 from .inputs import need
 from .questions import CPUS, GPUS, HALLS, LAYOUTS, RACKS, STRATEGIES

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
-from estimator.probe.launch_secret import VARIABLE
+from estimator.probe.cluster.discovery import VARIABLE
 
 from .network import INTERFACE, Testbed
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
-from estimator.graph.split_plan import Plan
-from estimator.workload.layout import Layout
+from estimator.graph.partition.plan import Plan
+from estimator.workload.layouts import Layout
 
 from . import pipelines
 from .launch import place

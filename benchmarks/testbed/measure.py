@@ -11,7 +11,7 @@ from typing import Any
 
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
-from estimator.probe.training import Training, time_steps, transformers_modules
+from estimator.validate.training import Training, time_steps, transformers_modules
 from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
 
@@ -122,7 +122,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     import torch
     import torch.distributed as torch_distributed
 
-    from estimator.probe.backend import keep_memory_resident
+    from estimator.probe.devices.backend import keep_memory_resident
 
     from . import paced
 

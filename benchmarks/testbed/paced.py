@@ -31,9 +31,9 @@ import torch.distributed as torch_distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import OpTiming
-from estimator.graph.trace import trace_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import OpTiming
+from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import (
     Device,
     HostCost,

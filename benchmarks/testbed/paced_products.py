@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import OpTiming
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import OpTiming
 from estimator.tensors import OpCall
 
 from . import paced

@@ -10,7 +10,7 @@ from typing import Any
 
 from estimator.errors import ProbeError, TrainingError
 from estimator.machines.profile import Device
-from estimator.probe.ranks import run_on_devices
+from estimator.probe.devices.ranks import run_on_devices
 
 from .launch import Placed
 from .network import Testbed

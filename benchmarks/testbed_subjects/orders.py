@@ -21,13 +21,13 @@ from testbed_cases import OURS, PAIRS_ALONE, Order
 from testbed_runs import Bench, Trial, probe_network
 
 from estimator.advise.rank_order import hop_seconds, rank_order, ring_seconds
-from estimator.engine import estimate_graph
+from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
+from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
-from estimator.placement.process_groups import whole_group
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives import GroupCollective
+from estimator.timeline.collectives.costs import GroupCollective
 
 SIZE_BYTES = 16 * 10**6
 MODEL, STRATEGY = "few_big", "ddp:view"

@@ -16,9 +16,9 @@ from testbed.paced import paced_graph
 from testbed_cases import SPLITS, Case
 from testbed_runs import MACHINE, ModelBench, Trial
 
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.table.balance import balance
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
-from estimator.tables.balance import balance
 from estimator.units import format_split
 
 # TARGETS A18: the step at the predicted best split, and its gain over the even one.

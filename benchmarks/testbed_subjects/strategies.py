@@ -23,7 +23,7 @@ from testbed_cases import STRATEGIES, Cell
 from testbed_runs import MACHINE, Bench, Trial, probe_network
 
 from estimator.advise.strategies import best_strategy
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.placement.topology import Cluster
 from estimator.units import parse_bandwidth_bytes_per_s

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from estimator.graph.transformers_models import WithoutWeights
+from estimator.graph.models.transformers_models import WithoutWeights
 from zoo.inputs import Built, own_loss, random_tokens
 
 

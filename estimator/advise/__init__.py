@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.advise.choices import cheapest
-    from estimator.advise.layouts import best_layout
-    from estimator.advise.one_more import best_batch, next_gpu
+    from estimator.advise.batches import best_batch, next_gpu
+    from estimator.advise.layouts.search import best_layout
+    from estimator.advise.rent.offers import cheapest
 
 _HOMES = {
-    "best_batch": "estimator.advise.one_more",
-    "best_layout": "estimator.advise.layouts",
-    "cheapest": "estimator.advise.choices",
-    "next_gpu": "estimator.advise.one_more",
+    "best_batch": "estimator.advise.batches",
+    "best_layout": "estimator.advise.layouts.search",
+    "cheapest": "estimator.advise.rent.offers",
+    "next_gpu": "estimator.advise.batches",
 }
 
 __all__ = ["best_batch", "best_layout", "cheapest", "next_gpu"]

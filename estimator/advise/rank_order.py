@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from estimator.errors import ProfileError
 from estimator.machines.profile import PairMatrix
 from estimator.placement.topology import Cluster
-from estimator.timeline.rings import RING_ROUNDS, RING_SHARE
+from estimator.timeline.collectives.algorithms import RING_ROUNDS, RING_SHARE
 
 Array = NDArray[np.float64]
 Tour = NDArray[np.intp]

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.advise.transient import Revocations, TransientCluster
+from estimator.advise.rent.transient import Revocations, TransientCluster
 from estimator.errors import WorkloadError
 
 _MOST_LIVES = 50_000

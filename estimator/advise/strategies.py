@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from estimator.coefficients import Calibration
-from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import EstimatorError, ProfileError, StrategyError
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from estimator.advise.swap_plan import (
+from estimator.advise.swap.plan import (
     Gap,
     Moved,
     Recompute,
@@ -22,11 +22,11 @@ from estimator.advise.swap_plan import (
     gaps_of,
     planned_levels,
     play,
+    recipe,
     scheduled,
 )
-from estimator.advise.swap_problem import SwapProblem
-from estimator.advise.swap_recompute import recipe
-from estimator.advise.swap_search import Planned
+from estimator.advise.swap.problem import SwapProblem
+from estimator.advise.swap.search import Planned
 
 
 def turn_of(problem: SwapProblem) -> int:

@@ -10,8 +10,8 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Literal
 
-from estimator.advise.swap_plan import PlayedPlan, Recompute, SwapPlan, Transfer
-from estimator.advise.swap_problem import SwapProblem
+from estimator.advise.swap.plan import PlayedPlan, Recompute, SwapPlan, Transfer
+from estimator.advise.swap.problem import SwapProblem
 
 State = Literal["absent", "leaving", "arriving", "here"]
 

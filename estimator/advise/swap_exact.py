@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from estimator.advise.swap_plan import Gap, Recompute, gaps_of, transient_bytes
-from estimator.advise.swap_problem import SwapProblem
-from estimator.advise.swap_recompute import recipe
+from estimator.advise.swap.plan import Gap, Recompute, gaps_of, recipe, transient_bytes
+from estimator.advise.swap.problem import SwapProblem
 
 _TIME_LIMIT_S = 60.0
 

@@ -7,10 +7,9 @@ from bisect import bisect_right, insort
 
 import numpy as np
 
-from estimator.advise.swap_plan import Gap, Recompute, Swap, SwapPlan, gaps_of, play
-from estimator.advise.swap_problem import SwapProblem
-from estimator.advise.swap_recompute import recipe
-from estimator.advise.swap_search import Planned
+from estimator.advise.swap.plan import Gap, Recompute, Swap, SwapPlan, gaps_of, play, recipe
+from estimator.advise.swap.problem import SwapProblem
+from estimator.advise.swap.search import Planned
 
 _MOST_ROUNDS = 100
 _LEAST_GAIN_RATIO = 0.0005

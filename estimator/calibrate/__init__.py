@@ -1,1 +1,6 @@
-"""Learn from observed steps, and the forms of other systems to compare with."""
+"""Learn from observed steps.
+
+In: step times, kept in a `store`. Out: a `calibrator.Calibrator`, which estimates take as
+`calibration=`. `watching` times a training loop, `regressor` fits the `performance_model` (its
+`design`, `mixture` with simple forms, `intervals`), `review` says what the store shows.
+"""

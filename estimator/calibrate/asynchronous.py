@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from estimator.calibrate import intervals
-from estimator.calibrate.priors import Array
+from estimator.calibrate.performance_model import Array
 from estimator.errors import WorkloadError
 
 _WORKERS, _SERVERS = 0, 1

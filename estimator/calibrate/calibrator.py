@@ -1,19 +1,20 @@
-"""Correct estimates by the steps observed so far: multipliers on the engine's physical model."""
+"""Correct estimates by the steps observed so far, and compare those with what was predicted."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import statistics
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
-from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation, ObservedWorkload
+from estimator.calibrate.store import ObservationStore
 from estimator.coefficients import (
     UNCALIBRATED,
     Coefficients,
@@ -21,13 +22,18 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import EstimatorError, ObservationError
+from estimator.errors import EstimatorError, ObservationError, printable
+from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.graph.files import is_saved_graph
+from estimator.graph.ir.op_graph import OpGraph, workload_name
 from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
     from estimator.calibrate.corrections import Correction, StepCorrections
-    from estimator.graph.op_graph import OpGraph
+    from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
+
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +154,7 @@ class Calibrator:
         their own keep that, and so do those on which this very job has been observed since.
         """
         from estimator.calibrate.review import counting_drifts
-        from estimator.engine import DEFAULT
+        from estimator.estimates.engine import DEFAULT
 
         jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
         asked = cluster.nodes.keys() if hosts is None else hosts
@@ -380,4 +386,106 @@ class _Seen:
             communication_ratio=found.sync_ratio * scale,
             relative_error=found.relative_error,
             remark=found.remark,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedStep:
+    """One allocation at one batch: the median of what was observed, and both predictions.
+
+    The ratios are the factors on the engine's compute and communication in the calibrated answer.
+    """
+
+    allocation: str
+    batch_per_gpu: int
+    accumulation_steps: int
+    strategy: str
+    layout: str | None
+    observations: int
+    observed_s: float
+    engine_s: float
+    calibrated_s: float
+    compute_ratio: float
+    communication_ratio: float
+
+
+def observations_of(store: ObservationStore, model: str, precision: str) -> list[Observation]:
+    """The observations of a MODEL of the command line; raises ObservationError.
+
+    The workload of a function is named after the function, that of a saved graph in its file; a
+    precision other than fp32 makes another workload. In Python it may have gone by any name: where
+    none fits, these are all observations of which the content is known.
+    """
+    name = (
+        OpGraph.load(model).workload if is_saved_graph(model) else workload_name(model, precision)
+    )
+    function = workload_name(model.rpartition(":")[2], precision)
+    for workload in (name, name.removeprefix("hf:"), function):
+        if found := store.observations(workload=workload):
+            return found
+    if found := store.observations(of_known_content=True):
+        return found
+    known = ", ".join(store.workload_names()[:5])
+    has = f"has {printable(known)}; name one of these" if known else "is empty"
+    raise ObservationError(
+        f"no step of '{name}' was observed in {store.path}, which {has}; 'estimator calibrate "
+        "observe' keeps steps"
+    )
+
+
+def fitted_steps(
+    graph: OpGraph,
+    observations: Iterable[Observation],
+    calibrator: Calibrator,
+    *,
+    cluster: Cluster | None = None,
+) -> Iterator[FittedStep]:
+    """One for each distinct step observed of the graph's job.
+
+    Those that cannot be estimated any more are left out. Raises ObservationError for none.
+    """
+    observed: dict[tuple[str, int, int, str, str], list[float]] = defaultdict(list)
+    job = DEFAULT.content(graph).fingerprint
+    of_job = [one for one in observations if one.fingerprint in (None, job)]
+    if not of_job:
+        raise ObservationError(
+            f"no step of {graph.workload} was observed that computes the same; give the sequence "
+            "length, optimizer and precision that were observed ('estimator calibrate show')"
+        )
+    for one in of_job:
+        if one.outlier_reason is None:
+            batches = one.batch_per_gpu, one.accumulation_steps
+            key = (one.allocation, *batches, one.strategy, one.layout or "")
+            observed[key].append(one.step_time_s)
+    for step, times_s in sorted(observed.items()):
+        allocation, batch, accumulation_steps, strategy, layout = step
+        try:
+            cold, calibrated = (
+                estimate_graph(
+                    graph,
+                    allocation,
+                    batch_per_gpu=batch,
+                    accumulation_steps=accumulation_steps,
+                    strategy=strategy,
+                    layout=layout or None,
+                    cluster=cluster,
+                    calibration=calibration,
+                )
+                for calibration in (None, calibrator)
+            )
+        except EstimatorError:
+            continue
+        factors = calibrated.plan.coefficients
+        yield FittedStep(
+            allocation=allocation,
+            batch_per_gpu=batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            layout=layout or None,
+            observations=len(times_s),
+            observed_s=statistics.median(times_s),
+            engine_s=cold.step_time_s,
+            calibrated_s=calibrated.step_time_s,
+            compute_ratio=factors.compute_ratio,
+            communication_ratio=factors.communication_ratio,
         )

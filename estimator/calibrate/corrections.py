@@ -13,9 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimator.accuracy import Z_80
-from estimator.calibrate.performance_model import NODES, RANKS, EngineTimes
-from estimator.calibrate.priors import ENGINE_PRIORS, PARAMETERS, Array, LogNormalPrior, Priors
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.performance_model import (
+    ENGINE_PRIORS,
+    NODES,
+    PARAMETERS,
+    RANKS,
+    Array,
+    EngineTimes,
+    LogNormalPrior,
+    Priors,
+)
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.coefficients import JobContent, PredictedStep, StepQuestion
 
 # Correlation of a log parameter between jobs on the same machines, the between-group level of a

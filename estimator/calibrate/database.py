@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,87 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from estimator.calibrate import store_files
 from estimator.errors import StoreError, cause
+
+# https://sqlite.org/fileformat.html: the header has 100 bytes, the application's number from byte
+# 68 on; behind it the first page says from byte 3 on how many entries the schema has.
+_MAGIC = b"SQLite format 3\0"
+_OWNER, _ENTRIES, _START_BYTES = slice(68, 72), slice(103, 105), 108
+
+
+def file_at(path: Path) -> tuple[int, int] | None:
+    """Which file goes by that name (device, inode); None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, 0 if there is none; raises StoreError for what is no regular file."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StoreError(
+            f"cannot use the store {path} ({error.strerror}); choose another place with --store or "
+            "ESTIMATOR_HOME"
+        ) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"{path} is no regular file; choose another place for the store")
+    return found.st_size
+
+
+def remove(path: Path) -> None:
+    """Remove a store that was never whole, with its log and the index of that."""
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def log_bytes(path: Path) -> int:
+    """Bytes that a writer has put into the log beside a store and not yet into the store."""
+    return size_of(Path(f"{path}-wal"))
+
+
+def may_be_written(path: Path) -> bool:
+    """Whether a store, and the log beside it, can be written."""
+    return os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)
+
+
+def is_owned(path: Path, application_id: int) -> bool:
+    """Whether a file is a database that says it belongs to the application."""
+    start = _start(path)
+    return start.startswith(_MAGIC) and int.from_bytes(start[_OWNER]) == application_id
+
+
+def check_owner(path: Path, application_id: int) -> None:
+    """Raise StoreError for a file of anyone else; one that is empty or missing is nobody's."""
+    if size_of(path) == 0 or is_owned(path, application_id):
+        return
+    start = _start(path)
+    if not start.startswith(_MAGIC):
+        raise StoreError(
+            f"{path} is not a database; choose another place, or remove it if it was a store"
+        )
+    if any(start[_OWNER]) or (any(start[_ENTRIES]) and not log_bytes(path)):
+        raise StoreError(f"{path} holds the tables of another program; choose another place")
+    # A store whose first writer was killed may have nothing but a log yet.
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(_START_BYTES)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise StoreError(
+            f"cannot read the store {path} ({error.strerror}); choose another place with --store "
+            "or ESTIMATOR_HOME"
+        ) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +156,7 @@ class Database:
 
     def read(self, query: Callable[[sqlite3.Connection], Result], default: Result) -> Result:
         """What the query finds, or the default where there is no file; raises StoreError."""
-        is_there = store_files.size_of(self.path) > 0
+        is_there = size_of(self.path) > 0
         return self._attempt(query, PATIENCE_S, is_writing=False) if is_there else default
 
     def write(
@@ -115,7 +195,7 @@ class Database:
         attempts, has_told = 0, False
         with self._lock:
             while attempts < _MOST_ATTEMPTS:
-                file = store_files.file_at(self.path)
+                file = file_at(self.path)
                 try:
                     opened = self._current(until, is_writing=is_writing)
                     file = opened.file
@@ -123,7 +203,7 @@ class Database:
                     if opened.is_fixed:
                         self.close()
                     # Another process may have moved the file aside, and our change with it.
-                    if opened.file == store_files.file_at(self.path):
+                    if opened.file == file_at(self.path):
                         return result
                 except UnicodeDecodeError as error:
                     # A damaged schema whose damage SQLite quotes.
@@ -147,7 +227,7 @@ class Database:
 
     def _current(self, until: float, *, is_writing: bool) -> _Opened:
         opened = self._opened
-        file = store_files.file_at(self.path)
+        file = file_at(self.path)
         if opened is None or opened.pid != os.getpid() or opened.file != file:
             self.close()
             opened = self._opened = self._open(is_writing=is_writing)
@@ -156,12 +236,12 @@ class Database:
         return opened
 
     def _open(self, *, is_writing: bool) -> _Opened:
-        store_files.check_owner(self.path, self._application_id)
-        if not is_writing and not store_files.may_be_written(self.path):
+        check_owner(self.path, self._application_id)
+        if not is_writing and not may_be_written(self.path):
             return self._open_fixed()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked_folder(self.path.parent):
-            is_new = store_files.size_of(self.path) == 0
+            is_new = size_of(self.path) == 0
             connection = sqlite3.connect(
                 self.path, timeout=_MOMENT_S, isolation_level=None, check_same_thread=False
             )
@@ -169,17 +249,17 @@ class Database:
                 self._prepare(connection)
             except BaseException as error:
                 connection.close()
-                is_empty = store_files.size_of(self.path) == 0
+                is_empty = size_of(self.path) == 0
                 if is_new and (is_empty or _kind(error) in _NO_SPACE):
-                    store_files.remove(self.path)
+                    remove(self.path)
                 raise
-            file = store_files.file_at(self.path)
+            file = file_at(self.path)
             return _Opened(connection, file, os.getpid(), is_fixed=False)
 
     def _open_fixed(self) -> _Opened:
         """Read a file that may not be written, in a folder where SQLite may make none."""
         # Where a writer's log is, its index is too; else the file is whole as it is.
-        how = "mode=ro" if store_files.log_bytes(self.path) else "mode=ro&immutable=1"
+        how = "mode=ro" if log_bytes(self.path) else "mode=ro&immutable=1"
         connection = sqlite3.connect(
             f"{self.path.absolute().as_uri()}?{how}",
             uri=True,
@@ -192,7 +272,7 @@ class Database:
         except BaseException:
             connection.close()
             raise
-        return _Opened(connection, store_files.file_at(self.path), os.getpid(), is_fixed=True)
+        return _Opened(connection, file_at(self.path), os.getpid(), is_fixed=True)
 
     def _check(self, connection: sqlite3.Connection) -> int:
         """The version of a file that is sound and ours; raises StoreError, sqlite3.Error."""
@@ -240,10 +320,10 @@ class Database:
         """Move a damaged file out of the way; raises StoreError for all that this cannot mend."""
         if isinstance(error, StoreError):
             raise error
-        if file is not None and file != store_files.file_at(self.path):
+        if file is not None and file != file_at(self.path):
             return  # it was moved meanwhile; the next attempt opens what took its place
         is_damaged = _kind(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-        if is_damaged and not store_files.is_owned(self.path, self._application_id):
+        if is_damaged and not is_owned(self.path, self._application_id):
             raise StoreError(
                 f"{self.path} is no store ({error}); choose another place with --store or "
                 "ESTIMATOR_HOME"
@@ -272,7 +352,7 @@ class Database:
 
     def _move_aside(self, file: tuple[int, int] | None, reason: str) -> None:
         with _locked_folder(self.path.parent):
-            if file != store_files.file_at(self.path):
+            if file != file_at(self.path):
                 return  # another process was faster
             date = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
             aside = self.path.with_name(f"{self.path.name}.corrupt-{date}")

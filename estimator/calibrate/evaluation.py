@@ -20,7 +20,7 @@ from estimator.accuracy import noise_ratio
 from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.protocols import Split, all_splits
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.errors import EstimatorError, ObservationError
 
@@ -29,7 +29,7 @@ Report = Callable[[str, float], None]
 
 # The regressor of each method; the protocol of asynchronous training has its own.
 REGRESSORS = {
-    "calibrated": "estimator.calibrate.step_time_regressor:StepTimeRegressor",
+    "calibrated": "estimator.calibrate.regressor:StepTimeRegressor",
     "linear": "estimator.calibrate.baselines:LinearScaling",
     "optimus": "estimator.calibrate.baselines:OptimusRegressor",
     "pollux": "estimator.calibrate.baselines:PolluxRegressor",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import geometric_mean
 
-from estimator.calibrate.priors import WEAK_PRIORS, LogNormalPrior, Priors
+from estimator.calibrate.performance_model import WEAK_PRIORS, LogNormalPrior, Priors
 from estimator.calibrate.tables import MeasuredStep
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import known_machines, load_profile

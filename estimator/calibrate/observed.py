@@ -1,10 +1,26 @@
-"""Say what was observed: the time of a step, and what is known of the workload it belongs to."""
+"""Say what was observed of a workload's steps, and detect what the others contradict.
+
+Most are of a wrong unit, milliseconds taken for seconds: a factor of 1,000. The threshold is 500,
+since steps themselves vary. An observation is an outlier if it is more than 500 times off
+
+- the others of the same workload, allocation, layout, strategy and batch, if there are two or more;
+- else the others of its workload on the same machine types (a CPU and a GPU may well differ by a
+  factor of 500).
+
+Off is longer than 500 × both their median step time and its own samples × their median time per
+sample (samples of one rank and step), or shorter than 1/500 of both: from one batch to another,
+step times lie between equal and proportional. Of only two observations, the later is the outlier.
+The rule is applied to a whole workload whenever it is read: later observations may show that the
+first one is an outlier, or that one taken for an outlier is not.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -13,11 +29,13 @@ from uuid import uuid4
 
 from estimator.errors import ObservationError, quoted
 from estimator.placement.allocation import Allocation
+from estimator.units import format_seconds
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 
 if TYPE_CHECKING:
-    from estimator.graph.op_graph import OpGraph
+    from estimator.graph.ir.op_graph import OpGraph
+
 
 # More than any training has; what lies beyond is another unit or a slip of the pen.
 _MOST = {
@@ -43,7 +61,7 @@ class Observation:
     name of the graph, or whatever the jobs of a cluster are told apart by; `fingerprint` is that of
     what the job computes (`JobContent`), None where only the name is known. `identity` makes it
     harmless to store the same twice. `outlier_reason` is why fits leave it out, as the rule of
-    `estimator.calibrate.outliers` finds on reading. `layout` is how ranks shared layers, tokens,
+    `estimator.calibrate.observed` finds on reading. `layout` is how ranks shared layers, tokens,
     experts or stages, without how many are data-parallel: that follows from `ranks`; None where all
     are. `ranks`, `nodes` and `most_on_node`
     (devices used of the fullest node) follow from the allocation. Raises ObservationError,
@@ -133,7 +151,7 @@ class ObservedWorkload:
             return cls(name=workload)
         if isinstance(workload, ObservedWorkload):
             return workload
-        from estimator.engine import DEFAULT
+        from estimator.estimates.engine import DEFAULT
 
         return cls(
             name=workload.workload,
@@ -238,3 +256,89 @@ def _count(name: str, value: Any) -> int:
             f"{name} must be 1 to {_MOST[name]:g}, found {quoted(count)}; correct it"
         )
     return count
+
+
+OUTLIER_RATIO = 500.0
+
+
+def outliers(observations: Iterable[Observation]) -> dict[str, str]:
+    """The identities of outliers, each with the reason.
+
+    `observations` are in the order of arrival and all that are known of each job.
+    """
+    jobs: dict[tuple[str, str], list[Observation]] = defaultdict(list)
+    for observation in observations:
+        jobs[observation.job].append(observation)
+    found: dict[str, str] = {}
+    for ours in jobs.values():
+        times_s = [one.step_time_s for one in ours]
+        # Step times that all lie within the ratio contain no outlier.
+        if max(times_s) / min(times_s) > OUTLIER_RATIO:
+            for alike in _by_machines(ours).values():
+                found.update(_outliers_among(alike))
+    return found
+
+
+def _by_machines(
+    observations: Iterable[Observation],
+) -> dict[frozenset[str | None], list[Observation]]:
+    groups: dict[frozenset[str | None], list[Observation]] = defaultdict(list)
+    for one in observations:
+        placed = Allocation.parse(one.allocation).groups
+        # Hosts of a cluster file do not say what machines they are: they count as one type.
+        groups[frozenset(group.machine for group in placed)].append(one)
+    return groups
+
+
+def _outliers_among(observations: Sequence[Observation]) -> Iterable[tuple[str, str]]:
+    """Outliers of one workload on one set of machine types."""
+    pairs: dict[tuple[object, ...], list[Observation]] = defaultdict(list)
+    for one in observations:
+        asked = one.allocation, one.layout, one.strategy, one.batch_per_gpu, one.accumulation_steps
+        pairs[asked].append(one)
+    anywhere = _Sample(observations, "of this workload on such machines")
+    for same in pairs.values():
+        here = _Sample(same, "of this workload, allocation and batch")
+        for one in same:
+            reason = (here if len(same) > 2 else anywhere).outlier_reason(one)
+            if reason is not None:
+                yield one.identity, reason
+
+
+class _Sample:
+    """Observations each of which can be compared with the median of the others."""
+
+    def __init__(self, observations: Sequence[Observation], what: str) -> None:
+        self.observations, self.what = observations, what
+        self.times_s = sorted(one.step_time_s for one in observations)
+        self.times_s_per_sample = sorted(
+            one.step_time_s / one.samples_per_rank for one in observations
+        )
+
+    def outlier_reason(self, one: Observation) -> str | None:
+        """Why one of them is an outlier, if it is."""
+        others = len(self.observations) - 1
+        if others == 0 or (others == 1 and one is self.observations[0]):
+            return None
+        time_s, samples = one.step_time_s, one.samples_per_rank
+        equal_s = _median_without(self.times_s, time_s)
+        proportional_s = samples * _median_without(self.times_s_per_sample, time_s / samples)
+        if time_s > OUTLIER_RATIO * (longest_s := max(equal_s, proportional_s)):
+            ratio, side, expected_s = time_s / longest_s, "longer", longest_s
+        elif time_s * OUTLIER_RATIO < (shortest_s := min(equal_s, proportional_s)):
+            ratio, side, expected_s = shortest_s / time_s, "shorter", shortest_s
+        else:
+            return None
+        count = "the other" if others == 1 else f"{others} others"
+        return (
+            f"{format_seconds(time_s)} is {ratio:.0f} times {side} than the "
+            f"{format_seconds(expected_s)} of {count} {self.what}"
+        )
+
+
+def _median_without(values: Sequence[float], value: float) -> float:
+    """The median of sorted positive numbers without one of them; of an even count, geometric."""
+    taken = bisect_left(values, value)
+    rest = len(values) - 1
+    low, high = (values[index + (index >= taken)] for index in ((rest - 1) // 2, rest // 2))
+    return math.sqrt(low * high)

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: each command parses, calls and prints; `main` joins them, `console` prints."""

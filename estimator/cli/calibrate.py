@@ -97,7 +97,7 @@ def evaluate(
         few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
         remark(f"too few rows for {protocol}: {few}")
     if not as_json:
-        from estimator.cli.render_calibration import evaluation_report
+        from estimator.cli.render.learning import evaluation_report
 
         print_tables(evaluation_report(evaluation))
         return
@@ -145,7 +145,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     parameter_bytes, tensors, flops_per_sample  of the model
     """
     from estimator.calibrate.observation_files import read_observations
-    from estimator.calibrate.observations import ObservationStore
+    from estimator.calibrate.store import ObservationStore
 
     tables = {path: read_observations(path) for path in files}
     store = ObservationStore(place)
@@ -200,9 +200,8 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     """Fit the observed steps of MODEL, and compare each with the engine's prediction and the
     calibrated one, with the fitted factors on compute and communication.
     """
-    from estimator.calibrate.calibrator import Calibrator
-    from estimator.calibrate.fitted_steps import fitted_steps, observations_of
-    from estimator.calibrate.observations import ObservationStore
+    from estimator.calibrate.calibrator import Calibrator, fitted_steps, observations_of
+    from estimator.calibrate.store import ObservationStore
     from estimator.placement.topology import Cluster
 
     request = Request(
@@ -217,7 +216,7 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     if as_json:
         print_json({"workload": graph.workload, "steps": [asdict(step) for step in found]})
         return
-    from estimator.cli.render_observed import fitted_steps_report
+    from estimator.cli.render.learning import fitted_steps_report
 
     print_tables(fitted_steps_report(graph.workload, found))
 
@@ -229,8 +228,8 @@ def show(place: Path | None, as_json: bool) -> None:
     """Observed jobs, drift and since when, machine types of two kinds, observations that others
     contradict, which count little, and outliers, which no fit uses.
     """
-    from estimator.calibrate.observations import ObservationStore
     from estimator.calibrate.review import review
+    from estimator.calibrate.store import ObservationStore
 
     store = ObservationStore(place)
     with waiting("reading the store"):
@@ -252,7 +251,7 @@ def show(place: Path | None, as_json: bool) -> None:
     if not found.jobs and not found.outliers:
         print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
-    from estimator.cli.render_observed import review_report
+    from estimator.cli.render.learning import review_report
 
     print_tables(review_report(found))
 

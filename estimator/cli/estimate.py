@@ -1,4 +1,4 @@
-"""Predict a model's step time on one allocation, or on many to see how it scales."""
+"""Predict a step time on one allocation or on many, and say how far that can be trusted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from estimator.cli.console import (
     print_json,
     print_tables,
     print_text,
+    progress,
     remark,
     waiting,
 )
 from estimator.cli.options import (
+    OF_LAYOUTS,
     OF_STEPS,
     Batches,
     check_amounts,
@@ -30,11 +32,13 @@ from estimator.cli.options import (
     workload_options,
 )
 from estimator.cli.request import Request
-from estimator.probe.option_types import Amount
+from estimator.errors import ModelError
+from estimator.probe.option_types import Amount, Count
+from estimator.units import format_ratio
 
 if TYPE_CHECKING:
-    from estimator.advise.modules import ModuleCost
-    from estimator.estimates import Estimate
+    from estimator.advise.memory import ModuleCost
+    from estimator.estimates.estimate import Estimate
     from estimator.machines.profile import DeviceKind
 
 
@@ -87,8 +91,7 @@ def estimate(
         }
         print_json(answer.to_dict() | more)
     else:
-        from estimator.cli.render import estimate_report
-        from estimator.cli.render_modules import modules_table
+        from estimator.cli.render.answers import estimate_report, modules_table
 
         report = estimate_report(
             answer,
@@ -108,14 +111,14 @@ def _check(samples: float | None, tokens: float | None, trace: Path | None) -> N
     """Refuse what cannot be answered before anything is traced."""
     check_amounts(samples, tokens)
     if trace is not None:
-        from estimator.machines.files import check_writable
+        from estimator.files import check_writable
 
         check_writable(trace)
 
 
 @waiting("estimating modules")
 def _modules(answer: Estimate) -> list[ModuleCost]:
-    from estimator.advise.modules import costs_by_module
+    from estimator.advise.memory import costs_by_module
 
     return costs_by_module(answer)
 
@@ -148,7 +151,7 @@ def trace(out: Path, target: DeviceKind, **options: Any) -> None:
     A saved graph needs neither torch nor the model's own code, and holds for every batch and
     optimizer, compiled or not.
     """
-    from estimator.machines.files import check_writable
+    from estimator.files import check_writable
 
     request = Request(**options)
     check_writable(out)
@@ -194,8 +197,8 @@ def sweep(
     first; with several batches it lists these, doubled from the first to the last of a range, and
     marks the largest that fits.
     """
-    from estimator.advise.sweeps import existing, sweep_csv
-    from estimator.advise.sweeps import sweep as run_all
+    from estimator.advise.scaling import existing, sweep_csv
+    from estimator.advise.scaling import sweep as run_all
 
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
@@ -214,7 +217,7 @@ def sweep(
         _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
         return
     if picture is not None:
-        from estimator.machines.files import check_writable
+        from estimator.files import check_writable
 
         check_writable(picture)
     allocations = existing(patterns, request.exists)
@@ -223,7 +226,7 @@ def sweep(
     with waiting("estimating"):
         rows = run_all(patterns, lambda text: request.estimate(graph, text))
     if picture is not None:
-        from estimator.report.scaling import draw_scaling
+        from estimator.report.pictures import draw_scaling
 
         with waiting("drawing"):
             draw_scaling(rows, picture)
@@ -232,7 +235,7 @@ def sweep(
     elif as_csv:
         print_text(sweep_csv(rows))
     else:
-        from estimator.cli.render import sweep_report
+        from estimator.cli.render.answers import sweep_report
 
         print_tables(sweep_report(rows))
 
@@ -244,8 +247,8 @@ def _compare_batches(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    from estimator.advise.batch_sweep import sweep_batches
-    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.advise.batches import sweep_batches
+    from estimator.advise.scaling import existing, sweep_csv
 
     allocations = existing(patterns, replace(request, global_batch=None).exists)
     # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.
@@ -262,7 +265,7 @@ def _compare_batches(
     elif as_csv:
         print_text(sweep_csv(rows))
     else:
-        from estimator.cli.render import batches_report
+        from estimator.cli.render.answers import batches_report
 
         print_tables(batches_report(rows))
 
@@ -274,7 +277,7 @@ def _compare_strategies(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.advise.scaling import existing, sweep_csv
     from estimator.workload import Strategy
 
     wanted = [Strategy.parse(text) for text in strategies]
@@ -287,13 +290,128 @@ def _compare_strategies(
     elif as_csv:
         print_text(sweep_csv(rows))
     else:
-        from estimator.cli.render import strategies_report
+        from estimator.cli.render.answers import strategies_report
 
         print_tables(strategies_report(rows))
 
 
 @waiting("writing the timeline")
 def _write_trace(answer: Estimate, path: Path) -> None:
-    from estimator.interop.perfetto import write_trace
+    from estimator.integrations.viewers import write_trace
 
     write_trace(answer.timeline, path)
+
+
+# A measurement this close counts as predicted even outside the interval (TARGETS A2, worst case).
+TOLERATED_ERROR_RATIO = 0.25
+# `check` fails if more of the time than this rests on datasheets and assumptions.
+TOLERATED_UNMEASURED_RATIO = 0.1
+
+
+@click.command()
+@partial(workload_options, without=(*OF_LAYOUTS, "loader"))
+@click.option(
+    "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
+)
+@click.option("--repeats", type=Count(3), default=5, help="Fresh runs of each.")
+@click.option("--steps", type=Count(), default=15, help="Steps timed in a run.")
+@click.option("--warmup", type=Count(2), default=3, help="Steps before those.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def validate(
+    on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any
+) -> None:
+    """Train MODEL for real on this machine and print predicted beside measured.
+
+    Predictions are made first. Exit code 1: some measurement lies outside its prediction's
+    interval and more than 25 % away.
+    """
+    from estimator.graph.files import is_saved_graph
+    from estimator.graph.summary import is_summary_file
+    from estimator.validate.validation import validate as run_all
+
+    request = Request(**options)
+    if is_saved_graph(request.model) or is_summary_file(request.model):
+        what = "summary" if is_summary_file(request.model) else "saved graph"
+        raise ModelError(
+            f"{request.model} is a {what}, which cannot be trained; name the model itself"
+        )
+    request.check_trainable_here(on)
+    graph = traced(request, on)
+    told_slowdowns(request, on)
+    predictions = [request.estimate(graph, text) for text in on]
+    train = request.trainer(graph, steps=steps, warmup_steps=warmup)
+    with progress("training") as tell:
+        total = repeats * len(predictions)
+
+        def report(run: int, predicted: Estimate, step_s: float) -> None:
+            tell(f"{predicted.allocation}", run / total)
+
+        cases = run_all(predictions, train, repeats=repeats, report=report)
+    if as_json:
+        print_json([case.to_dict() for case in cases])
+    else:
+        from estimator.cli.render.answers import validation_report
+
+        print_tables(validation_report(cases))
+    missed = [
+        str(case.predicted.allocation)
+        for case in cases
+        if not case.is_within_interval and abs(case.error_ratio) > TOLERATED_ERROR_RATIO
+    ]
+    if missed:
+        tolerated = format_ratio(TOLERATED_ERROR_RATIO)
+        end_with_no(
+            f"what was measured on {', '.join(missed)} is outside the interval of its prediction "
+            f"and more than {tolerated} away"
+        )
+
+
+@click.command()
+@workload_options
+@on_option
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def check(on: str, as_json: bool, **options: Any) -> None:
+    """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
+
+    Exit code 1: more than 10 % of the time rests on datasheets and assumptions, the machine was too
+    busy when it was probed or its probe was cut short, or the model does not fit.
+    """
+    request = Request(**options)
+    graph = traced(request, (on,))
+    request, _ = counting_told_drifts(request, graph, (on,))
+    answer = request.estimate(graph, on)
+    unmeasured_ratio = sum(
+        share_ratio
+        for _, source, share_ratio, _ in answer.provenance
+        if source in ("assumed", "datasheet")
+    )
+    profiles = [kind.profile for kind in answer.plan.placement.kinds]
+    disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
+    cut = [p.name for p in profiles if p.is_cut]
+    tolerated = format_ratio(TOLERATED_UNMEASURED_RATIO)
+    is_failed = {
+        f"more than {tolerated} of the time rests on datasheets and assumptions": (
+            unmeasured_ratio > TOLERATED_UNMEASURED_RATIO
+        ),
+        f"{', '.join(disturbed)} was disturbed when it was probed": bool(disturbed),
+        f"the probe of {', '.join(cut)} was cut short": bool(cut),
+        "the model does not fit": answer.fits == "no",
+    }
+    failed = [reason for reason, applies in is_failed.items() if applies]
+    if as_json:
+        machines = {"disturbed_machines": disturbed, "cut_machines": cut}
+        more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": not failed}
+        print_json(answer.to_dict() | more)
+    else:
+        from estimator.cli.render.answers import check_report
+
+        print_tables(
+            check_report(
+                answer,
+                unmeasured_ratio=unmeasured_ratio,
+                disturbed_machines=disturbed,
+                cut_machines=cut,
+            )
+        )
+    if failed:
+        end_with_no("; ".join(failed))

@@ -74,7 +74,7 @@ def probe(
         return
     if nodes is not None:
         raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
-    from estimator.machines.files import check_writable, home
+    from estimator.files import check_writable, home
 
     path = out or home() / "machines" / f"{name}.json"
     check_writable(path)
@@ -141,7 +141,7 @@ def _print_launch(
 ) -> None:
     if nodes is None:
         raise click.UsageError("--launch needs --nodes, as in --nodes 4")
-    from estimator.probe.launchers import launch_text
+    from estimator.probe.cluster.discovery import launch_text
 
     options = ["--name", name, "--budget", f"{budget:g}"]
     options += ["--out", str(out)] if out else []
@@ -149,7 +149,7 @@ def _print_launch(
     # 'local-cpu' means cores, whatever else the nodes have.
     on_gpus = name != "local-cpu"
     if devices is None:
-        from estimator.probe.inventory import read_cpu
+        from estimator.probe.devices.inventory import read_cpu
         from estimator.probe.machine import choose_devices
 
         own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
@@ -171,9 +171,9 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print base 
 @_json_option
 def list_machines(as_json: bool) -> None:
     """Every machine that can be named in an allocation, measured ones first."""
-    from estimator.cli.render_profiles import machines_report
+    from estimator.cli.render.profiles import machines_report
+    from estimator.files import home
     from estimator.machines.catalogue import known_machines, load_profile
-    from estimator.machines.files import home
 
     machines: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
@@ -221,7 +221,7 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         print_json(profile.to_dict())
         return
-    from estimator.cli.render_profiles import profile_report
+    from estimator.cli.render.profiles import profile_report
 
     print_tables(profile_report(profile))
 
@@ -236,7 +236,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
 
     Exit code 1: one is odd.
     """
-    from estimator.cli.render_comparison import comparison_report, several_report
+    from estimator.cli.render.profiles import comparison_report, several_report
     from estimator.machines.catalogue import load_profile
     from estimator.machines.comparison import compare_several
 
@@ -330,15 +330,11 @@ def import_profile(
     Measured numbers of a profile stay. A Slurm topology becomes a cluster file, printed or written
     to --out, whose nodes are machines called --name.
     """
+    from estimator.files import check_writable, home, write_text_atomically
     from estimator.machines.catalogue import known_machines, load_profile
-    from estimator.machines.files import check_writable, home, write_text_atomically
     from estimator.placement.topology import cluster_toml
     from estimator.probe.imports.files import read_imports
-    from estimator.probe.imports.merging import (
-        add_imports,
-        profile_of_imports,
-        unlisted_devices,
-    )
+    from estimator.probe.imports.findings import add_imports, profile_of_imports, unlisted_devices
 
     if out is not None:
         check_writable(out)
@@ -376,9 +372,9 @@ def merge(names: tuple[str, ...], out: Path) -> None:
 
     Of two measurements of the same thing the better source wins, then the newer one.
     """
+    from estimator.files import check_writable
     from estimator.machines.catalogue import load_profile
-    from estimator.machines.files import check_writable
-    from estimator.probe.imports.merging import merge_profiles
+    from estimator.probe.imports.findings import merge_profiles
 
     check_writable(out)
     # A file of this folder may have the name of a machine.

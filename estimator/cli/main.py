@@ -14,7 +14,6 @@ from typing import NoReturn
 import click
 
 from estimator.cli.calibrate import calibrate
-from estimator.cli.check import check, validate
 from estimator.cli.console import (
     INTERRUPTED,
     WRONG_INPUT,
@@ -22,14 +21,13 @@ from estimator.cli.console import (
     print_text,
     remark,
 )
-from estimator.cli.estimate import estimate, sweep, trace
+from estimator.cli.estimate import check, estimate, sweep, trace, validate
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
 from estimator.cli.plan import plan
 from estimator.cli.replay import replay
-from estimator.cli.report import report
+from estimator.cli.report import report, slurm
 from estimator.cli.serve import serve
-from estimator.cli.slurm import slurm
 from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
 

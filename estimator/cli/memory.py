@@ -13,8 +13,8 @@ from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 
 if TYPE_CHECKING:
-    from estimator.advise.swap_search import Planned
-    from estimator.estimates import Estimate
+    from estimator.advise.swap.search import Planned
+    from estimator.estimates.estimate import Estimate
 
 
 @click.command()
@@ -46,25 +46,24 @@ def memory(
 
     Exit code 1: it does not fit into the devices' memory.
     """
-    from estimator.advise.fitting import remedies
-    from estimator.advise.memory import memory_of
+    from estimator.advise.memory import memory_of, remedies
 
     request = Request(**options)
     for path in (picture, snapshot):
         if path is not None:
-            from estimator.machines.files import check_writable
+            from estimator.files import check_writable
 
             check_writable(path)
     graph = traced(request, (on,))
     report = memory_of(request.estimate(graph, on))
     plans = _plans(report.answer) if with_plans else []
     if picture is not None:
-        from estimator.report.memory import draw_memory
+        from estimator.report.pictures import draw_memory
 
         with waiting("drawing"):
             draw_memory(report, picture, plans)
     if snapshot is not None:
-        from estimator.report.memory_snapshot import write_snapshot
+        from estimator.integrations.viewers import write_snapshot
 
         write_snapshot(report, snapshot)
     found = []
@@ -78,7 +77,7 @@ def memory(
         more["plans"] = [planned.to_dict() for planned in plans]
         print_json(report.to_dict() | more)
     else:
-        from estimator.cli.render_memory import memory_report, plans_table, remedies_table
+        from estimator.cli.render.answers import memory_report, plans_table, remedies_table
 
         print_tables(memory_report(report, remedies_table(found), plans_table(plans)))
     if report.answer.fits == "no":
@@ -86,8 +85,8 @@ def memory(
 
 
 def _plans(answer: Estimate) -> list[Planned]:
-    from estimator.advise.swap_curve import pareto
-    from estimator.advise.swap_problem import swap_problem
+    from estimator.advise.swap.problem import swap_problem
+    from estimator.advise.swap.search import pareto
 
     problem = swap_problem(answer)
     with progress("planning") as report:

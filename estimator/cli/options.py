@@ -18,8 +18,8 @@ from estimator.workload.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
-    from estimator.graph.op_graph import OpGraph
-    from estimator.machines.given_network import GivenNetwork
+    from estimator.graph.ir.op_graph import OpGraph
+    from estimator.machines.catalogue import GivenNetwork
     from estimator.machines.profile import DeviceKind
     from estimator.placement.topology import Cluster
     from estimator.workload.loader import Loader
@@ -41,7 +41,7 @@ class Batches(click.ParamType[tuple[int, ...]]):
         """The batches that a text says; fails for any other text."""
         if isinstance(value, tuple):
             return value
-        from estimator.advise.batch_sweep import read_batches
+        from estimator.advise.batches import read_batches
 
         return read_batches(value)
 
@@ -69,7 +69,7 @@ def _network(
 ) -> GivenNetwork | None:
     if text is None:
         return None
-    from estimator.machines.given_network import GivenNetwork
+    from estimator.machines.catalogue import GivenNetwork
 
     try:
         return GivenNetwork.parse(text)
@@ -239,7 +239,7 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
     """
     if "torch" not in sys.modules:
         return {}
-    from estimator.probe.canary import slowdown_ratio
+    from estimator.probe.devices.jobs import slowdown_ratio
 
     kinds = [kind for each in allocations for kind in request.mesh(each).placement.kinds]
     own = {kind.profile.name: kind.profile for kind in kinds}

@@ -20,8 +20,8 @@ from estimator.units import parse_knobs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from estimator.advise.choices import Choice
-    from estimator.graph.op_graph import OpGraph
+    from estimator.advise.rent.offers import Choice
+    from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.prices import PriceList
 
 # What is chosen here, or belongs to a step that is not.
@@ -141,7 +141,7 @@ def plan(
         _rank_layouts(Request(**options), on, rent["strategies"], as_json)
         return
     if picture is not None:
-        from estimator.machines.files import check_writable
+        from estimator.files import check_writable
 
         check_writable(picture)
     names = [name.strip() for name in (machines or "").split(",") if name.strip()]
@@ -151,14 +151,14 @@ def plan(
     if picture is not None and not found.offers:
         remark(f"{picture} is not drawn: there is no offer to draw")
     elif picture is not None:
-        from estimator.report.offers import draw_offers
+        from estimator.report.pictures import draw_offers
 
         with waiting("drawing"):
             draw_offers(found, picture)
     if as_json:
         print_json({"model": model, "spot": rent["spot"]} | found.to_dict())
     else:
-        from estimator.cli.render_plan import plan_report
+        from estimator.cli.render.plans import plan_report
 
         print_tables(plan_report(found, model, spot=rent["spot"]))
     if found.cheapest is None:
@@ -192,7 +192,7 @@ def _check_heeded(
 
 
 def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bool) -> None:
-    from estimator.advise.layouts import STRATEGIES, best_layout
+    from estimator.advise.layouts.search import STRATEGIES, best_layout
 
     if request.global_batch is None:
         raise click.UsageError("layouts share the samples of a step; give --global-batch")
@@ -216,7 +216,7 @@ def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bo
     if as_json:
         print_json(about | found.to_dict())
     else:
-        from estimator.cli.render_plan import layouts_report
+        from estimator.cli.render.plans import layouts_report
 
         print_tables(layouts_report(found, **about))
 
@@ -225,7 +225,7 @@ def _checkpointed(request: Request, allocations: Sequence[str]) -> list[OpGraph]
     """The model as it is, and with activation checkpoints where that is left open."""
     from estimator.errors import ModelError
     from estimator.graph.files import is_saved_graph
-    from estimator.graph.summary_files import is_summary_file
+    from estimator.graph.summary import is_summary_file
 
     request = replace(request, global_batch=None)
     graphs = [traced(request, allocations)]
@@ -242,9 +242,8 @@ def _chosen(
     request: Request, machines: Sequence[str], rent: Mapping[str, Any]
 ) -> tuple[str, Choice]:
     """The model's name, and what to rent for it."""
-    from estimator.advise.choices import cheapest
-    from estimator.advise.offers import STRATEGIES
-    from estimator.advise.spot import Spot
+    from estimator.advise.rent.offers import STRATEGIES, cheapest
+    from estimator.advise.rent.transient import Spot
 
     revocations = None
     if rent["revoked_every"] is not None:

@@ -21,12 +21,12 @@ from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
-    from estimator.cluster.jobs import Job
-    from estimator.cluster.nodes import Nodes, PlacementRule
-    from estimator.cluster.replay import Costs, Ran
-    from estimator.cluster.speeds import Speeds
-    from estimator.cluster.view import Policy
     from estimator.placement.topology import Cluster
+    from estimator.replay.jobs import Job
+    from estimator.replay.nodes import Nodes, PlacementRule
+    from estimator.replay.replay import Costs, Ran
+    from estimator.replay.speeds import Speeds
+    from estimator.replay.view import Policy
 
 RULES = ("pack", "even", "spread")
 BELIEFS = ("engine", "calibrated", "perfect")
@@ -97,14 +97,13 @@ def replay(
     Jobs advance at the engine's speeds times hidden factors (computing 12 %, network 25 %, each
     allocation 5 %); policies see the engine's own, or those corrected by what was observed.
     """
-    from estimator.cluster.metrics import outcome
-    from estimator.cluster.nodes import Nodes
-    from estimator.cluster.policies import load_policy
-    from estimator.cluster.replay import Costs
-    from estimator.cluster.speeds import TrueSpeeds
+    from estimator.replay.nodes import Nodes
+    from estimator.replay.policies import load_policy
+    from estimator.replay.replay import Costs, outcome
+    from estimator.replay.speeds import TrueSpeeds
 
     if picture is not None:
-        from estimator.machines.files import check_writable
+        from estimator.files import check_writable
 
         check_writable(picture)
     nodes = Nodes.parse(on, cluster=cluster)
@@ -122,14 +121,14 @@ def replay(
     }
     found = {name: outcome(each, nodes, true) for name, each in ran.items()}
     if picture is not None:
-        from estimator.report.replays import draw_replays
+        from estimator.report.pictures import draw_replays
 
         draw_replays(ran, picture)
     if as_json:
         about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
         print_json(about | {"policies": {name: asdict(each) for name, each in found.items()}})
     else:
-        from estimator.cli.render_replay import replay_report
+        from estimator.cli.render.plans import replay_report
 
         print_tables(replay_report(on, found))
 
@@ -144,7 +143,7 @@ def _played(
     costs: Costs,
     seed: int,
 ) -> list[Ran]:
-    from estimator.cluster.replay import Replay
+    from estimator.replay.replay import Replay
 
     with progress(name) as report, printing_to_stderr():
         replaying = Replay(
@@ -163,8 +162,7 @@ def _played(
 def _jobs(
     path: Path, nodes: Nodes, models: tuple[str, ...], seed: int, *, allow_code: bool
 ) -> list[Job]:
-    from estimator.cluster.job_files import is_job_file, jobs_of_trace, read_jobs
-    from estimator.cluster.traces import read_trace
+    from estimator.replay.job_files import is_job_file, jobs_of_trace, read_jobs, read_trace
 
     where = f"1x1:{nodes.machines[0]}"
     if is_job_file(path):
@@ -189,9 +187,9 @@ def _believed(which: str, true: Speeds, cluster: Cluster | None) -> Speeds:
     if which == "perfect":
         return true
     if which == "calibrated":
-        from estimator.cluster.believed import CalibratedSpeeds
+        from estimator.replay.speeds import CalibratedSpeeds
 
         return CalibratedSpeeds(cluster=cluster)
-    from estimator.cluster.speeds import EngineSpeeds
+    from estimator.replay.speeds import EngineSpeeds
 
     return EngineSpeeds(cluster)

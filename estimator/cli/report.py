@@ -1,4 +1,4 @@
-"""The command that writes all that is known of a step into one page."""
+"""The commands that write a page or a Slurm script from an estimate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import print_json, remark, waiting
+from estimator.cli.console import print_json, print_text, remark, waiting
 from estimator.cli.options import check_amounts, on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
+from estimator.units import MIB
 
 if TYPE_CHECKING:
-    from estimator.estimates import Estimate
-    from estimator.graph.op_graph import OpGraph
+    from estimator.estimates.estimate import Estimate
+    from estimator.graph.ir.op_graph import OpGraph
     from estimator.report.sections import Section
 
 
@@ -53,7 +54,7 @@ def report(
     It has the answer, where the time goes, the timeline, scaling, memory over the step, layouts,
     cost, observed steps, and what is assumed.
     """
-    from estimator.machines.files import check_writable
+    from estimator.files import check_writable
     from estimator.report.facts import heading
     from estimator.report.page import write_figures, write_report
 
@@ -96,7 +97,7 @@ def _store(path: str) -> Any:
 def _sections(
     request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, duration_s: float | None
 ) -> list[Section]:
-    from estimator.advise.sweeps import sweep
+    from estimator.advise.scaling import sweep
     from estimator.report import sections as all_sections
 
     rows = sweep(
@@ -124,8 +125,78 @@ def _sections(
 
 
 def _calibration(request: Request, graph: OpGraph, calibrator: Any) -> Section:
-    from estimator.calibrate.fitted_steps import fitted_steps
+    from estimator.calibrate.calibrator import fitted_steps
     from estimator.report.sections import calibration_section
 
     steps = fitted_steps(graph, calibrator.store, calibrator, cluster=request.cluster)
     return calibration_section(list(steps), str(calibrator.store.path))
+
+
+@click.command()
+@workload_options
+@on_option
+@click.option("--samples", type=Amount(), help="How much is trained.")
+@click.option("--tokens", type=Amount(), help="How much is trained.")
+@click.option(
+    "--margin", type=Amount(least=1.0), default=1.25, help="On the time limit; default 1.25."
+)
+@click.option(
+    "--sinfo",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Partitions to choose from: what sinfo -h -o '%R|%l|%D|%G' wrote.",
+)
+@click.option("--run", "command", default="train.py", help="What torchrun runs; default train.py.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def slurm(
+    on: str,
+    samples: float | None,
+    tokens: float | None,
+    margin: float,
+    sinfo: Path | None,
+    command: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Print a Slurm job script for training MODEL, with --nodes, --gres and --time.
+
+    The time limit is the upper end of the estimate's interval times --margin.
+    """
+    import shlex
+
+    from estimator.errors import ImportedFileError
+    from estimator.files import read_text
+    from estimator.integrations.schedulers.slurm import (
+        job_script,
+        partition_for,
+        read_sinfo,
+        time_text,
+    )
+
+    if (samples is None) == (tokens is None):
+        raise click.UsageError("give --samples or --tokens, from which the time limit follows")
+    try:
+        words = shlex.split(command)
+        partitions = None if sinfo is None else read_sinfo(read_text(sinfo, most_bytes=MIB))
+    except OSError as error:
+        raise ImportedFileError(f"cannot read {sinfo} ({error.strerror}); check --sinfo") from None
+    except ValueError as error:
+        if isinstance(error, ImportedFileError):
+            raise
+        raise click.UsageError(f"--run cannot be split into words ({error})") from None
+    request = Request(**options)
+    answer = request.estimate(traced(request, (on,)), on)
+    upper_ratio = answer.high_s / answer.step_time_s
+    time_s = answer.duration_s(samples=samples, tokens=tokens) * upper_ratio * margin
+    partition = None
+    if partitions is not None:
+        nodes = answer.allocation.nodes
+        gpus = max(group.devices_per_node for group in answer.allocation.groups)
+        partition = partition_for(partitions, nodes=nodes, gpus=gpus, time_s=time_s)
+    script = job_script(answer, time_s=time_s, command=words, partition=partition)
+    if as_json:
+        more = {"partition": partition.name if partition else None, "time_s": time_s}
+        print_json({"script": script, "time": time_text(time_s)} | more)
+        return
+    if answer.fits == "no":
+        remark(f"{answer.model} does not fit into the memory of {answer.allocation}")
+    print_text(script)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.cli.console import remark, waiting
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
@@ -12,17 +13,89 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from estimator.advise.fitting import Remedy
+    from collections.abc import Mapping
+
+    from estimator.advise.memory import Remedy
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
     from estimator.coefficients import Calibration
-    from estimator.estimates import Estimate
-    from estimator.graph.op_graph import OpGraph
-    from estimator.machines.given_network import GivenNetwork
+    from estimator.estimates.estimate import Estimate
+    from estimator.estimates.table.balance import Balance
+    from estimator.graph.ir.op_graph import OpGraph
+    from estimator.machines.catalogue import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
     from estimator.placement.mesh import Mesh
-    from estimator.tables.balance import Balance
     from estimator.workload.loader import Loader
+
+
+_FLAGS = {
+    "compiled": "--compile",
+    "compiled-blocks": "--compile-blocks",
+    "cuda-graphs": "--cuda-graphs",
+}
+
+
+def as_asked(graph: OpGraph, asked: Mapping[str, Any]) -> OpGraph:
+    """The saved graph with what of a request, by its fields, can be changed after tracing.
+
+    Raises ModelError that names the command to trace again with for what cannot.
+    """
+    from estimator.api import with_recipe
+
+    for option, wanted, traced in (
+        ("precision", None if _is_same(graph, asked["precision"]) else asked["precision"], ""),
+        ("measure", asked["measure"], bool(graph.timings)),
+        ("channels-last", asked["channels_last"], graph.channels_last),
+        ("checkpoint", asked["checkpoint"], graph.checkpoint),
+        ("seq-len", asked["seq_len"], graph.tokens_per_sample),
+    ):
+        if wanted and wanted != traced:
+            found = graph.precision if option == "precision" else traced
+            words = f"with --{option} {found}" if found else f"without --{option}"
+            raise ModelError(
+                f"{asked['model']} was traced {words}, on which its operators depend; trace its "
+                f"model again: {_command(graph, asked)}"
+            )
+    return with_recipe(
+        graph,
+        optimizer=asked["optimizer"],
+        precision=asked["precision"],
+        compiled=asked["execution"],
+        grad_scaler=asked["grad_scaler"],
+        clip_grad_norm=asked["clip_grad_norm"],
+        float8=asked["float8"],
+    )
+
+
+def _is_same(graph: OpGraph, precision: str | None) -> bool:
+    """Whether the operators of a graph are those of a precision, too."""
+    if precision in (None, graph.precision):
+        return True
+    return {precision, graph.precision} == {"fp32", "tf32"} and not graph.timings
+
+
+def _command(graph: OpGraph, asked: Mapping[str, Any]) -> str:
+    """What traces the model as it was traced, but for what is asked."""
+    valued = {
+        "--target": graph.target,
+        "--batch": asked["batch"] or graph.batch,
+        "--precision": asked["precision"] or graph.precision,
+        "--optimizer": asked["optimizer"] or graph.optimizer,
+        "--checkpoint": asked["checkpoint"] or graph.checkpoint,
+        "--float8": asked["float8"] or graph.float8,
+        "--seq-len": asked["seq_len"],
+    }
+    flags = {
+        "--channels-last": asked["channels_last"] or graph.channels_last,
+        "--grad-scaler": asked["grad_scaler"] or graph.grad_scaler,
+        "--clip-grad-norm": asked["clip_grad_norm"] or graph.clip_grad_norm,
+        "--measure": asked["measure"] or bool(graph.timings),
+        _FLAGS.get(asked["execution"] or graph.execution, ""): True,
+    }
+    words = [word for name, value in valued.items() if value for word in (name, str(value))]
+    words += [name for name, is_on in flags.items() if name and is_on]
+    return f"estimator trace MODEL {shlex.join([*words, '-o', asked['model']])}"
+
 
 _EXECUTION_OPTIONS = "compile, --compile-blocks or --cuda-graphs"
 _COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
@@ -78,18 +151,18 @@ class Request:
         """
         machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph
-        from estimator.graph.op_graph import OpGraph
-        from estimator.graph.summary_files import is_summary_file
+        from estimator.graph.ir.op_graph import OpGraph
+        from estimator.graph.summary import is_summary_file
 
         if is_saved_graph(self.model):
-            from estimator.cli.saved_graphs import as_asked
-
             asked = {item.name: getattr(self, item.name) for item in fields(self)}
             return as_asked(OpGraph.load(self.model), asked)
         if is_summary_file(self.model):
             return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model
-        from estimator.graph.models import load_model  # imports torch: a saved graph needs none
+        from estimator.graph.models.model_text import (
+            load_model,  # imports torch: a saved graph needs none
+        )
 
         model, batch, loss, name = load_model(
             self.model,
@@ -118,8 +191,8 @@ class Request:
         )
 
     def _summarised(self, target: DeviceKind) -> OpGraph:
-        from estimator.graph.op_graph import summary_graph
-        from estimator.graph.summary_files import load_summary
+        from estimator.graph.ir.op_graph import summary_graph
+        from estimator.graph.summary import load_summary
 
         summary = load_summary(self.model)
         for option, asked in (
@@ -185,7 +258,7 @@ class Request:
         """The ranks of an allocation along the axes of the layout."""
         from estimator.placement.mesh import Mesh
         from estimator.placement.placement import place
-        from estimator.workload.layout import DATA_PARALLEL, Layout
+        from estimator.workload.layouts import DATA_PARALLEL, Layout
 
         strategy = Strategy.parse(self.strategy)
         placement = place(allocation, cluster=self.cluster, profile=self.machine(allocation))
@@ -194,7 +267,7 @@ class Request:
 
     def _checked(self, allocation: str) -> Mesh:
         """A mesh over which the samples of a step can be divided."""
-        from estimator.placement.batches import even_batch
+        from estimator.placement.mesh import even_batch
 
         mesh = self.mesh(allocation)
         steps = self._accumulation(mesh)
@@ -245,7 +318,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None or self.layout is not None:
             return None
-        from estimator.tables.balance import balance
+        from estimator.estimates.table.balance import balance
 
         found = balance(
             graph,
@@ -263,7 +336,7 @@ class Request:
     @waiting("looking for what would make it fit")
     def remedies(self, graph: OpGraph, answer: Estimate, allocation: str) -> list[Remedy]:
         """What would make a step fit that does not, the cheapest first; empty if it does."""
-        from estimator.advise.fitting import quick_remedies
+        from estimator.advise.memory import quick_remedies
 
         if answer.fits != "no" or self.layout is not None:
             return []
@@ -338,7 +411,7 @@ class Request:
     ) -> Callable[[Estimate], float]:
         """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
         from estimator.placement.placement import place
-        from estimator.probe.training import train
+        from estimator.validate.training import train
 
         if graph.mode != graph.precision:
             raise ModelError(

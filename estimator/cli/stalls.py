@@ -15,7 +15,7 @@ from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
-    from estimator.estimates import Estimate
+    from estimator.estimates.estimate import Estimate
     from estimator.placement.allocation import Allocation
 
 
@@ -93,10 +93,9 @@ def stalls(
     refuse_given(context, ("against", *options), "is of a MODEL to predict, found --run")
     if steps < warmup + 2:
         raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
-    from estimator.cli.render_stalls import measured_report
-    from estimator.stalls.devices import cores_of
+    from estimator.cli.render.plans import measured_report
     from estimator.stalls.measured import measure_stalls
-    from estimator.stalls.runs import Script
+    from estimator.stalls.runs import Script, cores_of
 
     asked = Script(
         path=script,
@@ -119,7 +118,7 @@ def stalls(
 def _predict(
     on: str, against: str | None, model: tuple[str, ...], as_json: bool, options: dict[str, Any]
 ) -> None:
-    from estimator.cli.render_stalls import predicted_report
+    from estimator.cli.render.plans import predicted_report
     from estimator.stalls.predicted import predict_stalls
 
     if len(model) != 1:
@@ -136,7 +135,7 @@ def _predict(
     found = predict_stalls(on, answer_of, against=against)
     data = None
     if fed.loader is not None:
-        from estimator.stalls.what_if import input_answers
+        from estimator.stalls.predicted import input_answers
 
         data = input_answers(
             fed.loader, lambda loader: replace(request, loader=loader).estimate(graph, on)

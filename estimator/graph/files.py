@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from estimator.errors import GraphFileError, cause, quoted
-from estimator.files import parse_json, read_file, read_start, unpack
-from estimator.graph.costs import features_of
-from estimator.graph.fused_calls import FUSED, FusedKernel
-from estimator.graph.ops import (
+from estimator.files import parse_json, read_file, read_start, unpack, write_bytes_atomically
+from estimator.graph.costs.call_costs import FUSED, STEP_PART, FusedKernel, StepPart, features_of
+from estimator.graph.ir.ops import (
     Execution,
     GraphInput,
     Op,
@@ -24,16 +23,14 @@ from estimator.graph.ops import (
     Phase,
     Value,
     ValueKind,
+    with_repeated,
 )
-from estimator.graph.repeated import with_repeated
-from estimator.graph.step_parts import STEP_PART, StepPart
-from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.units import MIB
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
-from estimator.workload.strategy import Strategy
+from estimator.workload.strategies import Strategy
 
 FORMAT = "estimator-graph"
 VERSION = 1

@@ -1,4 +1,4 @@
-"""Make the graph of a training job of which only a summary is known.
+"""Make the graph of a training job of which only a summary is known, given as JSON.
 
 A summary has the sizes of parameters and either FLOPs or a few step times. The graph has one part
 of the forward and one of the backward pass for each parameter tensor, so that buckets, updates,
@@ -8,14 +8,17 @@ memory and everything else follow from it as from a traced graph.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-from estimator.errors import WorkloadError, quoted
-from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
-from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
+from estimator.errors import ModelError, StrategyError, WorkloadError, quoted
+from estimator.files import parse_json, read_text
+from estimator.graph.costs.call_costs import StepLine, StepPart, fit_step_line, known_peak
+from estimator.graph.ir.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
@@ -394,3 +397,42 @@ class _Parts:
 def _block(index: int) -> str:
     """The module that a tensor belongs to, as FSDP's units are told apart."""
     return f"block.{index // BLOCK_TENSORS}"
+
+
+def is_summary_file(text: str) -> bool:
+    """Whether a MODEL text names a summary of a job: a JSON file."""
+    return text.endswith(".json") and not text.startswith("hf:")
+
+
+def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
+    """Read a summary, a JSON object of `WorkloadSummary`'s fields.
+
+    Raises ModelError where there is none to read, WorkloadError or StrategyError naming the file
+    where it says what cannot be. Its name is the file's unless it has one.
+    """
+    try:
+        data = parse_json(read_text(path))
+    except FileNotFoundError:
+        raise ModelError(f"there is no file {path}; check the path of the summary") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{path} cannot be read as JSON ({reason}); correct the summary") from None
+    return summary_from(data, str(path), name=Path(path).stem)
+
+
+def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary:
+    """The summary that JSON values are, called `name` unless it has one; errors name `where`."""
+    known = [item.name for item in fields(WorkloadSummary)]
+    if not isinstance(data, dict):
+        raise ModelError(f"{where} holds no JSON object; write one with {', '.join(known)}")
+    unknown = [key for key in data if key not in known]
+    if unknown:
+        raise WorkloadError(
+            f"{where} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
+            f"{', '.join(known)}"
+        )
+    given: dict[str, Any] = {"name": name, **data}
+    try:
+        return WorkloadSummary(**given)
+    except (WorkloadError, StrategyError) as error:
+        raise type(error)(f"{where}: {error}") from None

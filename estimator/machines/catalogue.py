@@ -1,19 +1,132 @@
-"""Find and load machine profiles by name: the user's own first, then the shipped catalogue."""
+"""Find and load machine profiles by name, with the limits and networks that a person sets."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from estimator import files
 from estimator.errors import MOST_QUOTED, ProfileError, UnknownMachineError, quoted
-from estimator.files import parse_json, read_text
-from estimator.machines import files
-from estimator.machines.files import home, shipped_data
-from estimator.machines.limits import split_limit, with_limit
-from estimator.machines.profile import MachineProfile
+from estimator.files import home, parse_json, read_text, shipped_data
+from estimator.machines.profile import Device, Link, MachineProfile, Provenance
+from estimator.units import format_bandwidth, parse_bandwidth_bytes_per_s
+
+_LIMIT = re.compile(r"([1-9][0-9]{0,5}(?:\.[0-9]+)?)(W|MHz)")
+_HZ_PER_MHZ = 1e6
+
+
+def split_limit(name: str) -> tuple[str, str | None]:
+    """(name of a machine, its limit) of a text such as ``h100-sxm@500W``.
+
+    >>> split_limit("h100-sxm@500W"), split_limit("t4")
+    (('h100-sxm', '500W'), ('t4', None))
+    """
+    machine, at, limit = name.partition("@")
+    return (machine, limit) if at else (name, None)
+
+
+def with_limit(profile: MachineProfile, limit: str) -> MachineProfile:
+    """The machine under ``500W`` (nvidia-smi -pl) or ``1410MHz`` (nvidia-smi -lgc).
+
+    A power limit lowers the clock that busy units hold (see `timeline.kernel_model`), a clock the
+    peaks themselves; memory keeps its rate. Raises ProfileError for a machine whose kernels were
+    measured, and for a limit above what the device has.
+    """
+    found = _LIMIT.fullmatch(limit)
+    if found is None:
+        raise ProfileError(f"limit {quoted(limit)} is unknown; write one such as 500W or 1410MHz")
+    if profile.kernels or profile.kind != "cuda":
+        raise ProfileError(
+            f"'{profile.name}' was measured as it runs; set the limit there and run 'estimator "
+            "probe' again"
+        )
+    value = float(found[1])
+    limited = _at_power if found[2] == "W" else _at_clock
+    devices = tuple(limited(device, value) for device in profile.devices)
+    return replace(profile, name=f"{profile.name}@{limit}", devices=devices)
+
+
+def _at_power(device: Device, watts: float) -> Device:
+    _check(device, "power_w", watts, "W")
+    return replace(device, details={**device.details, "power_w": watts})
+
+
+def _at_clock(device: Device, mhz: float) -> Device:
+    clock_hz = mhz * _HZ_PER_MHZ
+    boost_hz = _check(device, "boost_clock_hz", clock_hz, "Hz")
+    tensor_hz = float(device.details.get("tensor_clock_hz") or boost_hz)
+    peaks = {
+        dtype: peak * min(clock_hz / (boost_hz if dtype == "float32" else tensor_hz), 1.0)
+        for dtype, peak in device.peak_flops_per_s.items()
+    }
+    details = {**device.details, "boost_clock_hz": clock_hz}
+    if "tensor_clock_hz" in details:
+        details["tensor_clock_hz"] = min(clock_hz, tensor_hz)
+    return replace(device, peak_flops_per_s=peaks, details=details)
+
+
+def _check(device: Device, name: str, limit: float, unit: str) -> float:
+    most = device.details.get(name)
+    if not isinstance(most, int | float) or limit > most:
+        has = f"{most:g} {unit}" if isinstance(most, int | float) else "no such figure"
+        raise ProfileError(
+            f"'{device.name}' is limited to {limit:g} {unit}, and its datasheet has {has}; choose "
+            "a lower limit"
+        )
+    return float(most)
+
+
+Kind = Literal["tcp", "roce", "infiniband"]
+
+# Typical of a hop between nodes, as in the catalogue's entries.
+_LATENCIES_S: dict[Kind, float] = {"tcp": 2.5e-5, "roce": 3e-6, "infiniband": 2e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenNetwork:
+    """What a node sends to others, each way, and over what."""
+
+    bytes_per_s: float
+    kind: Kind = "tcp"
+
+    @classmethod
+    def parse(cls, text: str) -> GivenNetwork:
+        """Read a rate, or a rate and a kind; raises ValueError.
+
+        >>> GivenNetwork.parse("100Gbit/s"), GivenNetwork.parse("200 Gbit/s,infiniband").kind
+        (GivenNetwork(bytes_per_s=12500000000.0, kind='tcp'), 'infiniband')
+        """
+        rate, _, wanted = text.partition(",")
+        for kind in _LATENCIES_S:
+            if kind == (wanted.strip() or "tcp"):
+                return cls(parse_bandwidth_bytes_per_s(rate), kind)
+        raise ValueError(
+            f"'{wanted.strip()}' is no kind of network; write one of {', '.join(_LATENCIES_S)}"
+        )
+
+    def of(self, machine: MachineProfile) -> MachineProfile:
+        """The machine on this network instead of its own."""
+        note = f"{format_bandwidth(self.bytes_per_s)} as given; latency is a typical value"
+        link = Link(
+            kind=self.kind,
+            locality="rack",
+            latency_s=_LATENCIES_S[self.kind],
+            bandwidth_bytes_per_s=self.bytes_per_s,
+            provenance=Provenance(source="datasheet", note=note),
+        )
+        hardware = {
+            key: value
+            for key, value in machine.hardware.items()
+            if key not in ("nic_count", "nic_bit_per_s")
+        }
+        return replace(machine, network=(link,), hardware=hardware)
+
 
 # (modification time, size, inode) of a file's last version, and what it held.
 _FileState = tuple[int, int, int]

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from estimator.errors import PriceError, UnknownMachineError, quoted
-from estimator.files import read_csv
-from estimator.machines.catalogue import known_machines, named_profile
-from estimator.machines.files import shipped_data
-from estimator.machines.limits import split_limit
+from estimator.files import read_csv, shipped_data
+from estimator.machines.catalogue import known_machines, named_profile, split_limit
 
 _MOST_USD_PER_HOUR = 1e6
 _MOST_S = 1e6

@@ -19,28 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProfileError, printable, quoted
-from estimator.machines.devices import Device, DeviceKind, InputCost, MemoryCost
-from estimator.machines.files import write_text_atomically
-from estimator.machines.kernels import (
-    Contention,
-    HostCost,
-    KernelCost,
-    KernelPoint,
-    UpdateCost,
-)
-from estimator.machines.links import (
+from estimator.files import write_text_atomically
+from estimator.machines.measurements import (
     CollectiveCost,
     CollectiveName,
+    Contention,
+    Device,
+    DeviceKind,
+    HostCost,
+    InputCost,
+    Interference,
+    KernelCost,
+    KernelPoint,
     Link,
     LinkKind,
     Locality,
+    MemoryCost,
     OverlapCost,
     PairMatrix,
-)
-from estimator.machines.provenance import (
-    Interference,
     Provenance,
     Source,
+    UpdateCost,
     check_not_negative,
     check_positive,
 )

@@ -1,26 +1,355 @@
-"""Give every rank of a placement its coordinates, and every axis its process groups."""
+"""Give every rank its coordinates, and every axis its process groups with their slowest hop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.errors import StrategyError
-from estimator.placement.placement import NodeKind, Placement
-from estimator.placement.process_groups import (
-    ProcessGroup,
-    groups_along,
-    slowest_network,
-    whole_group,
+from estimator.errors import StrategyError, WorkloadError, quoted
+from estimator.machines.profile import (
+    CollectiveCost,
+    CollectiveName,
+    DeviceKind,
+    MachineProfile,
+    PairMatrix,
 )
-from estimator.workload import Parallelism, Strategy
-from estimator.workload.layout import DATA_PARALLEL, Layout
+from estimator.placement.network import network_in_cluster
+from estimator.placement.placement import NodeGroup, NodeKind, Placement
+from estimator.placement.topology import Cluster
+from estimator.workload import MOST_GLOBAL_BATCH, Parallelism, Strategy, check_count
+from estimator.workload.layouts import DATA_PARALLEL, Layout
 
+Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroup:
+    """What the cost of a collective needs to know of a group of ranks: one, or a row for each.
+
+    `bytes_per_s` is what one flow of a ring in rank order gets on the slowest hop between nodes
+    after the flows that share it have divided it (inf within one node); `latency_s` is the longest
+    hop's. `per_node` are the most ranks of the group on one node. `network` is the number of the
+    profile whose measurements cost the group's collectives, among those that are asked; `link`
+    says in words what that hop crosses.
+    """
+
+    ranks: Any
+    nodes: Any
+    per_node: Any
+    bytes_per_s: Any = math.inf
+    latency_s: Any = 0.0
+    network: Any = 0
+    link: str = field(default="", compare=False)
+
+
+def carrier_of(op: CollectiveName, kind: DeviceKind) -> CollectiveName:
+    """The collective that the ranks run for one.
+
+    gloo reduces the whole buffer on every rank and keeps a part of it, for want of a
+    reduce-scatter of its own (ProcessGroupGloo.cpp, _reduce_scatter_base).
+    """
+    return "all_reduce" if op == "reduce_scatter" and kind == "cpu" else op
+
+
+def whole_group(placement: Placement) -> ProcessGroup:
+    """All ranks of a placement: a ring in rank order; gloo and NCCL keep the order of nodes."""
+    kinds = placement.kinds
+    per_node = max([kind.ranks_per_node for kind in kinds])
+    if placement.nodes <= 1:
+        return ProcessGroup(ranks=placement.ranks, nodes=1, per_node=per_node)
+    rate, link = math.inf, ""
+    names: tuple[str, ...] = ("",)
+    for candidate, what, between in _limits(placement):
+        if candidate < rate:
+            rate, link, names = candidate, what, between
+    return ProcessGroup(
+        ranks=placement.ranks,
+        nodes=placement.nodes,
+        per_node=per_node,
+        bytes_per_s=rate,
+        latency_s=max([kind.hop_latency_s for kind in kinds]),
+        link=link.format(*names),
+    )
+
+
+_Limit = tuple[float, str, tuple[str, ...]]
+_Hop = tuple[str, str]
+
+
+def _limits(placement: Placement) -> Iterator[_Limit]:
+    """What a ring hop crosses: (bytes per second of one flow, kind of link, names in it)."""
+    cluster = placement.cluster
+    if cluster is None:
+        slowest = slowest_network(placement)
+        yield slowest.rate_bytes_per_s, _NETWORK, (slowest.profile.name,)
+        return
+    node_groups = placement.node_groups
+    hops = list(_hops(node_groups))
+    flows = Counter([a.host for a, _ in hops])
+    for node_group, number in zip(node_groups, placement.kind_of, strict=True):
+        leaving, rate = flows[node_group.host], placement.kinds[number].nic_bytes_per_s
+        if rate is not None and leaving:
+            yield rate / leaving, _UPLINK, (node_group.host or "",)
+    for a, b in hops:
+        yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
+    named = [(a.host or "", b.host or "") for a, b in hops]
+    yield from _switch_limits(_leaving(named, cluster), cluster)
+
+
+_NETWORK = "the network of '{}'"
+_UPLINK = "the uplink of node '{}'"
+
+
+def _hops(node_groups: Sequence[NodeGroup]) -> Iterator[tuple[NodeGroup, NodeGroup]]:
+    """Neighbouring groups of nodes on unlike nodes, the last and the first included."""
+    for index, node_group in enumerate(node_groups):
+        following = node_groups[(index + 1) % len(node_groups)]
+        if following.host != node_group.host:
+            yield node_group, following
+
+
+def _measured_limit(pairs: PairMatrix | None, hop: _Hop) -> Iterator[_Limit]:
+    rate = _pair_rate(pairs, *hop)
+    if rate is not None:
+        yield rate, "the link between '{}' and '{}'", hop
+
+
+def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float | None:
+    if pairs is None or a not in pairs.hosts or b not in pairs.hosts:
+        return None
+    return pairs.bandwidth_bytes_per_s[pairs.hosts.index(a)][pairs.hosts.index(b)]
+
+
+def _switches_left(hop: _Hop, cluster: Cluster) -> Iterator[str]:
+    """A hop leaves every switch that is above its start and not above its end."""
+    beyond = cluster.switches_above(hop[1])
+    for switch in cluster.switches_above(hop[0]):
+        if switch in beyond:
+            return
+        yield switch
+
+
+def _leaving(hops: Sequence[_Hop], cluster: Cluster) -> Counter[str]:
+    """How many hops leave each switch."""
+    leaving: Counter[str] = Counter()
+    for hop in hops:
+        leaving.update(_switches_left(hop, cluster))
+    return leaving
+
+
+def _switch_limits(leaving: Counter[str], cluster: Cluster) -> Iterator[_Limit]:
+    """The uplinks that hops leave, each divided by the flows on it."""
+    for name, flows in leaving.items():
+        rate = cluster.switches[name].uplink_bytes_per_s
+        if rate is not None:
+            yield cluster.payload_bytes_per_s(rate) / flows, "the uplink of switch '{}'", (name,)
+
+
+def groups_along(
+    placement: Placement, members: Indices
+) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
+    """The unlike groups that communicate at once, each with the kind of node that costs it.
+
+    Groups of one shape are unlike where other machines cost them.
+
+    `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
+    of all groups that leave a node, or a switch, share its uplink.
+    """
+    nodes = _Nodes(placement)
+    node = nodes.of_rank[members]
+    following = np.roll(node, -1, axis=1)
+    hop = node != following
+    if len(placement.kinds) == 1 and not hop.any():
+        return ((_inside_a_node(members.shape[1]), placement.kinds[0]),)
+    flows = np.bincount(node[hop], minlength=len(nodes.kinds))
+    if nodes.are_named:
+        crossing = [
+            [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
+            for ends in _ends(node, following, hop)
+        ]
+    else:
+        unlike = _unlike(node, flows, nodes.kind_of)
+        node, hop = node[unlike], hop[unlike]
+        crossing = [[]] * len(unlike)
+    rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
+    own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
+    shared = _shared_limits(placement.cluster, crossing)
+    found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
+    for number, row in enumerate(node.tolist()):
+        counts = Counter(row)
+        kinds = list({id(kind): kind for kind in map(nodes.kinds.__getitem__, counts)}.values())
+        across = len(counts) > 1
+        slowest = int(own_rate[number].argmin())
+        own, names = nodes.name(row[slowest])
+        share = _share(int(flows[row[slowest]]))
+        limits: list[_Limit] = [(float(own_rate[number, slowest]), share + own, names)]
+        for ends in crossing[number]:
+            limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
+            limits += shared.get(ends, ())
+        rate, link, between = min(limits, key=lambda limit: limit[0])
+        group = ProcessGroup(
+            ranks=len(row),
+            nodes=len(counts),
+            per_node=max(counts.values()),
+            bytes_per_s=rate if across else math.inf,
+            latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
+            link=link.format(*between) if across else "",
+        )
+        kind = min(kinds, key=_BY_NETWORK)
+        found.setdefault((group, id(kind.profile)), (group, kind))
+    return tuple(found.values())
+
+
+def _inside_a_node(ranks: int) -> ProcessGroup:
+    return ProcessGroup(
+        ranks=ranks, nodes=1, per_node=ranks, bytes_per_s=math.inf, latency_s=0.0, link=""
+    )
+
+
+def _share(flows: int) -> str:
+    """What to say before the name of a link that several flows share."""
+    return f"1/{flows} of " if flows > 1 else ""
+
+
+def slowest_network(placement: Placement) -> NodeKind:
+    """The kind of node with the slowest network, among equals the one with most ranks."""
+    kinds = placement.kinds
+    return kinds[0] if len(kinds) == 1 else min(kinds, key=_BY_NETWORK)
+
+
+_BY_NETWORK = attrgetter("by_network")
+
+
+def _ends(
+    node: Indices, following: Indices, hop: NDArray[np.bool_]
+) -> Iterator[tuple[list[int], list[int]]]:
+    for a, b, there in zip(node, following, hop, strict=True):
+        yield a[there].tolist(), b[there].tolist()
+
+
+def _unlike(node: Indices, flows: Indices, kind_of: Indices) -> list[int]:
+    """The first of each sort of groups over nodes without names.
+
+    Groups are alike whose rings go through nodes of the same kinds at the same distances, each left
+    by as many flows.
+    """
+    sorts = np.stack([node - node[:, :1], flows[node], kind_of[node]], axis=1)
+    if (sorts == sorts[0]).all():
+        return [0]
+    first: dict[bytes, int] = {}
+    for number, sort in enumerate(sorts):
+        first.setdefault(sort.tobytes(), number)
+    return list(first.values())
+
+
+def _shared_limits(
+    cluster: Cluster | None, crossing: Sequence[Sequence[_Hop]]
+) -> dict[_Hop, list[_Limit]]:
+    """For each hop, the uplinks of switches that it leaves, divided by all flows on them."""
+    if cluster is None:
+        return {}
+    hops = [hop for group in crossing for hop in group]
+    leaving = _leaving(hops, cluster)
+    limits = {
+        names[0]: (rate, _share(leaving[names[0]]) + link, names)
+        for rate, link, names in _switch_limits(leaving, cluster)
+    }
+    return {
+        hop: [limits[name] for name in _switches_left(hop, cluster) if name in limits]
+        for hop in set(hops)
+    }
+
+
+class _Nodes:
+    """The nodes of a placement one by one, and on which of them each rank is."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._hosts: list[str | None] = []
+        self._number_of: dict[str, int] = {}
+        kind_of: list[int] = []
+        of_rank: list[Indices] = []
+        for node_group, number in zip(placement.node_groups, placement.kind_of, strict=True):
+            host, first, count = node_group.host, len(kind_of), node_group.nodes
+            if host is not None:
+                first = self._number_of.setdefault(host, first)
+                count = int(first == len(kind_of))
+            kind_of += [number] * count
+            self._hosts += [host] * count
+            own = np.arange(first, first + max(count, 1))
+            of_rank.append(np.repeat(own, node_group.per_node))
+        self.kinds = [placement.kinds[number] for number in kind_of]
+        self.kind_of: Indices = np.array(kind_of, dtype=np.intp)
+        self.of_rank: Indices = np.concatenate(of_rank)
+        self.are_named = bool(self._number_of)
+
+    def hop(self, a: int, b: int) -> _Hop:
+        return self._hosts[a] or "", self._hosts[b] or ""
+
+    def name(self, node: int) -> tuple[str, tuple[str, ...]]:
+        """What to call the network of a node: (text, names in it)."""
+        host = self._hosts[node]
+        if host is None:
+            return _NETWORK, (self.kinds[node].profile.name,)
+        return _UPLINK, (host,)
+
+    def pairs_of(self, host: str) -> PairMatrix | None:
+        number = self._number_of.get(host)
+        return None if number is None else self.kinds[number].profile.pairs
+
+
+def ring_between(
+    cost: CollectiveCost,
+    latency_s: float,
+    nic_bytes_per_s: float | None,
+    profile: MachineProfile | None,
+    cluster: Cluster | None = None,
+) -> ProcessGroup:
+    """The ring of a measured group, by the links measured beside it and those of its cluster.
+
+    A cluster counts where the group ran on nodes of it, which are then as the `profile`.
+    """
+    per_node = math.ceil(cost.group_size / cost.nodes)
+    if not cost.spans_nodes:
+        return ProcessGroup(ranks=cost.group_size, nodes=1, per_node=per_node)
+    neighbours = zip(cost.hosts, cost.hosts[1:] + cost.hosts[:1], strict=True)
+    hops = [(a, b) for a, b in neighbours if a != b]
+    pairs = None if profile is None else profile.pairs
+    rates = [rate for a, b in hops if (rate := _pair_rate(pairs, a, b)) is not None]
+    if not rates and nic_bytes_per_s is not None:
+        rates.append(nic_bytes_per_s)
+    if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):
+        rates += [rate for rate, _, _ in _switch_limits(_leaving(hops, cluster), cluster)]
+        rates += _uplink_rates(hops, Counter(cost.hosts), profile, cluster)
+    return ProcessGroup(
+        ranks=cost.group_size,
+        nodes=cost.nodes,
+        per_node=per_node,
+        bytes_per_s=min(rates, default=math.inf),
+        latency_s=latency_s,
+    )
+
+
+def _uplink_rates(
+    hops: Sequence[_Hop],
+    ranks_of: Mapping[str, int],
+    profile: MachineProfile,
+    cluster: Cluster,
+) -> Iterator[float]:
+    """What one flow gets on the uplinks of the nodes that hops leave."""
+    for host, flows in Counter([a for a, _ in hops]).items():
+        network = network_in_cluster(profile, cluster, host)
+        if network is not None and cluster.nodes[host].uplink_bytes_per_s is not None:
+            yield network.sent_bytes_per_s(ranks_of[host]) / flows
+
 
 # In the order in which ranks count, the last one fastest; torchtitan's.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -123,3 +452,54 @@ def _data_parallel(ranks: int, shard: int | None, micro_batches: int) -> Paralle
 @lru_cache(maxsize=4096)
 def _laid_out(layout: Layout, ranks: int, strategy: Strategy, micro_batches: int) -> Parallelism:
     return layout.parallelism(ranks, strategy, micro_batches=micro_batches)
+
+
+def batches_of(
+    traced: int | None,
+    mesh: Mesh,
+    batch_per_gpu: int | Sequence[int] | None,
+    global_batch: int | None,
+    accumulation_steps: int,
+) -> tuple[int, ...] | None:
+    """Samples per rank and micro-batch of each group of the allocation.
+
+    By default as many as were `traced`, None for a fixed batch. Raises WorkloadError.
+    """
+    placement = mesh.placement
+    groups = len(placement.allocation.groups)
+    if batch_per_gpu is not None and global_batch is not None:
+        raise WorkloadError("give either the batch per device or the global batch, not both")
+    if global_batch is not None:
+        global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
+        return (even_batch(mesh, global_batch, accumulation_steps),) * groups
+    if batch_per_gpu is None:
+        return None if traced is None else (traced,) * groups
+    given: Any = batch_per_gpu
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return (check_count(given),) * groups
+    if len(given) != groups:
+        raise WorkloadError(
+            f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
+            f"{groups}; give one for each group, or one number for all"
+        )
+    if mesh.parallelism.dp != placement.ranks and len(set(given)) > 1:
+        raise WorkloadError(
+            f"ranks that share layers work on the same samples, found batches {quoted(given)}; "
+            "give one number for all"
+        )
+    return tuple(map(check_count, given))
+
+
+def even_batch(mesh: Mesh, global_batch: int, accumulation_steps: int) -> int:
+    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
+    placement, ranks = mesh.placement, mesh.parallelism.dp
+    shares = ranks * accumulation_steps
+    if global_batch % shares:
+        by_speed, kind = "", "ranks" if ranks == placement.ranks else "data-parallel ranks"
+        if placement.is_mixed and global_batch >= shares:
+            by_speed = ", or ask 'estimate', which splits by speed"
+        raise WorkloadError(
+            f"global batch {global_batch} cannot be split evenly over {ranks} {kind} and "
+            f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
+        )
+    return check_count(global_batch // shares)

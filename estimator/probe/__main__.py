@@ -15,14 +15,14 @@ from pathlib import Path
 import click
 
 from estimator.errors import EstimatorError, ProbeError, sentence, spelt_out
+from estimator.files import check_writable, home
 from estimator.machines.catalogue import load_profile
-from estimator.machines.files import check_writable, home
 from estimator.machines.profile import MachineProfile, check_machine_name
 from estimator.placement.topology import Cluster
-from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
-from estimator.probe.discovery import Place, discover
+from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
+from estimator.probe.cluster.discovery import Place, discover
+from estimator.probe.cluster.worker import run_worker
 from estimator.probe.option_types import Duration
-from estimator.probe.worker import run_worker
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 

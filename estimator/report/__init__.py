@@ -1,1 +1,4 @@
-"""Pictures of answers; needs the extra [report]."""
+"""Show answers to people; pictures need the extra [report].
+
+`facts` says them in words, `sections` gathers them, `page` writes HTML, `pictures` draws.
+"""

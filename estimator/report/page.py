@@ -1,4 +1,4 @@
-"""Write the sections of a report as one HTML file that loads nothing else."""
+"""Write the sections of a report as one HTML file, and show an estimate in a notebook."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import StoreError
-from estimator.files import read_text
-from estimator.machines.files import write_text_atomically
+from estimator.estimates.estimate import Estimate
+from estimator.files import read_text, write_text_atomically
+from estimator.report.facts import heading
 from estimator.report.pictures import inline_svg, save_figure
-from estimator.report.sections import Section
+from estimator.report.sections import Section, answer_section, breakdown_section
 from estimator.units import format_seconds
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -79,3 +80,15 @@ def _figure(section: Section) -> Any:
 
     # matplotlib escapes the texts of its SVG.
     return Markup(inline_svg(section.figure, section.name))
+
+
+def estimate_html(answer: Estimate) -> str:
+    """An HTML element with its own style, every name escaped."""
+    return str(
+        template("notebook.html").render(
+            heading=heading(answer),
+            facts=answer_section(answer).facts,
+            parts=breakdown_section(answer).shares,
+            assumptions=answer.assumptions,
+        )
+    )

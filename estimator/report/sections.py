@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from estimator.advise.billing import hourly_usd, paid_usd
 from estimator.advise.memory import memory_of
-from estimator.advise.scaling import Scaling
-from estimator.advise.sweeps import SweepRow
-from estimator.calibrate.fitted_steps import FittedStep
+from estimator.advise.rent.billing import hourly_usd, paid_usd
+from estimator.advise.scaling import Scaling, SweepRow
+from estimator.calibrate.calibrator import FittedStep
 from estimator.errors import EstimatorError, PriceError
-from estimator.estimates import Estimate
+from estimator.estimates.estimate import Estimate
 from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.report.facts import FITS_WORDS, answer_facts, format_interval, part_name
-from estimator.report.memory import memory_figure
-from estimator.report.scaling import scaling_figure
-from estimator.report.timeline import Track, timeline_figure, tracks_of
+from estimator.report.pictures import (
+    Track,
+    memory_figure,
+    scaling_figure,
+    timeline_figure,
+    tracks_of,
+)
 from estimator.units import (
     format_bytes,
     format_count,

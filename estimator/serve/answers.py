@@ -27,7 +27,7 @@ from estimator.serve.questions import (
 )
 
 if TYPE_CHECKING:
-    from estimator.estimates import Estimate
+    from estimator.estimates.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Answers:
 
     def estimate_many(self, question: ManyQuestion) -> dict[str, Any]:
         """Columns as numpy arrays, and the reasons of rows without an answer."""
-        from estimator.tables import estimate_many
+        from estimator.estimates.table import estimate_many
 
         self._refit_soon()
         groups = set("+".join(question.on).split("+"))
@@ -91,7 +91,7 @@ class Answers:
 
     def plan(self, question: PlanQuestion) -> dict[str, Any]:
         """What to rent."""
-        from estimator.advise.choices import cheapest
+        from estimator.advise.rent.offers import cheapest
 
         for machine in question.machines:
             check_machine(machine)

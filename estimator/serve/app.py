@@ -1,25 +1,44 @@
-"""The HTTP application: endpoints, and every refusal as problem JSON."""
+"""The HTTP application: endpoints, their counts and times, and every refusal as problem JSON."""
 
 from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 import estimator
 from estimator.errors import EstimatorError, StoreError, printable
-from estimator.machines.files import home
+from estimator.files import home
 from estimator.serve.answers import Answers, said
 from estimator.serve.graphs import UnknownGraphError
-from estimator.serve.guard import HOSTS, STORE, TOKEN, App, Guard, check_token
-from estimator.serve.metrics import CONTENT_TYPE, Metrics, exposition
+from estimator.serve.guard import (
+    HOSTS,
+    STORE,
+    TOKEN,
+    App,
+    Guard,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    check_token,
+)
 from estimator.serve.pages import add_pages
 from estimator.serve.questions import (
     EstimateQuestion,
@@ -28,6 +47,48 @@ from estimator.serve.questions import (
     PlanQuestion,
     Problem,
 )
+
+_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# Paths are few: what was asked of no endpoint is counted as one.
+_REQUESTS = Counter("estimator_requests", "Requests by endpoint and status.", ("path", "status"))
+_SECONDS = Histogram("estimator_request_seconds", "Time of requests.", ("path",), buckets=_BOUNDS_S)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """An ASGI application around another one that counts."""
+
+    def __init__(self, app: App, *, paths: frozenset[str]) -> None:
+        self.app, self.paths = app, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        status, begun_s = "500", time.perf_counter()
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        finally:
+            _REQUESTS.labels(path, status).inc()
+            _SECONDS.labels(path).observe(time.perf_counter() - begun_s)
+
+
+def exposition() -> bytes:
+    """All counts as Prometheus reads them."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return bytes(generate_latest())
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return bytes(generate_latest(registry))
+
 
 ARROW = "application/vnd.apache.arrow.stream"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

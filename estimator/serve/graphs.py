@@ -9,11 +9,10 @@ from collections import OrderedDict
 from pathlib import Path
 
 from estimator.errors import GraphFileError, WorkloadError
-from estimator.files import parse_json
+from estimator.files import parse_json, write_bytes_atomically
 from estimator.graph.files import saved_name
-from estimator.graph.op_graph import OpGraph, summary_graph
-from estimator.graph.summary_files import summary_from
-from estimator.machines.files import write_bytes_atomically
+from estimator.graph.ir.op_graph import OpGraph, summary_graph
+from estimator.graph.summary import summary_from
 from estimator.serve.questions import check_machine
 
 _MOST_IN_MEMORY = 64

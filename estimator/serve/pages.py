@@ -83,7 +83,7 @@ def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
 
 
 def _answered(answers: Answers, graph: str, on: str, strategy: str) -> tuple[str, list[Section]]:
-    from estimator.advise.sweeps import sweep
+    from estimator.advise.scaling import sweep
 
     def answer_of(text: str) -> Any:
         return answers.estimate(EstimateQuestion(graph=graph, on=text, strategy=strategy))

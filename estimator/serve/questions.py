@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from estimator.errors import AllocationError
-from estimator.machines.catalogue import known_machines
-from estimator.machines.limits import split_limit
+from estimator.machines.catalogue import known_machines, split_limit
 from estimator.placement.allocation import Allocation
 
 MOST_ROWS = 200_000

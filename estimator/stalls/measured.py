@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from estimator.accuracy import Z_80
-from estimator.probe.page_cache import evict, load, resident_ratio
+from estimator.probe.devices.storage import evict, load, resident_ratio
 from estimator.stalls.predicted import Stall
 from estimator.stalls.runs import FILES_LOG, RunRecord, Script, run
 

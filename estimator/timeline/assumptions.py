@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from estimator.kernels.datasheet_model import assumed_of
+from estimator.kernels.durations import summary_assumptions
+from estimator.kernels.host import described
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
-from estimator.timeline.chips import assumed_of
-from estimator.timeline.host_waits import described
 from estimator.timeline.plan import StepPlan
-from estimator.timeline.program import StepProgram
-from estimator.timeline.recipes import recipe_assumptions
-from estimator.timeline.step_times import summary_assumptions
+from estimator.timeline.rank.program import StepProgram
+from estimator.timeline.rank.updates import recipe_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
 from estimator.workload.optimizers import RULES
 from estimator.workload.precision import peak_dtype

@@ -12,26 +12,16 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
-from estimator.graph.memory import PeakMemory
-from estimator.graph.op_graph import OpGraph
-from estimator.machines.device_memory import DeviceMemory
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.profile import MachineProfile
-from estimator.placement.mesh import Mesh
+from estimator.machines.typical import DeviceMemory
+from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network, whole_group
 from estimator.placement.placement import NodeKind, Placement
-from estimator.placement.process_groups import ProcessGroup, slowest_network, whole_group
-from estimator.timeline.inputs import InputCosts
-from estimator.timeline.program import StepProgram
-from estimator.timeline.ranks import STEP, RankKind, RankTable, StepShape, step_key
-from estimator.timeline.step import (
-    UNCALIBRATED_RATIOS,
-    Breakdown,
-    Ratios,
-    after_s,
-    breakdown_of,
-    with_input,
-)
-from estimator.timeline.strategies import rules_of
-from estimator.timeline.strategies.registry import (
+from estimator.timeline.rank.inputs import InputCosts
+from estimator.timeline.rank.program import StepProgram
+from estimator.timeline.rank.ranks import STEP, RankKind, RankTable, StepShape, step_key
+from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
     DP_SHARD,
@@ -41,6 +31,15 @@ from estimator.timeline.strategies.registry import (
     Ranks,
     Rules,
 )
+from estimator.timeline.step import (
+    UNCALIBRATED_RATIOS,
+    Breakdown,
+    Ratios,
+    after_s,
+    breakdown_of,
+    with_input,
+)
+from estimator.timeline.strategies import rules_of
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.elementwise import expected_maximum
-from estimator.timeline.inputs import InputCosts
-from estimator.timeline.ranks import LaneCosts, UpdateCosts
+from estimator.timeline.rank.inputs import InputCosts
+from estimator.timeline.rank.ranks import LaneCosts, UpdateCosts
 
 Array = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Say what is to be trained: strategy, batches, optimizer, precision, the loader that feeds it."""
 
-from estimator.workload.strategy import (
+from estimator.workload.strategies import (
     DEFAULT_BUCKET_CAP_BYTES,
     DEFAULT_FIRST_BUCKET_BYTES,
     MOST_ACCUMULATION,

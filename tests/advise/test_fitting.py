@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import estimator as est
-from estimator.advise.fitting import Remedy, quick_remedies, remedies
-from estimator.engine import estimate_graph
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
+from estimator.advise.memory import Remedy, quick_remedies, remedies
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
-from tests.advise.swap_problems import link
-from tests.graph.test_checkpointing import ROWS, WIDTH, Model
+from tests.advise.swap.swap_problems import link
+from tests.graph.trace.test_checkpointing import ROWS, WIDTH, Model
 from tests.synthetic import Machine, perceptron
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from estimator.advise.largest_batch import largest_batch
-from estimator.engine import estimate_graph
+from estimator.advise.batches import largest_batch
 from estimator.errors import WorkloadError
+from estimator.estimates.engine import estimate_graph
 from tests.synthetic import Machine, perceptron
 
 

@@ -10,11 +10,11 @@ from torch import nn
 
 import estimator as est
 from estimator.advise.memory import memory_of
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph
 from tests.conftest import make_small_profile
-from tests.graph.test_split_context import graph_of
-from tests.graph.test_split_experts import GRAPH as EXPERTS
-from tests.graph.test_stages import traced
+from tests.graph.partition.test_split_context import graph_of
+from tests.graph.partition.test_split_experts import GRAPH as EXPERTS
+from tests.graph.partition.test_stages import traced
 
 DENSE, STAGES, EXPERTS_ON_GPUS = (
     replace(graph, target="cuda") for graph in (graph_of(), traced(8), EXPERTS)

@@ -15,8 +15,8 @@ from estimator.advise.rank_order import (
 )
 from estimator.errors import ProfileError
 from estimator.machines.profile import PairMatrix
+from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
-from estimator.placement.process_groups import whole_group
 from estimator.placement.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 

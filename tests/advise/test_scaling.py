@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from estimator.advise.scaling import scaling_of
-from estimator.advise.sweeps import sweep
+from estimator.advise.scaling import scaling_of, sweep
 from estimator.cli.request import Request
 from estimator.coefficients import Coefficients
-from estimator.engine import estimate_graph
+from estimator.estimates.engine import estimate_graph
 from tests.synthetic import Machine, perceptron, with_every_collective
 
 GRAPH = perceptron([1000, 2048, 1000], batch=512)

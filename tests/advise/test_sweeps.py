@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from estimator.advise.sweeps import existing, expand_pattern, sweep, sweep_csv
-from estimator.engine import estimate_graph
+from estimator.advise.scaling import existing, expand_pattern, sweep, sweep_csv
 from estimator.errors import AllocationError, StrategyError
-from estimator.estimates import Estimate
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
 from tests.synthetic import Machine, perceptron, with_every_collective
 
 PROFILE = Machine(devices=2).profile()

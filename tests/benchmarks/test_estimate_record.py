@@ -16,7 +16,7 @@ from recorded.comparison import differences, report
 from recorded.questions import GRAPHS, LOADERS, POLICIES, SCHEDULES, command_lines
 
 from estimator import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 
 ASKED = "estimate gpt2.graph --on 1x2:t4-g4dn --json"

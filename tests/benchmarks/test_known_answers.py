@@ -14,10 +14,10 @@ from published.page import with_known_answers
 from zoo.megatron import megatron_gpt
 
 import estimator as est
-from estimator.graph.split_layout import split_by_layout
-from estimator.graph.storages import storages
+from estimator.graph.ir.structure import storages
+from estimator.graph.partition.layout import split_by_layout
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 
 ROW = KnownRow(
     source="a page",

@@ -10,7 +10,7 @@ import layout_accuracy
 import pytest
 from layout_accuracy import CASES, main, measured
 
-from estimator.graph.split_plan import Plan
+from estimator.graph.partition.plan import Plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 

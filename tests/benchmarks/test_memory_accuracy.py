@@ -9,9 +9,9 @@ from memory_accuracy import Case, boundary
 from memory_steps import measured_step
 from torch import Tensor, nn
 
-from estimator.graph.memory_curve import memory_curve
-from estimator.graph.trace import trace_graph
-from estimator.graph.training_call import TrainingCall
+from estimator.graph.memory.curve import memory_curve
+from estimator.graph.trace.trace import trace_graph
+from estimator.graph.trace.training_call import TrainingCall
 from estimator.workload import Strategy
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from op_report import clock_operators, make_step
 
 from estimator.api import trace_model
-from estimator.graph.models import load_model
+from estimator.graph.models.model_text import load_model
 
 MODEL = """
 from torch import nn

@@ -6,8 +6,8 @@ import pytest
 from layout_paces import divided
 from testbed.paced_products import flops, flops_of
 
-from estimator.graph.split_layout import split_by_layout
-from estimator.workload.layout import Layout
+from estimator.graph.partition.layout import split_by_layout
+from estimator.workload.layouts import Layout
 
 
 def test_products_count_two_flops_for_each_pair_that_they_multiply() -> None:

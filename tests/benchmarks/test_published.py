@@ -33,13 +33,12 @@ from zoo.megatron import megatron_gpt
 
 import estimator as est
 from estimator.errors import StrategyError
-from estimator.graph.costs import features_of, op_cost
-from estimator.graph.fused_calls import FusedKernel
-from estimator.graph.split import split
-from estimator.graph.split_found import found_plan
-from estimator.graph.utilization import step_flops
+from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost
+from estimator.graph.costs.utilization import step_flops
+from estimator.graph.partition.partitioner import split
+from estimator.graph.partition.plan import found_plan
+from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
-from estimator.timeline.roofline import Roofline
 
 ROW = {
     "source": "Lambda deeplearning-benchmark",

@@ -8,8 +8,8 @@ import pytest
 from schedulers import seed_lines
 from schedulers_measured import MeasuredSpeeds
 
-from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Shape
+from estimator.replay.jobs import Job
+from estimator.replay.nodes import Shape
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([8, 8]), name="net")

@@ -8,7 +8,7 @@ from zoo.vision import MODELS, classifier
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.typical import achieved_bytes_per_s
-from estimator.timeline.inner_links import widest_link
+from estimator.timeline.collectives.algorithms import widest_link
 
 # Parameters of torchvision's models without weights, as its documentation lists them.
 PARAMETERS = {

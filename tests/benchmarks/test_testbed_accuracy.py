@@ -23,7 +23,7 @@ from testbed_runs import Bench, Trial
 from testbed_subjects import orders, splits, steps, strategies
 
 from estimator.errors import StrategyError, TrainingError
-from estimator.graph.split_plan import Plan
+from estimator.graph.partition.plan import Plan
 from estimator.placement.allocation import Allocation
 
 BED = "shard200"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from estimator.calibrate.adaptive import adapted_coverage
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.intervals import adapted_coverage
+from estimator.calibrate.regressor import StepTimeRegressor
 
 
 def test_hits_lower_the_coverage_and_misses_raise_it_four_times_as_much() -> None:

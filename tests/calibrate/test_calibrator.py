@@ -17,11 +17,11 @@ from estimator import trace_model
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import Calibration
-from estimator.engine import estimate_graph
 from estimator.errors import ObservationError
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
-from estimator.tables import estimate_many
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.estimates.table import estimate_many
+from estimator.graph.ir.op_graph import OpGraph
 from tests.synthetic import Machine, perceptron
 
 ASSUMED = Machine(devices=4)

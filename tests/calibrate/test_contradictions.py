@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
-from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import BATCH, LARGEST_NODE, NODES, RANKS
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor
+from estimator.calibrate.store import ObservationStore
 from tests.calibrate.test_step_time_regressor import MEASURED_S, ROWS
 
 Wrong = Callable[[np.random.Generator, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

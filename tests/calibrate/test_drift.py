@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from estimator.calibrate.drift import Residual, drifts
+from estimator.calibrate.review import Residual, drifts
 
 START = datetime(2026, 3, 2, tzinfo=UTC)  # a Monday
 # Residuals that are 1 % up and down by turns.

@@ -194,7 +194,7 @@ def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -
     import pickle
 
     from estimator.calibrate.evaluation import _with_machine_priors
-    from estimator.calibrate.step_time_regressor import StepTimeRegressor
+    from estimator.calibrate.regressor import StepTimeRegressor
 
     job = make_job()
     named = [replace(step, interconnect="400Gb IB") for step in job.steps]

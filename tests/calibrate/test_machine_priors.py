@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from estimator.calibrate.machine_priors import priors_of
-from estimator.calibrate.priors import WEAK_PRIORS
+from estimator.calibrate.performance_model import WEAK_PRIORS
 from estimator.calibrate.tables import MeasuredStep
 
 

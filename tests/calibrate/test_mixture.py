@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.baselines import OptimusRegressor
-from estimator.calibrate.mixture import ENGINE, MODEL, Mixture, MixturePrior
-from estimator.calibrate.posterior import LeftOut
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.mixture import ENGINE, MODEL, LeftOut, Mixture, MixturePrior
+from estimator.calibrate.regressor import StepTimeRegressor
 
 ROWS = np.array(
     [

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from estimator.calibrate.observation_files import read_observations
-from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
+from estimator.calibrate.store import Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError
 from tests.budgets import examples
 

@@ -19,12 +19,7 @@ import pytest
 from store_robustness import kill_writers, write_together
 
 from estimator.calibrate.database import Database
-from estimator.calibrate.observations import (
-    _MIGRATIONS,
-    Observation,
-    ObservationStore,
-    ObservedWorkload,
-)
+from estimator.calibrate.store import _MIGRATIONS, Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError, StoreError
 
 
@@ -351,7 +346,7 @@ def test_a_store_in_a_place_that_cannot_be_written_is_read(
     kept.add(seen(0.1))
     with monkeypatch.context() as patch:
         # Root may write anywhere.
-        patch.setattr("estimator.calibrate.store_files.may_be_written", lambda _: False)
+        patch.setattr("estimator.calibrate.database.may_be_written", lambda _: False)
         beside_a_writer = ObservationStore(kept.path)
         assert [one.step_time_s for one in beside_a_writer] == [0.1]
         kept.close()

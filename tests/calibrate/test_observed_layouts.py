@@ -12,8 +12,8 @@ from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observation_files import read_observations
 from estimator.calibrate.observed import Observation
 from estimator.errors import StrategyError
-from estimator.estimates import Estimate
-from tests.graph.test_stages import traced
+from estimator.estimates.estimate import Estimate
+from tests.graph.partition.test_stages import traced
 from tests.synthetic import Machine, with_every_collective
 
 PROFILE = with_every_collective(Machine(devices=4).profile())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from estimator.calibrate.observations import Observation, ObservationStore
+from estimator.calibrate.store import Observation, ObservationStore
 
 
 def outliers_of(path: Path, *rows: tuple[float, dict[str, Any]]) -> list[float]:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.performance_model import (
+    PARAMETERS,
+    WEAK_PRIORS,
     EngineTimes,
     ModelValues,
     Reference,
     evaluate_model,
 )
-from estimator.calibrate.priors import PARAMETERS, WEAK_PRIORS
 from estimator.errors import WorkloadError
 
 REFERENCE = Reference(compute_s=0.3, batch=30.0)

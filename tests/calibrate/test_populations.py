@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from estimator.calibrate.populations import TwoSpeeds, populations, two_speeds
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor, TwoSpeeds, populations, two_speeds
 
 # Steps that are 1 % up and down by turns; of three nodes the third is 1.4 times as slow.
 NOISE = np.tile([0.01, -0.01, 0.005, -0.005], 6)

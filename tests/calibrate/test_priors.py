@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from estimator.calibrate.priors import (
+from estimator.calibrate.performance_model import (
     PARAMETERS,
     WEAK_PRIORS,
     LogNormalPrior,

@@ -15,11 +15,11 @@ import pytest
 
 from estimator.api import estimate
 from estimator.calibrate.calibrator import Calibrator
-from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.review import counting_drifts, review
+from estimator.calibrate.store import ObservationStore
+from estimator.estimates.table import estimate_many
 from estimator.placement.topology import Cluster, Node
-from estimator.tables import estimate_many
 from tests.synthetic import perceptron
 
 START = datetime(2026, 3, 2, tzinfo=UTC)

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.baselines import LinearScaling, PolluxRegressor
-from estimator.calibrate.performance_model import EngineTimes, Reference, evaluate_model
-from estimator.calibrate.priors import WEAK_PRIORS, LogNormalPrior
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.performance_model import (
+    WEAK_PRIORS,
+    EngineTimes,
+    LogNormalPrior,
+    Reference,
+    evaluate_model,
+)
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.errors import WorkloadError
 
 PLACEMENTS = (

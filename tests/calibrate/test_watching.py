@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import estimator
-from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
+from estimator.calibrate.store import Observation, ObservationStore, ObservedWorkload
 from estimator.calibrate.watching import Watch, observe
 from estimator.errors import EstimatorError, StoreError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from estimator.calibrate.windows import Window, Windows
+from estimator.calibrate.watching import Window, Windows
 
 
 def fill(windows: Windows, times_s: Iterable[float]) -> list[Window]:

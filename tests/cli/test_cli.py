@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from estimator.estimates import Estimate
-from estimator.interop.perfetto import trace_flaws
+from estimator.estimates.estimate import Estimate
+from estimator.integrations.viewers import trace_flaws
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Interference, MachineProfile
-from estimator.probe.inventory import read_cpu
-from estimator.report.validation import Validation
+from estimator.probe.devices.inventory import read_cpu
+from estimator.validate.validation import Validation
 
 Command = Callable[..., Any]
 
@@ -236,7 +236,7 @@ def test_a_saved_graph_is_estimated_as_its_model_is(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:
     from estimator import trace_model
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     model, batch, loss, name = load_model(tiny)
     trace_model(model, batch, loss=loss, name=name).save(tmp_path / "tiny.graph")
@@ -470,7 +470,7 @@ def test_estimates_say_how_much_slower_this_machine_is_than_when_it_was_probed(
         pinned.append(os.sched_getaffinity(0))
         return canary_s
 
-    monkeypatch.setattr("estimator.probe.canary.canary_s", timed)
+    monkeypatch.setattr("estimator.probe.devices.jobs.canary_s", timed)
     usable = os.sched_getaffinity(0)
     answer = command("estimate", tiny, "--on", "1x1:local", "--json")
     assert said in answer.err
@@ -558,7 +558,7 @@ def test_validate_says_which_prediction_missed(
         times_s = {near: 1.2 * near.step_time_s, far: 1.5 * far.high_s}
         return [Validation(predicted=each, runs_s=(times_s[each],) * 3) for each in predictions]
 
-    monkeypatch.setattr("estimator.report.validation.validate", validate)
+    monkeypatch.setattr("estimator.validate.validation.validate", validate)
     answer = command("validate", tiny, "--on", "1x1:local", "--on", "1x2:local")
     assert answer.code == 1
     assert "what was measured on 1x2:local is outside the interval" in answer.err
@@ -615,7 +615,7 @@ def test_a_saved_graph_stands_for_its_model_under_other_options(
     store: Path, tiny: str, command: Command, tmp_path: Path, words: str, traced_as: bool | None
 ) -> None:
     from estimator.api import trace_model, with_recipe
-    from estimator.graph.models import load_model
+    from estimator.graph.models.model_text import load_model
 
     model, batch, loss, name = load_model(tiny)
     path = tmp_path / "net.graph"

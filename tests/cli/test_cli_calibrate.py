@@ -11,7 +11,7 @@ import pytest
 
 from estimator.calibrate import evaluation, protocols
 from estimator.calibrate.baselines import LinearScaling, OnesRegressor
-from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.cli import calibrate as cli_calibrate
 
 Command = Callable[..., Any]

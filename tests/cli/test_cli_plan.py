@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import estimator as est
-from estimator.advise.layouts import LayoutRanking, LayoutRow, best_layout
+from estimator.advise.layouts.search import LayoutRanking, LayoutRow, best_layout
 from estimator.cli.console import print_tables
-from estimator.cli.render_plan import layouts_report
-from estimator.graph.op_graph import OpGraph
+from estimator.cli.render.plans import layouts_report
+from estimator.graph.ir.op_graph import OpGraph
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]

@@ -13,7 +13,7 @@ import pytest
 
 from estimator.api import estimate
 from estimator.calibrate.calibrator import Calibrator
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.units import format_seconds
 from tests.synthetic import perceptron
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from estimator.api import estimate
-from estimator.graph.op_graph import OpGraph
-from estimator.schedulers.slurm import time_text
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.integrations.schedulers.slurm import time_text
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]

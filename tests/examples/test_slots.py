@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from estimator.api import estimate
-from estimator.graph.op_graph import OpGraph
-from estimator.schedulers.sizes import sizes
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.integrations.schedulers.sizes import sizes
 from tests.synthetic import perceptron
 
 pytestmark = pytest.mark.usefixtures("examples")
@@ -33,7 +33,7 @@ USD_PER_HOUR = {"g4dn.12xlarge": 3.912, "p3.8xlarge": 12.24, "p4d.24xlarge": 32.
 class StandIn(ModuleType):
     """What the example asks of SkyPilot; its optimizer takes the least time, or the least cost.
 
-    ``tests/schedulers/test_skypilot_optimizer.py`` runs the same example under SkyPilot's own.
+    `test_skypilot_optimizer` runs the same example under SkyPilot's own.
     """
 
     OptimizeTarget = Enum("OptimizeTarget", ("TIME", "COST"))

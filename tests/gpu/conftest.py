@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from estimator.probe.backend import CudaBackend
+from estimator.probe.devices.backend import CudaBackend
 
 HERE = Path(__file__).parent
 

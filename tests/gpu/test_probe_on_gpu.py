@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from estimator.machines.profile import MachineProfile
-from estimator.probe.accelerator import device_facts, half_attention, sustained_facts
-from estimator.probe.backend import CudaBackend
-from estimator.probe.grid import kernel_grid
-from estimator.probe.grid_calls import GridCall, grid_call, tensor
-from estimator.probe.host import measure_host
-from estimator.probe.inventory import read_gpus
-from estimator.probe.kernels import measure_call
+from estimator.probe.devices.accelerator import device_facts, half_attention, sustained_facts
+from estimator.probe.devices.backend import CudaBackend
+from estimator.probe.devices.calls import GridCall, TensorSource, grid_call, tensor
+from estimator.probe.devices.host import measure_host
+from estimator.probe.devices.inventory import read_gpus
+from estimator.probe.devices.updates import measure_updates
+from estimator.probe.grid.kernels import kernel_grid, measure_call
 from estimator.probe.machine import probe_machine
-from estimator.probe.source import TensorSource
-from estimator.probe.updates import measure_updates
 
 
 def test_the_driver_lists_the_gpu_that_torch_uses() -> None:
@@ -95,7 +93,7 @@ def test_a_short_probe_gives_a_whole_profile() -> None:
 
 
 def test_the_traced_attention_is_the_one_that_runs_here(backend: CudaBackend) -> None:
-    from estimator.graph.trace import trace_graph
+    from estimator.graph.trace.trace import trace_graph
 
     class Attention(torch.nn.Module):
         def __init__(self) -> None:
@@ -115,10 +113,9 @@ def test_the_traced_attention_is_the_one_that_runs_here(backend: CudaBackend) ->
 def test_a_graph_replays_and_its_peak_is_what_torch_allocates(
     backend: CudaBackend, precision: str
 ) -> None:
-    from estimator.graph.memory import peak_memory
-    from estimator.graph.trace import trace_graph
-    from estimator.probe.ops import distinct_calls, replay_plan
-    from estimator.probe.replay import replay
+    from estimator.graph.memory.peak import peak_memory
+    from estimator.graph.trace.trace import trace_graph
+    from estimator.probe.ops import distinct_calls, replay, replay_plan
     from estimator.workload import Strategy
 
     def build() -> torch.nn.Module:

@@ -25,9 +25,9 @@ from estimator.api import estimate, trace_model
 from estimator.calibrate.observed import ObservedWorkload
 from estimator.errors import EstimatorError, GraphFileError, StoreError, WorkloadError
 from estimator.graph.files import is_saved_graph
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import OpTiming
-from estimator.graph.trace import trace_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import OpTiming
+from estimator.graph.trace.trace import trace_graph
 from estimator.tensors import OpCall, TensorSpec
 from tests.synthetic import in_blocks, perceptron
 
@@ -221,7 +221,8 @@ ASKED: tuple[dict[str, Any], ...] = (
 @lru_cache(maxsize=1)
 def kinds() -> dict[str, Any]:
     """The fields of saved graphs of each kind: divided, compiled, of experts, from step times."""
-    from tests.graph import test_parallelised_modules, test_split_context, test_split_experts
+    from tests.graph.partition import test_split_context, test_split_experts
+    from tests.graph.trace import test_parallelised_modules
 
     ids = torch.randint(0, 64, (2, 16))
     small = test_split_context.Model()

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from estimator.api import OpGraph, estimate, trace_model
 from estimator.errors import TraceError, WorkloadError
-from estimator.graph.optimizer_memory import optimizer_memory
-from estimator.graph.recorded_updates import RECORDED
-from estimator.graph.utilization import step_flops
-from estimator.timeline.updates import Trained
+from estimator.graph.costs.utilization import step_flops
+from estimator.graph.memory.peak import optimizer_memory
+from estimator.graph.trace.own_steps import RECORDED
+from estimator.timeline.rank.updates import Trained
 from tests.synthetic import Machine
 
 PROFILE = Machine(devices=2).profile()

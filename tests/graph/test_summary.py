@@ -14,10 +14,10 @@ import pytest
 
 from estimator.api import estimate
 from estimator.errors import EstimatorError, ProfileError, StrategyError
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.table import estimate_many
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.profile import Contention, MachineProfile
-from estimator.tables import estimate_many
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 FLOPS = {"parameter_bytes": 4_000_000, "tensors": 10, "flops_per_sample": 6e9}

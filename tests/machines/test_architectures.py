@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from estimator.engine import estimate_graph
 from estimator.errors import ProfileError
-from estimator.machines.architectures import architectures, read_architectures
+from estimator.estimates.engine import estimate_graph
+from estimator.kernels.datasheet_model import assumed_of, chip_of
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device
-from estimator.timeline.chips import assumed_of, chip_of
+from estimator.machines.typical import architectures, read_architectures
 from tests.synthetic import perceptron
 
 ROW: dict[str, Any] = {

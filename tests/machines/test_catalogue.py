@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from estimator.cli.render_profiles import machines_report
-from estimator.engine import estimate_graph
-from estimator.machines.architectures import architectures
+from estimator.cli.render.profiles import machines_report
+from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
-from estimator.machines.typical import achieved_bytes_per_s, with_typical_costs
-from estimator.timeline.inner_links import widest_link
+from estimator.machines.typical import achieved_bytes_per_s, architectures, with_typical_costs
+from estimator.timeline.collectives.algorithms import widest_link
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from estimator.cli.render_comparison import comparison_report
+from estimator.cli.render.profiles import comparison_report
 from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import (
     compare_profiles,

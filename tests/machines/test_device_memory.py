@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from estimator.engine import estimate_graph
+from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
-from estimator.machines.device_memory import FRAGMENTATION_RATIO, DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import FRAGMENTATION_RATIO, DeviceMemory, device_memory
 from tests.synthetic import perceptron
 
 GIB = 1 << 30

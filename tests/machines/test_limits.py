@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from estimator.errors import AllocationError, ProfileError, UnknownMachineError
-from estimator.machines.catalogue import load_profile
-from estimator.machines.limits import with_limit
+from estimator.kernels.datasheet_model import chip_of, load_kernel_model, sustained_ratio
+from estimator.machines.catalogue import load_profile, with_limit
 from estimator.placement.allocation import Allocation
-from estimator.timeline.chips import chip_of
-from estimator.timeline.kernel_model import load_kernel_model, sustained_ratio
 from tests.synthetic import Machine
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from estimator.engine import estimate_graph
+from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
-from estimator.placement.process_groups import whole_group
-from estimator.timeline.collectives import GroupCollective
+from estimator.timeline.collectives.costs import GroupCollective
 from tests.synthetic import in_blocks, perceptron
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "machines"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.api import estimate
-from estimator.estimates import Breakdown, Estimate
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import OpCost
+from estimator.estimates.estimate import Breakdown, Estimate
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import OpCost
 from tests.budgets import examples
 from tests.synthetic import Machine, perceptron
 

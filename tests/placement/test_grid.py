@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from estimator.advise.sweeps import expand_pattern
+from estimator.advise.scaling import expand_pattern
 from estimator.errors import AllocationError
-from estimator.placement.columns import AllocationColumns
-from estimator.placement.grid import AllocationGrid
+from estimator.placement.columns import AllocationColumns, AllocationGrid
 
 counts = some.sampled_from(["1", "2..4", "1,3,5", "1..2,8", "3,3"])
 groups = some.one_of(

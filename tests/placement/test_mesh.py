@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.errors import StrategyError
-from estimator.placement import process_groups
-from estimator.placement.mesh import Mesh
+from estimator.placement.mesh import Mesh, groups_along
 from estimator.placement.placement import place
-from estimator.placement.process_groups import groups_along
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.workload import Parallelism, Strategy
 from tests.synthetic import Machine
@@ -138,7 +136,7 @@ def test_groups_that_are_alike_are_followed_once(
     # Without nodes' names all that counts is which of them are one, and what leaves each.
     found = groups_along(placement, members)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_groups, "_unlike", lambda node, *_: list(range(len(node))))
+        patch.setattr("estimator.placement.mesh._unlike", lambda node, *_: list(range(len(node))))
         every = groups_along(placement, members)
     assert [(group, group.link, kind) for group, kind in found] == [
         (group, group.link, kind) for group, kind in every

@@ -26,7 +26,7 @@ QUICK_COMMAND = [
     """
 from estimator.cli.main import main
 from estimator.probe import machine
-from estimator.probe.grid_calls import grid_call, tensor
+from estimator.probe.devices.calls import grid_call, tensor
 
 def run_jobs(device, jobs, on_finding, watching):
     call = grid_call("relu.default", tensor(8)).call.encode()

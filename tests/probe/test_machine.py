@@ -13,13 +13,12 @@ import pytest
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Interference, KernelPoint, MachineProfile
 from estimator.probe import machine as machine_module
-from estimator.probe.findings import Findings, with_best_rates
-from estimator.probe.grid_calls import grid_call, tensor
-from estimator.probe.interference import CpuTimes, Seen
-from estimator.probe.inventory import read_cpu
-from estimator.probe.jobs import FINISHED, WATCH, Watching
-from estimator.probe.machine import probe_machine
-from estimator.probe.software import software_versions
+from estimator.probe.devices.backend import software_versions
+from estimator.probe.devices.calls import grid_call, tensor
+from estimator.probe.devices.interference import CpuTimes, Seen
+from estimator.probe.devices.inventory import read_cpu
+from estimator.probe.devices.jobs import FINISHED, WATCH, Watching
+from estimator.probe.machine import Findings, probe_machine, with_best_rates
 from estimator.tensors import OpCall, TensorSpec
 
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}

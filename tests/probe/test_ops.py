@@ -11,19 +11,26 @@ import pytest
 import torch
 
 from estimator.errors import ProbeError, StoreError
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import Op, OpTiming, Parameter, Value
-from estimator.graph.optimizer_memory import update_call
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import Op, OpTiming, Parameter, Value
+from estimator.graph.memory.peak import update_call
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module
-from estimator.probe import replay as replay_module
-from estimator.probe.backend import CpuBackend
-from estimator.probe.calls import real_arguments
-from estimator.probe.inventory import core_groups, read_cpu
-from estimator.probe.ops import distinct_calls, index_bounds, measure_ops, replay_plan
-from estimator.probe.replay import make_tensor, quiet_passes, replay
-from estimator.probe.timing_store import TimingStore
+from estimator.probe import ops as replay_module
+from estimator.probe.devices.backend import CpuBackend
+from estimator.probe.devices.calls import real_arguments
+from estimator.probe.devices.inventory import core_groups, read_cpu
+from estimator.probe.ops import (
+    TimingStore,
+    distinct_calls,
+    index_bounds,
+    make_tensor,
+    measure_ops,
+    quiet_passes,
+    replay,
+    replay_plan,
+)
 from estimator.tensors import OpCall, TensorSpec
 
 SQUARE = TensorSpec((8, 8))

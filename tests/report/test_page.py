@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 
 from estimator import estimate
-from estimator.advise.billing import hourly_usd
-from estimator.advise.offers import offers
-from estimator.advise.sweeps import sweep
+from estimator.advise.rent.billing import hourly_usd
+from estimator.advise.rent.offers import offers
+from estimator.advise.scaling import sweep
 from estimator.errors import PriceError, StoreError
-from estimator.estimates import Estimate
-from estimator.graph.op_graph import OpGraph
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.report import sections as all_sections
 from estimator.report.page import page, write_figures
-from estimator.report.timeline import tracks_of
-from estimator.timeline.spans import Span, Timeline
+from estimator.report.pictures import tracks_of
+from estimator.timeline.simulator.tasks import Span, Timeline
 from estimator.units import time_unit
 from tests.synthetic import perceptron
 

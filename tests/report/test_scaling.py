@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from estimator.advise.sweeps import SweepRow, sweep
-from estimator.engine import estimate_graph
-from estimator.estimates import Estimate
-from estimator.report.scaling import draw_scaling, lines_of, scaling_figure
+from estimator.advise.scaling import SweepRow, sweep
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.report.pictures import draw_scaling, lines_of, scaling_figure
 from tests.synthetic import Machine, perceptron
 
 PROFILE = Machine(devices=4).profile()

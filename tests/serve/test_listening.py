@@ -16,8 +16,8 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 
 import uvicorn
 
-from estimator.serve import listening
-from estimator.serve.listening import Connection, SharingLoop
+from estimator.serve import guard
+from estimator.serve.guard import Connection, SharingLoop
 
 YES = [(b"content-length", b"3")]
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -148,7 +148,7 @@ def drip(line: socket.socket, content: bytes) -> bytes:
 def test_a_connection_that_drips_its_headers_is_closed(
     content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_HEAD_S", 0.5)
+    monkeypatch.setattr(guard, "_HEAD_S", 0.5)
     with answering() as address, socket.create_connection(address, timeout=10) as line:
         assert drip(line, content) in (b"", LATE)
 
@@ -156,7 +156,7 @@ def test_a_connection_that_drips_its_headers_is_closed(
 def test_a_connection_that_drips_after_an_answer_is_closed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listening, "_HEAD_S", 0.5)
+    monkeypatch.setattr(guard, "_HEAD_S", 0.5)
     unread = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
     for request in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", unread):
         with (

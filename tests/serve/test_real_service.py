@@ -25,7 +25,7 @@ pytest.importorskip("fastapi", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytest.importorskip("orjson", reason="the extra [serve] is not installed")
 
-from estimator.calibrate.observations import ObservationStore
+from estimator.calibrate.store import ObservationStore
 from tests.browser import browser_page
 from tests.synthetic import in_blocks, perceptron
 

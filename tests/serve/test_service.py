@@ -17,11 +17,11 @@ pytest.importorskip("orjson", reason="the extra [serve] is not installed")
 from starlette.testclient import TestClient
 
 from estimator.api import estimate
-from estimator.calibrate.observations import ObservationStore
-from estimator.graph.op_graph import OpGraph
+from estimator.calibrate.store import ObservationStore
+from estimator.estimates.table import estimate_many
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.serve import guard
 from estimator.serve.app import create_app
-from estimator.tables import estimate_many
 from tests.synthetic import in_blocks, perceptron
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -17,14 +17,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from estimator.cli.render_stalls import measured_report
+from estimator.cli.render.plans import measured_report
 from estimator.errors import AllocationError, ModelError
-from estimator.probe.page_cache import evict, load, resident_ratio
+from estimator.probe.devices.storage import evict, load, resident_ratio
 from estimator.stalls import measured as measured_module
-from estimator.stalls.devices import cores_of
 from estimator.stalls.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
 from estimator.stalls.predicted import Stall
-from estimator.stalls.runs import RunRecord, Script, place_of
+from estimator.stalls.runs import RunRecord, Script, cores_of, place_of
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
 TRAIN = """
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from estimator.probe.page_cache import resident_ratio
+from estimator.probe.devices.storage import resident_ratio
 
 now = [0.0]
 time.perf_counter = lambda: now[0]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from estimator.cli.render_stalls import predicted_report
-from estimator.engine import estimate_graph
+from estimator.cli.render.plans import predicted_report
 from estimator.errors import StrategyError
-from estimator.estimates import Estimate
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.stalls.predicted import predict_stalls

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from estimator.engine import estimate_graph
-from estimator.estimates import Estimate
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
 from estimator.machines.profile import InputCost, Provenance
-from estimator.stalls.what_if import CACHED_RATIOS, InputAnswers, input_answers
+from estimator.stalls.predicted import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.units import format_ratio
 from estimator.workload.loader import Loader
 from tests.synthetic import Machine, perceptron

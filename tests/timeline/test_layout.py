@@ -11,19 +11,19 @@ from torch import nn
 
 import estimator as est
 from estimator.cache import Cache
-from estimator.engine import DEFAULT
 from estimator.errors import StrategyError, WorkloadError
-from estimator.estimates import Estimate
-from estimator.graph.exchanges import collectives_of
-from estimator.graph.split import split
-from estimator.graph.split_plan import Plan
+from estimator.estimates.engine import DEFAULT
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.collectives import collectives_of
+from estimator.graph.partition.partitioner import split
+from estimator.graph.partition.plan import Plan
+from estimator.kernels.durations import op_durations
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
-from estimator.timeline.durations import op_durations
-from estimator.timeline.exchanges import exchanges_of
+from estimator.timeline.rank.layer_collectives import exchanges_of
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
-from tests.graph.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
+from estimator.workload.layouts import Layout
+from tests.graph.partition.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)

@@ -9,11 +9,11 @@ import pytest
 
 import estimator as est
 from estimator.errors import StrategyError
-from estimator.estimates import Estimate
-from estimator.timeline.durations import Durations
-from estimator.timeline.exchanges import ExchangeSeconds
-from estimator.workload.layout import Layout
-from tests.graph.test_split_context import BATCH, graph_of
+from estimator.estimates.estimate import Estimate
+from estimator.kernels.durations import Durations
+from estimator.timeline.rank.layer_collectives import ExchangeSeconds
+from estimator.workload.layouts import Layout
+from tests.graph.partition.test_split_context import BATCH, graph_of
 from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)

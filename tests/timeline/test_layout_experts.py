@@ -9,13 +9,13 @@ import pytest
 import estimator as est
 from estimator.cache import Cache
 from estimator.errors import StrategyError
-from estimator.estimates import Estimate
-from estimator.graph.exchanges import collectives_of
-from estimator.graph.split_experts import split_experts
-from estimator.timeline.shard_costs import sharded_passes
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.collectives import collectives_of
+from estimator.graph.partition.experts import split_experts
+from estimator.timeline.rank.lanes import sharded_passes
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
-from tests.graph.test_split_experts import BATCH, GRAPH
+from estimator.workload.layouts import Layout
+from tests.graph.partition.test_split_experts import BATCH, GRAPH
 
 ON_GPUS = replace(GRAPH, target="cuda")
 

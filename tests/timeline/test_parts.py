@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from estimator.cache import Cache
-from estimator.engine import estimate_graph
+from estimator.estimates.engine import estimate_graph
+from estimator.kernels.contention import SlowdownCurve
 from estimator.machines.profile import Contention, MachineProfile, UpdateCost
 from estimator.placement.network import NodeNetwork, network_in_cluster, rates_by_ranks
 from estimator.placement.topology import Cluster, Node
-from estimator.timeline.contention import SlowdownCurve
-from estimator.timeline.passes import accumulate_s, copies_s, unscale_s
-from estimator.timeline.ranks import LaneCosts, UpdateCosts
-from estimator.timeline.shard_costs import ShardedPasses
+from estimator.timeline.rank.lanes import ShardedPasses
+from estimator.timeline.rank.ranks import LaneCosts, UpdateCosts
+from estimator.timeline.rank.updates import Trained, accumulate_s, copies_s, unscale_s, update_lanes
 from estimator.timeline.step import Ratios, after_s, breakdown_of
-from estimator.timeline.updates import Trained, update_lanes
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 # A million float32 elements in ten tensors: a pass reads and writes 8 MB.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +10,40 @@ from typing import Any
 
 from estimator.errors import ImportedFileError, StoreError, printable
 from estimator.files import parse_json, read_file
-from estimator.probe.imports import nccl_tests, nccl_topology, perftest, slurm, smi_topology
+from estimator.probe.imports import bandwidths, topologies
+from estimator.probe.imports.bandwidths import read_nvbandwidth
 from estimator.probe.imports.findings import Imported, join
-from estimator.probe.imports.nvbandwidth import read_nvbandwidth
-from estimator.probe.imports.printed_lines import printed
 from estimator.units import MIB
+
+# Colours and underlines (ECMA-48, control sequences): nvidia-smi underlines its header.
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# What `srun -l` and `mpirun --tag-output` put before each line: "0: ", "[1,0]<stdout>:".
+_LABEL = re.compile(r"^[^\S\n]*(\d+: ?|\[[^\]\n]+\]<std(?:out|err)>: ?)", re.M)
+
+
+def printed(text: str, formats: Sequence[re.Pattern[str]]) -> str:
+    """The text without escape sequences and labels of tasks.
+
+    Of labelled lines those of the first task remain in whose output one of `formats` is found;
+    lines without a label, as the launcher's own, remain in their place.
+    """
+    text = _ESCAPE.sub("", text)
+    lines = [(_LABEL.match(line), line) for line in text.splitlines()]
+    of_task: dict[str, list[str]] = {}
+    for label, line in lines:
+        if label is not None:
+            # Its last space may be the first of what was printed, or missing before an empty line.
+            of_task.setdefault(label[1].rstrip(), []).append(line[label.end() :])
+    for task, printed_by_task in of_task.items():
+        own = "\n".join(printed_by_task)
+        if any(known.search(own) for known in formats):
+            return "\n".join(
+                line if label is None else line[label.end() :]
+                for label, line in lines
+                if label is None or label[1].rstrip() == task
+            )
+    return text
+
 
 # The longest of these outputs are some hundred kilobytes.
 _MOST_BYTES = 4 * MIB
@@ -58,18 +88,18 @@ def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
     if start == "{":
         return _read_json(text, at)
     if start == "<":
-        return nccl_topology.read_nccl_topology(text)
-    text = printed(text, (nccl_tests.BANNER, perftest.TITLE, smi_topology.HEADER))
-    if nccl_tests.BANNER.search(text):
-        return nccl_tests.read_nccl_tests(text, at=at)
-    if perftest.TITLE.search(text):
-        return perftest.read_perftest(text, at=at)
-    if smi_topology.HEADER.search(text):
-        return smi_topology.read_smi_topology(text)
-    if slurm.CONF_LINE.search(text):
-        return slurm.read_topology_conf(text, machine=machine)
-    if slurm.YAML_LINE.search(text):
-        return slurm.read_topology_yaml(text, machine=machine)
+        return topologies.read_nccl_topology(text)
+    text = printed(text, (bandwidths.BANNER, bandwidths.TITLE, topologies.HEADER))
+    if bandwidths.BANNER.search(text):
+        return bandwidths.read_nccl_tests(text, at=at)
+    if bandwidths.TITLE.search(text):
+        return bandwidths.read_perftest(text, at=at)
+    if topologies.HEADER.search(text):
+        return topologies.read_smi_topology(text)
+    if topologies.CONF_LINE.search(text):
+        return topologies.read_topology_conf(text, machine=machine)
+    if topologies.YAML_LINE.search(text):
+        return topologies.read_topology_yaml(text, machine=machine)
     raise ImportedFileError(f"the format is not known; known are {_KNOWN}")
 
 
@@ -83,5 +113,5 @@ def _read_json(text: str, at: str) -> Imported:
     if isinstance(report, Mapping) and "nvbandwidth" in report:
         return read_nvbandwidth(report, at=at)
     if isinstance(report, Mapping) and "results" in report and "args" in report:
-        return nccl_tests.read_nccl_tests_json(report, at=at)
+        return bandwidths.read_nccl_tests_json(report, at=at)
     raise ImportedFileError(f"the format is not known; known are {_KNOWN}")

@@ -1,14 +1,30 @@
-"""Hold what files of other tools say of a machine, and join what several of them say."""
+"""Hold and join what files of other tools say of a machine; the better provenance wins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from estimator.errors import ImportedFileError, quoted
-from estimator.machines.profile import CollectiveCost, Link, LinkKind, Locality, Provenance
+from estimator.errors import ImportedFileError, ProfileError, quoted
+from estimator.machines.profile import (
+    CollectiveCost,
+    Contention,
+    Device,
+    KernelCost,
+    Link,
+    LinkKind,
+    Locality,
+    MachineProfile,
+    OverlapCost,
+    Provenance,
+    Source,
+    UpdateCost,
+)
+from estimator.machines.typical import architecture_of
 from estimator.placement.topology import Cluster
+from estimator.units import GIB
 
 Fact = str | int | float | bool | None
 
@@ -138,3 +154,406 @@ def _with_latencies(whole: Imported) -> Imported:
         for link in whole.network
     )
     return replace(whole, network=network)
+
+
+_FARTHER: tuple[Locality, ...] = ("device_switch", "socket", "node")
+
+
+class Ring(NamedTuple):
+    """What a ring of the first devices of a node sends over, up to how many of them (None: all).
+
+    Of NVLinks the route counts those that each device sends over.
+    """
+
+    route: Route
+    devices: int | None
+
+
+def rings_of(routes: Routes, *, links_to_switch: bool) -> list[Ring]:
+    """Rings of devices in the order of their indices, as many as differ.
+
+    With `links_to_switch` a pair's NVLinks are those to a switch, which reach all others too.
+    """
+    order = sorted(routes)
+    found: list[Ring] = []
+    for number in range(2, len(order) + 1):
+        route = _ring(routes, order[:number], links_to_switch)
+        if found and found[-1].route == route:
+            found.pop()
+        found.append(Ring(route, number if number < len(order) else None))
+    return found
+
+
+def _ring(routes: Routes, order: Sequence[int], links_to_switch: bool) -> Route:
+    """All NVLinks among devices that these join, as rings in several orders fill them, or PCIe."""
+    near = {
+        one: {other: route for other in order if (route := routes[one].get(other)) is not None}
+        for one in order
+    }
+    joined = {
+        one: [other for other, route in peers.items() if route.kind == "nvlink"]
+        for one, peers in near.items()
+    }
+    reached, ahead = {order[0]}, [order[0]]
+    while ahead:
+        fresh = set(joined[ahead.pop()]) - reached
+        reached |= fresh
+        ahead += fresh
+    if len(reached) == len(order):
+        counts = [[near[one][other].links for other in joined[one]] for one in order]
+        links = min(min(each) if links_to_switch else sum(each) for each in counts)
+        return Route("nvlink", "device_switch", links)
+    hops = [near[index][order[number - 1]] for number, index in enumerate(order)]
+    return max(
+        (hop for hop in hops if hop.kind != "nvlink"),
+        key=lambda hop: _FARTHER.index(hop.locality),
+        default=Route("pcie", "node"),
+    )
+
+
+def is_line_rate(link: Link) -> bool:
+    """Whether a link between devices is known by a datasheet or a topology alone."""
+    return link.kind in ("nvlink", "pcie") and link.provenance.source == "datasheet"
+
+
+def links_by_routes(
+    profile: MachineProfile, routes: Routes, source: str
+) -> tuple[Link, ...] | None:
+    """The profile's links, those of its datasheet between devices in the classes of the routes.
+
+    None where the routes are not those of all its devices, or where nothing says what a link of a
+    class carries; as they were where they are of these classes already.
+    """
+    known = [link for link in profile.links if is_line_rate(link)]
+    if sorted(routes) != [device.index for device in profile.devices] or len(routes) < 2:
+        return None
+    chip = architecture_of(profile.devices[0])
+    most = max(sum(route.links for route in peers.values()) for peers in routes.values())
+    rings = rings_of(routes, links_to_switch=chip is not None and most > chip.nvlinks)
+    told = {(ring.route.kind, ring.devices) for ring in rings}
+    if told == {(link.kind, link.ring_devices) for link in known}:
+        return profile.links
+    found = [link for ring in rings if (link := _link_of(profile, ring, known, source))]
+    others = tuple(link for link in profile.links if link not in known)
+    return (*others, *found) if len(found) == len(rings) else None
+
+
+def _link_of(
+    profile: MachineProfile, ring: Ring, known: Sequence[Link], source: str
+) -> Link | None:
+    """A link of the profile's datasheet in a ring's class; NVLinks also by their chip."""
+    chip, route = architecture_of(profile.devices[0]), ring.route
+    alike = [link for link in known if link.kind == route.kind]
+    alike.sort(key=lambda link: link.locality != route.locality)
+    like = alike[0] if alike else None
+    if route.kind == "nvlink" and chip is not None and chip.nvlinks:
+        rate = min(route.links, chip.nvlinks) * chip.nvlink_bytes_per_s
+        like = like or Link(
+            kind="nvlink",
+            latency_s=0.0,
+            bandwidth_bytes_per_s=rate,
+            provenance=Provenance(source="datasheet"),
+        )
+        like = replace(like, bandwidth_bytes_per_s=rate)
+    note = f"{source}: classes of links; line rates"
+    return like and replace(
+        like,
+        locality=route.locality,
+        ring_devices=ring.devices,
+        provenance=Provenance(source="datasheet", note=note),
+    )
+
+
+Entry = TypeVar("Entry")
+
+_BEST_FIRST: tuple[Source, ...] = ("measured", "imported", "fitted", "datasheet")
+# What the name of a GPU says of its memory: "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3".
+_MEMORY_IN_NAME = re.compile(r"(?<![\d.])(\d+) ?GB\b")
+# Words that drivers and datasheets leave out at will.
+_MAKERS_WORDS = frozenset({"nvidia", "tesla", "geforce", "quadro", "amd", "instinct", "gcd"})
+_FORM_FACTOR = re.compile(r"(sxm|pcie|nvl|oam)\d*")
+_MEMORY_TYPE = re.compile(r"hbm\d\w*")
+
+
+def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
+    """One profile of a machine type from several: later ones add what earlier ones lack.
+
+    A quantity that several have is taken from the best source, and among equals from the newest.
+    Raises ProfileError where the devices are not the same.
+    """
+    first = profiles[0]
+    for other in profiles[1:]:
+        _check_same_devices(first, other)
+    return replace(
+        first,
+        devices=tuple(
+            _merged_device([profile.devices[i] for profile in profiles])
+            for i in range(len(first.devices))
+        ),
+        links=_best((p.links for p in profiles), _link_key),
+        network=_best((p.network for p in profiles), _link_key),
+        pairs=_best_of(p.pairs for p in profiles),
+        collectives=_best((p.collectives for p in profiles), _collective_key),
+        overlaps=_best((p.overlaps for p in profiles), _overlap_key),
+        kernels=_merged_kernels(profiles),
+        contentions=_best((p.contentions for p in profiles), _contention_key),
+        host=_best_of(p.host for p in profiles),
+        memory=_best_of(p.memory for p in profiles),
+        input=_best_of(p.input for p in profiles),
+        updates=_best((p.updates for p in profiles), _update_key),
+        software=_filled(p.software for p in profiles),
+        hardware=_filled(p.hardware for p in profiles),
+        canary_s=_first(p.canary_s for p in profiles),
+        rank_jitter_ratio=_first(p.rank_jitter_ratio for p in profiles),
+        kernels_timed_ratio=max(
+            (p.kernels_timed_ratio for p in profiles if p.kernels_timed_ratio is not None),
+            default=None,
+        ),
+        missing=tuple(dict.fromkeys(text for p in profiles for text in p.missing)),
+    )
+
+
+def add_imports(profile: MachineProfile, found: Imported) -> MachineProfile:
+    """The profile with what files of other tools say of the same machine type.
+
+    Raises ImportedFileError where they name devices that the profile does not have.
+    """
+    _check_devices_known(profile, found)
+    return replace(
+        profile,
+        devices=tuple(_informed(device, found) for device in profile.devices),
+        links=_best(_links(profile, found), _link_key),
+        network=_best((profile.network, found.network), _link_key),
+        collectives=_best((profile.collectives, found.collectives), _collective_key),
+        hardware=_filled((profile.hardware, found.hardware)),
+    )
+
+
+def _links(profile: MachineProfile, found: Imported) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """The profile's links and those that the files add to them.
+
+    Line rates of a topology add nothing where the datasheet has taken its classes.
+    """
+    own = links_by_routes(profile, found.routes, ", ".join(found.formats))
+    if own is None:
+        return profile.links, found.links
+    return own, tuple(link for link in found.links if not is_line_rate(link))
+
+
+def unlisted_devices(profile: MachineProfile, found: Imported) -> str | None:
+    """What to tell where files describe only some of a machine's devices; None where all."""
+    described = set(found.device_facts)
+    if not described or len(described) >= len(profile.devices):
+        return None
+    return (
+        f"the files describe {len(described)} of the {len(profile.devices)} devices of "
+        f"'{profile.name}', as where a job sees only its own; the others stay as they were"
+    )
+
+
+def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
+    """A new profile from files of other tools alone; raises ImportedFileError if they name no
+    device or say nothing of its memory."""
+    formats = ", ".join(dict.fromkeys(found.formats))
+    if not found.device_names:
+        raise ImportedFileError(
+            f"{formats} names no device; add it to a profile with --into NAME, or import it with "
+            "the output of nvbandwidth or nccl-tests"
+        )
+    devices = []
+    for index, device_name in sorted(found.device_names.items()):
+        memory = _MEMORY_IN_NAME.search(device_name)
+        if memory is None:
+            raise ImportedFileError(
+                f"{formats} does not say how much memory '{device_name}' has; probe the machine or "
+                "add to a profile with --into NAME"
+            )
+        devices.append(
+            _informed(
+                Device(
+                    kind="cuda",
+                    index=index,
+                    name=device_name,
+                    # NVIDIA counts it in GiB: an H100 "80GB" has 81,559 MiB.
+                    memory_bytes=int(memory[1]) * GIB,
+                ),
+                found,
+            )
+        )
+    return MachineProfile(
+        name=name,
+        devices=tuple(devices),
+        links=_best((found.links,), _link_key),
+        network=_best((found.network,), _link_key),
+        collectives=_best((found.collectives,), _collective_key),
+        hardware=found.hardware,
+        missing=("kernels, host and updates: not in the imported files",),
+        provenance=Provenance(source="imported", note=formats),
+    )
+
+
+def _informed(device: Device, found: Imported) -> Device:
+    numa_node = found.numa_nodes.get(device.index)
+    return replace(
+        device,
+        numa_node=numa_node if device.numa_node is None else device.numa_node,
+        details=_filled((device.details, found.device_facts.get(device.index, {}))),
+    )
+
+
+def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
+    names = {device.index: device.name for device in profile.devices}
+    listed = {*found.device_names, *found.device_facts}
+    if listed and profile.kind != "cuda":
+        raise ImportedFileError(
+            f"{found.formats[0]} is about GPUs, and '{profile.name}' has {names[0]}; choose the "
+            "profile of that machine with --into"
+        )
+    for index in sorted(listed - set(names)):
+        raise ImportedFileError(
+            f"{found.formats[0]} lists device {index}, and '{profile.name}' has {len(names)} "
+            "devices; choose the profile of that machine with --into"
+        )
+    for index, name in found.device_names.items():
+        if not _may_be_alike(name, names[index]):
+            raise ImportedFileError(
+                f"device {index} is '{name}' by {found.formats[0]} and '{names[index]}' by "
+                f"'{profile.name}'; choose the profile of that machine with --into"
+            )
+
+
+def _check_same_devices(first: MachineProfile, other: MachineProfile) -> None:
+    ours, theirs = first.devices, other.devices
+    if len(ours) != len(theirs) or not all(
+        one.kind == two.kind and _may_be_alike(one.name, two.name)
+        for one, two in zip(ours, theirs, strict=True)
+    ):
+        raise ProfileError(
+            f"'{first.name}' has {len(ours)} × {ours[0].name} and '{other.name}' "
+            f"{len(theirs)} × {theirs[0].name}; merge profiles of one machine type"
+        )
+
+
+class _Chip(NamedTuple):
+    """What the name of a device says: its chip, and its form and memory where it names them."""
+
+    words: tuple[str, ...]
+    form: str | None
+    memory_gb: int | None
+
+
+def _chip(name: str) -> _Chip:
+    # A Grace Hopper's driver gives the memory of its CPU, 480 GB (NVIDIA GH200 datasheet).
+    name = name.replace(" 480GB", "") if "GH200" in name else name
+    memory = _MEMORY_IN_NAME.search(name)
+    tokens = re.findall(r"[a-z0-9]+", _MEMORY_IN_NAME.sub("", name).lower())
+    forms = [match[1] for match in map(_FORM_FACTOR.fullmatch, tokens) if match]
+    # "NVIDIA H100 80GB HBM3" is the SXM one: that on PCIe has HBM2e (NVIDIA H100 datasheets).
+    if not forms and {"h100", "hbm3"} <= set(tokens):
+        forms = ["sxm"]
+    kept = (
+        token
+        for token in tokens
+        if token not in _MAKERS_WORDS
+        and not _FORM_FACTOR.fullmatch(token)
+        and not _MEMORY_TYPE.fullmatch(token)
+    )
+    return _Chip(tuple(kept), forms[0] if forms else None, int(memory[1]) if memory else None)
+
+
+def _may_be_alike(one: str, two: str) -> bool:
+    """Whether two names of devices contradict each other in nothing that both say."""
+    first, second = _chip(one), _chip(two)
+    return first.words == second.words and all(
+        ours == theirs or ours is None or theirs is None
+        for ours, theirs in zip(first[1:], second[1:], strict=True)
+    )
+
+
+def _merged_device(same: Sequence[Device]) -> Device:
+    return replace(
+        same[0],
+        memory_bandwidth_bytes_per_s=_first(d.memory_bandwidth_bytes_per_s for d in same),
+        peak_flops_per_s=_filled(d.peak_flops_per_s for d in same),
+        numa_node=_first(d.numa_node for d in same),
+        details=_filled(d.details for d in same),
+    )
+
+
+def _merged_kernels(profiles: Sequence[MachineProfile]) -> tuple[KernelCost, ...]:
+    """The best group of each operator and dtype, with the calls that only its equals timed."""
+    merged = []
+    for best in _best((p.kernels for p in profiles), _kernel_key):
+        alike = [
+            cost
+            for profile in profiles
+            for cost in profile.kernels
+            if _kernel_key(cost) == _kernel_key(best)
+            and cost.provenance.source == best.provenance.source
+        ]
+        points = {
+            repr(sorted(point.call.items())): point
+            for cost in (*reversed(alike), best)
+            for point in cost.points
+        }
+        merged.append(replace(best, points=tuple(points.values())))
+    return tuple(merged)
+
+
+def _best(groups: Iterable[Sequence[Entry]], key: Callable[[Entry], Hashable]) -> tuple[Entry, ...]:
+    """One entry for each key, in the order in which keys are met."""
+    found: dict[Hashable, Entry] = {}
+    for entry in (entry for group in groups for entry in group):
+        known = found.get(key(entry))
+        if known is None or _is_better(entry, known):
+            found[key(entry)] = entry
+    return tuple(found.values())
+
+
+def _best_of(entries: Iterable[Entry | None]) -> Entry | None:
+    present = [entry for entry in entries if entry is not None]
+    return next(iter(_best((present,), lambda _: None)), None)
+
+
+def _is_better(entry: Any, known: Any) -> bool:
+    new, old = entry.provenance, known.provenance
+    rank, known_rank = _BEST_FIRST.index(new.source), _BEST_FIRST.index(old.source)
+    return rank < known_rank or (rank == known_rank and new.at > old.at)
+
+
+def _filled(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every fact, from the first that knows it."""
+    facts: dict[str, Any] = {}
+    for more in maps:
+        for name, value in more.items():
+            if facts.get(name) is None:
+                facts[name] = value
+    return facts
+
+
+def _first(values: Iterable[Entry | None]) -> Entry | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _link_key(link: Link) -> Hashable:
+    return link.kind, link.locality, link.pinned, link.flows, link.ring_devices, link.peer_to_peer
+
+
+def _collective_key(cost: CollectiveCost) -> Hashable:
+    return cost.op, cost.backend, cost.group_size, cost.nodes, cost.hosts
+
+
+def _overlap_key(cost: OverlapCost) -> Hashable:
+    return cost.compute, cost.backend, cost.group_size, cost.nodes, cost.size_bytes
+
+
+def _kernel_key(cost: KernelCost) -> Hashable:
+    return cost.target, cost.dtype
+
+
+def _contention_key(cost: Contention) -> Hashable:
+    return cost.bound, cost.devices_busy
+
+
+def _update_key(cost: UpdateCost) -> Hashable:
+    return cost.optimizer, cost.form, cost.device, cost.dtype

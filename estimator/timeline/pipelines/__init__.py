@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the order of passes on each rank, and when each of them ends."""
+"""Pipeline parallelism: `stage_plans` plans each stage, `simulation` plays the passes."""

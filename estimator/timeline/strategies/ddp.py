@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.elementwise import exp, where
 from estimator.errors import ProfileError
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import CollectiveName, MachineProfile
-from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.bucket_queue import BucketQueue
-from estimator.timeline.buckets import gradient_buckets
-from estimator.timeline.collectives import CollectiveCosts, CollectiveModel, SizedCollective
-from estimator.timeline.overlaps import Overlap, OverlapCosts
-from estimator.timeline.ranks import StepShape
-from estimator.timeline.spans import Label
-from estimator.timeline.strategies.registry import (
+from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
+from estimator.timeline.collectives.overlap import Overlap, OverlapCosts
+from estimator.timeline.rank.program import gradient_buckets
+from estimator.timeline.rank.ranks import StepShape
+from estimator.timeline.rank.rules import (
     DP,
+    BucketQueue,
     Communication,
     Groups,
     Network,
@@ -35,7 +34,7 @@ from estimator.timeline.strategies.registry import (
     strategy,
     without_cost,
 )
-from estimator.timeline.tasks import COMPUTE, NETWORK, TaskList
+from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Label, TaskList
 
 Array = NDArray[np.float64]
 

@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 from estimator.elementwise import maximum, where
 from estimator.errors import ProfileError
 from estimator.machines.profile import MachineProfile
+from estimator.placement.mesh import ProcessGroup
 from estimator.placement.network import network_of, rates_by_ranks
-from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives import (
+from estimator.timeline.collectives.algorithms import Line
+from estimator.timeline.collectives.costs import (
     FORMULA_ERROR,
+    NO_CORRECTIONS,
     CollectiveModel,
+    Lookup,
     SizedCollective,
     network_latency_s,
 )
-from estimator.timeline.corrections import NO_CORRECTIONS
-from estimator.timeline.lines import Line
-from estimator.timeline.nearest import Lookup
+from estimator.timeline.rank.rules import DP, Groups, Ranks, strategy
 from estimator.timeline.strategies.ddp import BucketedNetwork, DistributedDataParallel
-from estimator.timeline.strategies.registry import DP, Groups, Ranks, strategy
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.machines.profile import CollectiveName
+from estimator.timeline.rank.rules import strategy
 from estimator.timeline.strategies.ddp import DistributedDataParallel
-from estimator.timeline.strategies.registry import strategy
 
 Array = NDArray[np.float64]
 

@@ -14,9 +14,7 @@ import pytest
 from estimator.errors import ImportedFileError
 from estimator.machines.catalogue import load_profile
 from estimator.probe.imports.files import recognise
-from estimator.probe.imports.findings import Imported, join
-from estimator.probe.imports.merging import add_imports
-from estimator.probe.imports.rings import rings_of
+from estimator.probe.imports.findings import Imported, add_imports, join, rings_of
 
 SAMPLES = Path(__file__).parent / "samples"
 AT = "2026-01-01T00:00:00Z"

@@ -7,16 +7,16 @@ import pickle
 import pytest
 
 import estimator as est
-from estimator.engine import Engine
 from estimator.errors import StrategyError, WorkloadError
-from estimator.estimates import Estimate
+from estimator.estimates.engine import Engine
+from estimator.estimates.estimate import Estimate
 from estimator.placement.mesh import Mesh
 from estimator.timeline.pipelines.stage_plans import stage_plans
-from estimator.timeline.ranks import StepShape
+from estimator.timeline.rank.ranks import StepShape
 from estimator.workload import Strategy
-from estimator.workload.layout import Layout
+from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
-from tests.graph.test_stages import traced
+from tests.graph.partition.test_stages import traced
 from tests.synthetic import Machine, with_every_collective
 
 PROFILE = with_every_collective(Machine(rank_jitter_ratio=0.0).profile())

@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.timeline.evaluator import play
-from estimator.timeline.overlaps import NO_OVERLAP
-from estimator.timeline.pipelines.periods import Run, RunTask, last_ends_s, play_run
-from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
-from estimator.timeline.simulation import simulate
+from estimator.timeline.collectives.overlap import NO_OVERLAP
+from estimator.timeline.pipelines.simulation import (
+    Run,
+    RunTask,
+    StageCosts,
+    last_ends_s,
+    pipeline_tasks,
+    play_run,
+)
+from estimator.timeline.simulator.evaluator import play
+from estimator.timeline.simulator.simulation import simulate
 from estimator.workload.schedules import Schedule
 from tests.budgets import examples
 

@@ -1,0 +1,384 @@
+"""Find batches: what each brings, the largest that fits, what one more device is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    StrategyError,
+    WorkloadError,
+    quoted,
+)
+from estimator.estimates.engine import estimate_graph
+from estimator.estimates.estimate import Estimate
+from estimator.estimates.table import estimate_many
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.machines.catalogue import named_profile
+from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.units import parse_whole
+from estimator.workload import Strategy, check_count
+from estimator.workload.strategies import MOST_BATCH
+
+# No step of any model on any device has more samples.
+_MOST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The most samples per device: those that surely fit, and those whose predicted peak does.
+
+    Between the two lies the margin that a prediction needs; 0 where not even one sample fits.
+    `answer` is the estimate of the first, None for 0.
+    """
+
+    batch_per_gpu: int
+    at_most: int
+    answer: Estimate | None
+
+
+def largest_batch(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    *,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+    **more: Any,
+) -> LargestBatch:
+    """The largest batch per device and micro-batch on an allocation.
+
+    `more` goes to `estimate` (cluster, calibration, profile). Raises WorkloadError for a graph with
+    a fixed batch or without known activations.
+    """
+    if graph.batch is None:
+        raise WorkloadError(
+            f"{graph.name} has a fixed batch; trace it with a batch whose first dimension is the "
+            "sample"
+        )
+    if not graph.knows_activations:
+        raise WorkloadError(
+            f"{graph.name} says nothing of activations; give activation_bytes_per_sample or name "
+            "the model itself"
+        )
+
+    def answer_of(batch: int) -> Estimate:
+        return estimate_graph(
+            graph,
+            allocation,
+            batch_per_gpu=batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            **more,
+        )
+
+    sure = _largest(lambda batch: answer_of(batch).fits == "yes", start=graph.batch)
+    most = _largest(lambda batch: _used_ratio(answer_of(batch)) <= 1, start=max(sure, 1))
+    return LargestBatch(batch_per_gpu=sure, at_most=most, answer=answer_of(sure) if sure else None)
+
+
+def _used_ratio(answer: Estimate) -> float:
+    return answer.plan.memory()[1]
+
+
+def _largest(fits: Callable[[int], bool], *, start: int) -> int:
+    """The largest number that fits, where all smaller ones do too; 0 for none."""
+    low, high = 0, start
+    while high <= _MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+_SHOWN = (
+    *("global_batch", "step_time_s", "low_s", "high_s", "samples_per_s"),
+    *("peak_memory_bytes", "fits"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """One allocation at one batch per device: its estimate, or why there is none.
+
+    `is_largest` marks the largest batch of the sweep's range that surely fits.
+    """
+
+    allocation: str
+    batch: int
+    answer: Estimate | None
+    refusal: str = ""
+    is_largest: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        row: dict[str, Any] = {"allocation": self.allocation, "batch_per_gpu": self.batch}
+        row |= {"refusal": self.refusal or None, "is_largest": self.is_largest}
+        if self.answer is not None:
+            row |= {name: getattr(self.answer, name) for name in _SHOWN}
+            row |= self.answer.bottleneck_dict()
+        return row
+
+
+def read_batches(text: str) -> tuple[int, ...]:
+    """The batches of ``1..64``, doubled up to the last, or of a list; raises AllocationError.
+
+    >>> read_batches("6..40"), read_batches("8,3")
+    ((6, 12, 24, 40), (3, 8))
+    """
+    low_text, dots, high_text = text.partition("..")
+    try:
+        if not dots:
+            each = (parse_whole(part.strip(), most=MOST_BATCH) for part in text.split(","))
+            return tuple(sorted(set(each)))
+        low = parse_whole(low_text.strip(), least=1, most=MOST_BATCH)
+        high = parse_whole(high_text.strip(), least=low, most=MOST_BATCH)
+    except ValueError as error:
+        raise AllocationError(
+            f"{quoted(text)} are no batches ({error}); write one, or such as 1..64 or 8,12,16"
+        ) from None
+    found = [low]
+    while found[-1] < high:
+        found.append(min(2 * found[-1], high))
+    return tuple(found)
+
+
+def sweep_batches(
+    allocations: Sequence[str], batches: Sequence[int], answer_of: Callable[[str, int], Estimate]
+) -> list[BatchRow]:
+    """Every allocation at every batch, and at the largest between the first and last that fits.
+
+    Raises the first reason if none can be answered.
+    """
+    rows: list[BatchRow] = []
+    errors: list[EstimatorError] = []
+    for allocation in allocations:
+        answers: dict[int, Estimate] = {}
+        for batch in batches:
+            try:
+                answers[batch] = answer_of(allocation, batch)
+            except (AllocationError, StrategyError, WorkloadError) as error:
+                errors.append(error)
+                rows.append(
+                    BatchRow(allocation=allocation, batch=batch, answer=None, refusal=str(error))
+                )
+        largest = _largest_that_fits(answers, allocation, answer_of)
+        rows += [
+            BatchRow(allocation=allocation, batch=batch, answer=answer, is_largest=batch == largest)
+            for batch, answer in sorted(answers.items())
+        ]
+    if errors and not any(row.answer for row in rows):
+        raise errors[0]
+    return rows
+
+
+def _largest_that_fits(
+    answers: dict[int, Estimate], allocation: str, answer_of: Callable[[str, int], Estimate]
+) -> int | None:
+    """The largest batch that fits, whose estimate is added; None where none does."""
+    low = max((batch for batch, answer in answers.items() if answer.fits == "yes"), default=None)
+    if low is None:
+        return None
+    high = min((batch for batch in answers if batch > low), default=low + 1)
+    best = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            answer = answer_of(allocation, middle)
+        except WorkloadError:  # a global batch is no multiple of it
+            break
+        if answer.fits == "yes":
+            low, best = middle, answer
+        else:
+            high = middle
+    if best is not None:
+        answers[low] = best
+    return low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Elasticity:
+    """Arrays of a row per allocation, a column per batch and a layer per number of micro-batches.
+
+    Where a step cannot be taken, throughput is NaN; `fits` says whether it fits into memory surely.
+    `largest_batch` is the most samples per device and micro-batch that surely fit, by allocation.
+    """
+
+    allocations: tuple[str, ...]
+    batches: tuple[int, ...]
+    accumulation_steps: tuple[int, ...]
+    samples_per_s: NDArray[np.float64]
+    step_time_s: NDArray[np.float64]
+    global_batch: NDArray[np.int64]
+    fits: NDArray[np.bool_]
+    largest_batch: NDArray[np.int64]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units; null where there is none."""
+        return {
+            "allocations": list(self.allocations),
+            "batches": list(self.batches),
+            "accumulation_steps": list(self.accumulation_steps),
+            "samples_per_s": _plain(self.samples_per_s),
+            "step_time_s": _plain(self.step_time_s),
+            "global_batch": self.global_batch.tolist(),
+            "fits": self.fits.tolist(),
+            "largest_batch": self.largest_batch.tolist(),
+        }
+
+
+def elasticity(
+    graph: OpGraph,
+    allocations: Sequence[str | Allocation],
+    batches: Sequence[int],
+    *,
+    accumulation_steps: Sequence[int] = (1,),
+    **asked: Any,
+) -> Elasticity:
+    """The grid of every allocation at every batch per device and number of micro-batches.
+
+    `asked` goes to `estimate_many`, as `strategy` and `calibration` do. Raises WorkloadError,
+    AllocationError.
+    """
+    for name, given in (
+        ("allocations", allocations),
+        ("batches", batches),
+        ("accumulation_steps", accumulation_steps),
+    ):
+        if isinstance(given, str) or not len(given):
+            raise WorkloadError(f"{name} are {given!r}; give a list of at least one")
+    shape = len(allocations), len(batches)
+    rows = [each for each in allocations for _ in batches]
+    column = np.tile(np.asarray(batches, dtype=np.int64), len(allocations))
+    tables = [
+        estimate_many(graph, rows, batch_per_gpu=column, accumulation_steps=steps, **asked)
+        for steps in accumulation_steps
+    ]
+
+    def grid(name: str) -> NDArray[Any]:
+        layers = [np.asarray(getattr(table, name)).reshape(shape) for table in tables]
+        return np.stack(layers, axis=-1)
+
+    return Elasticity(
+        allocations=tuple(str(Allocation.parse(each)) for each in allocations),
+        batches=tuple(batches),
+        accumulation_steps=tuple(accumulation_steps),
+        samples_per_s=grid("samples_per_s"),
+        step_time_s=grid("step_time_s"),
+        global_batch=grid("global_batch"),
+        fits=grid("fits") == "yes",
+        largest_batch=np.array(
+            [largest_batch(graph, each, **asked).batch_per_gpu for each in allocations]
+        ),
+    )
+
+
+def _plain(cells: NDArray[np.float64]) -> list[Any]:
+    """Nested lists, with None where there is no number."""
+    return [
+        [[None if math.isnan(value) else value for value in layer] for layer in row]
+        for row in cells.tolist()
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextGpu:
+    """An allocation with one device more, and what that adds to the samples a second."""
+
+    allocation: str
+    answer: Estimate
+    gain_samples_per_s: float
+
+    @property
+    def gain_ratio(self) -> float:
+        """Over the throughput of one device of the allocation, on average: 1 scales linearly."""
+        total = self.answer.samples_per_s or 0.0
+        before = (total - self.gain_samples_per_s) / (self.answer.ranks - 1)
+        return self.gain_samples_per_s / before
+
+
+def next_gpu(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    *,
+    machines: Sequence[str] = (),
+    **asked: Any,
+) -> list[NextGpu]:
+    """Where one more device helps most: on the last node, on another, or of other machines.
+
+    The most gained first; `asked` goes to `estimate`, as `batch_per_gpu` and `strategy` do. Raises
+    AllocationError where there is no such device.
+    """
+    if isinstance(machines, str):
+        raise AllocationError(f"machines are the text {quoted(machines)}; give a list of names")
+    held = Allocation.parse(allocation)
+    now = estimate_graph(graph, held, **asked).samples_per_s or 0.0
+    rows = []
+    refusal: AllocationError | None = None
+    for more in _with_one_more(held, machines):
+        try:
+            answer = estimate_graph(graph, more, **asked)
+        except AllocationError as error:
+            refusal = error
+            continue
+        rows.append(
+            NextGpu(
+                allocation=str(more),
+                answer=answer,
+                gain_samples_per_s=(answer.samples_per_s or 0.0) - now,
+            )
+        )
+    if not rows:
+        raise refusal or AllocationError(
+            f"'{held}' names hosts, which have no next device; name its machine type"
+        )
+    return sorted(rows, key=lambda row: -row.gain_samples_per_s)
+
+
+def _with_one_more(held: Allocation, machines: Sequence[str]) -> Iterator[Allocation]:
+    last = held.groups[-1]
+    if last.machine is not None and last.devices_per_node < len(
+        named_profile(last.machine).devices
+    ):
+        one, others = replace(last, nodes=1, devices_per_node=last.devices_per_node + 1), last.nodes
+        before = (replace(last, nodes=others - 1),) if others > 1 else ()
+        yield Allocation((*held.groups[:-1], *before, one))
+    own = [group.machine for group in held.groups if group.machine is not None]
+    for machine in dict.fromkeys([*own, *machines]):
+        node = DeviceGroup(nodes=1, devices_per_node=1, machine=machine)
+        yield Allocation((*held.groups, node))
+
+
+def best_batch(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    *,
+    most_per_gpu: int | None = None,
+    **asked: Any,
+) -> Estimate:
+    """The batch per device and micro-batch with most samples a second that surely fits.
+
+    Tried are 1, 2, 4, … samples up to the largest that fits (see `largest_batch`), or
+    `most_per_gpu`. Raises WorkloadError.
+    """
+    if most_per_gpu is not None:
+        check_count(most_per_gpu, "most_per_gpu")
+    limit = largest_batch(graph, allocation, **asked)
+    most = min(limit.batch_per_gpu, most_per_gpu or limit.batch_per_gpu)
+    if not most:
+        raise AllocationError(
+            f"not even one sample of {graph.name} fits on '{allocation}'; give devices with more "
+            "memory, or another strategy"
+        )
+    tried = {1 << power for power in range(most.bit_length())} | {most}
+    answers = [
+        estimate_graph(graph, allocation, batch_per_gpu=batch, **asked) for batch in sorted(tried)
+    ]
+    return max(answers, key=lambda answer: answer.samples_per_s or 0.0)

@@ -1,0 +1,1 @@
+"""Which layout trains fastest: `candidates` with their least cost, `search` ranks them."""

@@ -1,0 +1,470 @@
+"""List how ranks can share a model, and the least that each layout takes.
+
+No operator takes less on its device than with all that it reads in cache, and the ranks of a
+pipeline share the operators of a micro-batch however it is cut: one of them has at least its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.elementwise import expected_maximum
+from estimator.errors import StrategyError
+from estimator.estimates.engine import Engine
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.peak import block_bytes, optimizer_memory, trained_tensors
+from estimator.graph.partition.stages import Blocks, held_between_passes, split_points
+from estimator.kernels.durations import bound_of, costed, least_device_s, structure_of
+from estimator.machines.typical import device_memory
+from estimator.placement.mesh import Mesh
+from estimator.placement.placement import NodeKind, Placement
+from estimator.timeline.pipelines.stage_plans import balanced_points, blocks_of
+from estimator.timeline.plan import groups_of
+from estimator.timeline.rank.layer_collectives import exchanges_of
+from estimator.timeline.rank.ranks import StepShape
+from estimator.timeline.rank.rules import DP_REPLICATE, Ranks
+from estimator.timeline.strategies import rules_of
+from estimator.workload import Strategy
+from estimator.workload.layouts import Layout
+from estimator.workload.optimizers import check_optimizer, state_sizes
+from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
+
+# Gradients of a pipeline's micro-batches add up where they are whole; parameters, which all of them
+# read, stay gathered, as torchtitan's do by default.
+_BESIDE_STAGES = ("ddp", "zero1", "distributed-optimizer")
+_GATHERED = Strategy.parse("fsdp:no_reshard")
+
+
+class Candidate(NamedTuple):
+    """One way to train; `graph` is the number of the graph, as its activation checkpoints are."""
+
+    graph: int
+    layout: Layout
+    strategy: Strategy
+    batch: int
+    micro_batches: int
+
+
+def candidates(
+    graph: OpGraph,
+    placement: Placement,
+    global_batch: int,
+    strategies: Sequence[Strategy],
+    schedules: Sequence[Schedule],
+    shares: Sequence[Layout],
+) -> Iterator[Candidate]:
+    """Every candidate of one graph; `shares` has layouts of ranks that share layers or experts."""
+    ranks, blocks = placement.ranks, len(split_points(graph))
+    for shared in shares:
+        left = ranks // shared.tp
+        for pp in divisors(left):
+            dp = left // pp
+            if global_batch % dp or dp * shared.tp % shared.ep:
+                continue
+            for layout in _pipelines(shared, pp, dp, schedules, blocks):
+                for batch in _batches(global_batch // dp, graph):
+                    micro_batches = global_batch // dp // batch
+                    if pp > 1 and not layout.schedule.runs(pp, micro_batches):
+                        continue
+                    able = [each for each in strategies if _takes(layout, each, ranks)]
+                    for strategy in _strategies(able, layout, dp, placement):
+                        if _takes(layout, strategy, ranks):
+                            yield Candidate(0, layout, strategy, batch, micro_batches)
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide a number, the smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _pipelines(
+    shared: Layout, pp: int, dp: int, schedules: Sequence[Schedule], blocks: int
+) -> Iterator[Layout]:
+    for schedule in schedules if pp > 1 else (DEFAULT_SCHEDULE,):
+        if pp == 1 or schedule.model_stages(pp) <= blocks:
+            yield replace(shared, pp=pp, schedule=schedule, dp=dp)
+
+
+def _strategies(
+    strategies: Sequence[Strategy], layout: Layout, dp: int, placement: Placement
+) -> Iterator[Strategy]:
+    """Those that differ on so many data-parallel ranks."""
+    if dp == 1:
+        yield from strategies[:1]
+        return
+    in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
+    for strategy in strategies:
+        if layout.pp > 1 and str(strategy) == "fsdp":
+            yield _GATHERED
+            continue
+        if layout.pp > 1 and not (strategy.kind in _BESIDE_STAGES or strategy == _GATHERED):
+            continue
+        yield strategy
+        if str(strategy) == "fsdp" and 1 < in_node < dp and dp % in_node == 0:
+            yield Strategy.parse(f"fsdp:shard={in_node}")
+
+
+def _takes(layout: Layout, strategy: Strategy, ranks: int) -> bool:
+    """Whether a strategy can go with experts that ranks divide, if they do."""
+    if layout.ep > 1:
+        try:
+            layout.parallelism(ranks, strategy)
+        except StrategyError:
+            return False
+    return True
+
+
+def _batches(share: int, graph: OpGraph) -> Iterator[int]:
+    """Samples of a micro-batch of a rank that has `share` of them in a step."""
+    if graph.other_batch is None:
+        yield from [graph.batch] if graph.batch and share % graph.batch == 0 else []
+        return
+    for batch in divisors(share):
+        if not (batch & (batch - 1) and (share // batch) & (share // batch - 1)):
+            yield batch
+
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCosts:
+    """Of each block of a graph at one batch: seconds of a micro-batch's passes, and bytes.
+
+    All are at most those of the stage that holds the block, beside what its other blocks have.
+    `kept_bytes` wait between the passes of a micro-batch.
+    """
+
+    blocks: Blocks
+    forward_s: Array
+    backward_s: Array
+    kept_bytes: Array
+    parameters_bytes: Array
+    states_bytes: Array
+
+    @classmethod
+    def of(
+        cls, bound: BoundGraph, structure: GraphStructure, blocks: Blocks, seconds: Array
+    ) -> BlockCosts:
+        """The costs by `seconds` of each op."""
+        graph, owner, count = bound.graph, blocks.owner, len(blocks.points)
+        is_forward = structure.is_forward
+        parameters, states = np.zeros(count), np.zeros(count)
+        trained = [p for p in graph.parameters if p.gradient is not None]
+        optimizer = check_optimizer(graph.optimizer)
+        for parameter, tensor in zip(trained, trained_tensors(graph), strict=True):
+            if parameter.ready_after is not None:
+                block = owner[parameter.ready_after]
+                parameters[block] += parameter.spec.nbytes
+                states[block] += sum(state_sizes(optimizer, tensor))
+        return cls(
+            blocks=blocks,
+            forward_s=_by(owner, np.where(is_forward, seconds, 0.0), count),
+            backward_s=_by(owner, np.where(is_forward, 0.0, seconds), count),
+            kept_bytes=_kept(bound, structure, blocks),
+            parameters_bytes=parameters,
+            states_bytes=states,
+        )
+
+    def stages(self, points: Sequence[str]) -> Stages:
+        """The sums of the stages that begin with the model and at these blocks."""
+        number = {point: place for place, point in enumerate(self.blocks.points)}
+        begins = [0, *(number[point] for point in points), len(number)]
+
+        def sums(values: Array) -> Array:
+            return np.array([values[begin:end].sum() for begin, end in pairwise(begins)])
+
+        return Stages(
+            forward_s=sums(self.forward_s),
+            backward_s=sums(self.backward_s),
+            kept_bytes=sums(self.kept_bytes),
+            parameters_bytes=sums(self.parameters_bytes),
+            states_bytes=sums(self.states_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stages:
+    """What the stages of a pipeline take at least: seconds of a micro-batch, bytes."""
+
+    forward_s: Array
+    backward_s: Array
+    kept_bytes: Array
+    parameters_bytes: Array
+    states_bytes: Array
+
+    def step_s(
+        self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
+    ) -> float:
+        """Seconds that a step takes at least.
+
+        A rank begins once a micro-batch has come through the stages before its first one, and then
+        has all its passes to do. Where a backward pass is whole, its last one is followed by those
+        of the same stages, the first rank's at the end. The slowest of the ranks that hold the same
+        takes longer by `spread_ratio` of its passes.
+        """
+        both_s = self.forward_s + self.backward_s
+        before_s = np.concatenate([[0.0], np.cumsum(self.forward_s)])
+        around_s = np.concatenate([[0.0], np.cumsum(both_s)])
+        least_s, first_s, passes = [], 0.0, schedule.passes_of(micro_batches)
+        for rank in range(ranks):
+            own = self._held(schedule, rank, ranks)
+            passes_s = passes * float(both_s[own].sum())
+            least_s.append(float(before_s[own].min()) + passes_s * (1 + spread_ratio))
+            first_s = first_s or passes_s * spread_ratio
+            if schedule.backward_is_whole:
+                least_s.append(float(around_s[own[0]]) + passes_s + first_s)
+        return max(least_s)
+
+    def memory_bytes(
+        self,
+        schedule: Schedule,
+        ranks: int,
+        micro_batches: int,
+        state_shards: int,
+        parameter_shards: int = 1,
+    ) -> float:
+        """Bytes of the fullest rank at least; so many share the optimizer's state, parameters."""
+        parameters_bytes = self.parameters_bytes / parameter_shards
+        fixed = parameters_bytes + self.states_bytes / state_shards
+        most = 0.0
+        for rank in range(ranks):
+            own = self._held(schedule, rank, ranks)
+            held = schedule.held_at_least(rank, ranks, micro_batches)
+            waiting = float(np.dot(held, self.kept_bytes[own]))
+            if len(own) == 1:
+                # The last micro-batch whose backward pass ends leaves gradients in its place.
+                left = float(parameters_bytes[own[0]] - self.kept_bytes[own[0]])
+                waiting += max(left, 0.0)
+            most = max(most, float(fixed[own].sum()) + waiting)
+        return most
+
+    def _held(self, schedule: Schedule, rank: int, ranks: int) -> list[int]:
+        """The stages of the model that a rank holds, of both copies where it has two."""
+        return [number % len(self.forward_s) for number in schedule.stages_of(rank, ranks)]
+
+
+def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:
+    """Bytes that wait in each block for its own backward pass, and that its forward pass knows."""
+    begin, owner, touches = int(structure.is_forward.sum()), blocks.owner, structure.touches
+    activation = structure.kinds == "activation"
+    waits = activation & (structure.born < begin) & (structure.dies >= begin)
+    reader = owner[np.minimum(structure.dies, len(owner) - 1)]
+    known = np.zeros(len(waits), dtype=np.bool_)
+    forward = touches.op < begin
+    storage = touches.storage[forward]
+    known[storage[owner[touches.op[forward]] == reader[storage]]] = True
+    counts = np.flatnonzero(waits & known)
+    block = block_bytes(bound.graph)
+    sizes = -(-structure.storage_bytes(bound)[counts] // block) * block
+    return _by(reader[counts], sizes.astype(np.float64), len(blocks.points))
+
+
+def _by(owner: Indices, values: Array, count: int) -> Array:
+    return np.asarray(np.bincount(owner, weights=values, minlength=count), dtype=np.float64)
+
+
+# Schedules whose ranks begin once all before them have, and end before these do.
+_ONE_WAY = ("gpipe", "1f1b")
+_FSDP = Strategy(kind="fsdp")
+
+
+class _NoBuckets:
+    """Gradients that are not reduced in buckets; see `bucket_queue.Ready`."""
+
+    alike = None
+
+    def slack_s(self, rows: NDArray[np.intp] | None) -> Array:
+        return np.zeros(0)
+
+
+class Held(NamedTuple):
+    """Bytes of all parameters and buffers, of gradients and of optimizer state."""
+
+    parameters: int
+    gradients: int
+    states: int
+
+
+class LayoutBounds:
+    """Bounds of a graph's layouts on one placement."""
+
+    def __init__(self, graph: OpGraph, placement: Placement, engine: Engine) -> None:
+        self._graph, self._placement, self._engine = graph, placement, engine
+        self._usable_bytes = max(
+            device_memory(kind.profile, 0).usable_bytes for kind in placement.kinds
+        )
+        # What the slowest of so many ranks takes longer than one, at least.
+        self._spread_ratio = expected_maximum(placement.ranks) * min(
+            costed(kind.profile, engine.cache).rank_jitter_ratio or 0.0 for kind in placement.kinds
+        )
+        self._held: dict[int, Held] = {}
+        self._passes: dict[tuple[Layout, int], _MicroBatch] = {}
+        self._stages: dict[tuple[Layout, int], Stages] = {}
+
+    def step_s(self, layout: Layout, batch: int, micro_batches: int) -> float:
+        """Seconds that a step takes at least."""
+        each_s, ranks = self._micro_batch(layout, batch).seconds, layout.pp
+        if ranks == 1:
+            return each_s * micro_batches * (1 + self._spread_ratio)
+        if layout.pp > 1 and layout.schedule.name in _ONE_WAY:
+            # The one that begins as number s waits for the passes of those before it, then has m of
+            # its own: x ≥ T0 + … + m·Ts for each. The least such x, over all ways to share the
+            # seconds of a micro-batch, has these equal.
+            return each_s / (1 - (1 - 1 / micro_batches) ** ranks)
+        return each_s * micro_batches / ranks
+
+    def memory_ratio(
+        self, layout: Layout, strategy: Strategy, dp: int, batch: int, micro_batches: int
+    ) -> float:
+        """The share of a device's memory that the fullest rank needs at least."""
+        part = self._engine.split(self._graph, layout)
+        held = self._held.get(id(part))
+        if held is None:
+            held = self._held[id(part)] = _held(part)
+        shards = strategy.shard or dp
+        states = held.states if strategy.kind in ("ddp", "ps") else held.states / dp
+        gradients = held.gradients / (shards if strategy.kind in ("zero2", "fsdp") else 1)
+        parameters = held.parameters / (shards if strategy.kind == "fsdp" else 1)
+        if strategy.kind == "fsdp":
+            states = held.states / shards
+        one = self._micro_batch(layout, batch)
+        kept = one.kept_bytes
+        if layout.pp > 1 and layout.schedule.name == "gpipe":
+            kept *= micro_batches
+        each = (parameters + states + max(gradients, kept)) / layout.pp
+        return max(each, one.touched_bytes) / self._usable_bytes
+
+    def closer(
+        self, layout: Layout, strategy: Strategy, batch: int, micro_batches: int
+    ) -> tuple[float, float]:
+        """(seconds of a step, share of a device's memory) at least, by more work than before.
+
+        Of a pipeline they are those of the stages into which it is cut, of FSDP those of what it
+        gathers and reduces, one after the other.
+        """
+        if layout.pp == 1:
+            return self._exchanged_s(layout, strategy, batch, micro_batches), 0.0
+        stages = self._stages_of(layout, batch)
+        shards = 1 if strategy.kind in ("ddp", "ps") else layout.dp or 1
+        # How much of what is gathered is there at once, and how wide it is, is not known.
+        whole = 1 if strategy.kind != "fsdp" else shards
+        pipeline = layout.schedule, layout.pp, micro_batches
+        held = stages.memory_bytes(*pipeline, shards, whole)
+        return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
+
+    def _stages_of(self, layout: Layout, batch: int) -> Stages:
+        # Where stages begin depends on how many there are, whoever holds them.
+        each = layout.schedule.model_stages(layout.pp) // layout.pp
+        key = replace(layout, schedule=Schedule("interleaved", each)), batch
+        found = self._stages.get(key)
+        if found is None:
+            cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
+            mesh = Mesh.laid_out(self._placement, layout, Strategy())
+            exchanges = exchanges_of(mesh, cache) if layout.divides_layers else None
+            of = graph, mesh, batch, exchanges, layout.schedule, cache
+            costs = self._blocks(layout, batch)
+            found = self._stages[key] = costs.stages(balanced_points(*of))
+        return found
+
+    def _blocks(self, layout: Layout, batch: int) -> BlockCosts:
+        cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
+        one, structure = self._micro_batch(layout, batch), structure_of(graph, cache)
+        blocks = blocks_of(graph, cache)
+        return cache.get(
+            "block costs",
+            (one.bound, self._placement),
+            lambda: BlockCosts.of(one.bound, structure, blocks, one.each_s),
+            layout.of_layers,
+        )
+
+    def _exchanged_s(
+        self, layout: Layout, strategy: Strategy, batch: int, micro_batches: int
+    ) -> float:
+        """Seconds of FSDP's collectives that wait for each other."""
+        if strategy.kind != "fsdp" or (layout.dp or 1) == 1:
+            return 0.0
+        graph, cache = self._engine.split(self._graph, layout), self._engine.cache
+        mesh = Mesh.laid_out(self._placement, layout, strategy, micro_batches=micro_batches)
+        rules = rules_of(graph, StepShape(strategy, micro_batches), cache)
+        groups, profiles = groups_of(mesh, rules)
+        cluster = self._placement.cluster
+        network = cache.get(
+            "network", (rules, cluster, *profiles), lambda: rules.network(profiles, cluster)
+        )
+        # All-reduces between replicas have a lane of their own.
+        groups = {**groups, DP_REPLICATE: ()}
+        ranks = Ranks(groups, _NoBuckets(), [], lane_s=0.0, compute_ratio=1.0, ratio=1.0)
+        return float(network.alone_s(ranks))
+
+    def _micro_batch(self, layout: Layout, batch: int) -> _MicroBatch:
+        found = self._passes.get((layout.of_layers, batch))
+        if found is None:
+            found = self._passes[layout.of_layers, batch] = self._worked_out(layout, batch)
+        return found
+
+    def _worked_out(self, layout: Layout, batch: int) -> _MicroBatch:
+        cache, placement = self._engine.cache, self._placement
+        graph = self._engine.split(self._graph, layout)
+        bound = bound_of(graph, batch, cache)
+        structure = structure_of(graph, cache)
+        kept = cache.get(
+            "held between passes",
+            (bound,),
+            lambda: held_between_passes(bound, structure),
+        )
+        touches, sizes = structure.touches, structure.storage_bytes(bound)
+        touched = float(np.bincount(touches.op, weights=sizes[touches.storage]).max())
+        each_s = np.zeros(len(graph.ops))
+        # What was timed depends on what stands beside it.
+        if not graph.timings and not graph.has_step_times:
+            each_s = np.minimum.reduce([self._least_s(bound, node) for node in placement.kinds])
+            if layout.divides_layers:
+                mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), Strategy())
+                # Gradients of experts may be reduced with all others, or among fewer ranks.
+                exchanged = exchanges_of(mesh, cache, _FSDP).seconds(bound)
+                alone_s = exchanged.each_s.copy()
+                # What runs beside a kernel may add nothing.
+                alone_s[[place for place, _ in exchanged.hidden_by]] = 0.0
+                each_s = each_s + alone_s
+        return _MicroBatch(bound, each_s, float(each_s.sum()), kept, touched)
+
+    def _least_s(self, bound: BoundGraph, node: NodeKind) -> Array:
+        cache, busy = self._engine.cache, node.ranks_per_node
+        profile, blocks = costed(node.profile, cache), blocks_of(bound.graph, cache).owner
+        least_s = least_device_s(bound, profile, blocks=blocks, devices_busy=busy, cache=cache)
+        return np.asarray(node.slowdown_ratio * least_s)
+
+
+class _MicroBatch(NamedTuple):
+    """A graph at a batch: least seconds of each op and of all, bytes that wait for the backward
+    pass, most that one op touches.
+    """
+
+    bound: BoundGraph
+    each_s: Array
+    seconds: float
+    kept_bytes: int
+    touched_bytes: float
+
+
+def _held(graph: OpGraph) -> Held:
+    trained = [each for each in graph.parameters if each.gradient is not None]
+    return Held(
+        parameters=graph.parameter_bytes + graph.frozen_parameter_bytes + graph.buffer_bytes,
+        gradients=sum(each.spec.nbytes for each in trained),
+        states=optimizer_memory(graph, graph.optimizer).state_bytes,
+    )

@@ -1,0 +1,459 @@
+"""Rank how the devices at hand can share a model: layouts, strategies, micro-batches.
+
+Kernels of one family, the host, the update and collectives over the same groups err alike in all
+layouts of a model on the same devices, each as much as it takes of the step. What ranks wait for,
+and what the model of a step itself misses, each layout has for itself.
+
+Every layout that fits is a candidate; one is worked out only while its bounds say that it may be
+among the best. These never exceed the step itself, so that none of the best is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, replace
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from estimator.accuracy import Z_80
+from estimator.advise.layouts.candidates import Candidate, LayoutBounds, candidates, divisors
+from estimator.coefficients import Calibration
+from estimator.errors import ProfileError, StrategyError, WorkloadError
+from estimator.estimates.engine import DEFAULT, Engine
+from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate, interval_ratio
+from estimator.estimates.table.chunks import map_shared
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.experts import has_experts
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.placement import Placement
+from estimator.placement.topology import Cluster
+from estimator.timeline.plan import slowest_kind
+from estimator.timeline.rank.program import COPIES_ERROR, MEDIAN_TO_SIGMA
+from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.layouts import Layout
+from estimator.workload.schedules import Schedule
+
+
+class StepErrors(NamedTuple):
+    """One standard deviation of a step by its sources, as shares of the step.
+
+    Of `shared` sources each is the same unknown in every layout; `own` is all the rest.
+    """
+
+    shared: Mapping[str, float]
+    own: float
+
+    def ratio_error(self, other: StepErrors) -> float:
+        """One standard deviation of the logarithm of two steps' ratio.
+
+        >>> slow, fast = StepErrors({"gemm": 0.3}, 0.03), StepErrors({"gemm": 0.26}, 0.0)
+        >>> round(slow.ratio_error(fast), 6)
+        0.05
+        """
+        sources = {**self.shared, **other.shared}
+        apart = [self.shared.get(name, 0.0) - other.shared.get(name, 0.0) for name in sources]
+        return math.hypot(*apart, self.own, other.own)
+
+
+def step_errors(answer: Estimate) -> StepErrors:
+    """What the interval of an estimate is made of, by the plan that it was answered with."""
+    plan, parts, step_s = answer.plan, answer.breakdown, answer.step_time_s
+    kind = slowest_kind(plan.kinds, plan.shards)
+    program, lane = kind.program, kind.lane
+    kernels_s = parts.forward_s + parts.backward_s
+    spent_s = sum(seconds for seconds, _ in program.kernels.values()) or 1.0
+    found = {
+        f"kernels {family} {source}": MEDIAN_TO_SIGMA * error_s * kernels_s / spent_s
+        for (family, source), (_, error_s) in program.kernels.items()
+    }
+    found["device"] = program.durations.shared_error * kernels_s
+    exchanges = plan.members.table.shape.exchanges
+    if exchanges is not None and program.exchanged.relative_error:
+        error_s = program.exchanged.relative_error * parts.layer_communication_s
+        found[f"exchanges {exchanges.groups}"] = MEDIAN_TO_SIGMA * error_s
+    found["host"] = MEDIAN_TO_SIGMA * lane.host_error * parts.host_exposed_s
+    found["update"] = MEDIAN_TO_SIGMA * lane.update_error * parts.update_s
+    found["copies"] = MEDIAN_TO_SIGMA * COPIES_ERROR * parts.copies_exposed_s
+    found["interference"] = lane.interference_error * (step_s - parts.input_stall_s)
+    shared = {name: error_s / step_s for name, error_s in found.items()}
+    whole = math.log(answer.high_s / answer.low_s) / (2 * Z_80)
+    # A calibrated step is off by less than what it was made of.
+    known = math.hypot(*shared.values())
+    scale = min(1.0, whole / known) if known else 1.0
+    own = math.sqrt(max(whole**2 - (scale * known) ** 2, 0.0))
+    return StepErrors({name: scale * error for name, error in shared.items()}, own)
+
+
+def are_alike(slower: tuple[float, StepErrors], faster: tuple[float, StepErrors]) -> bool:
+    """Whether two steps cannot be told apart: their ratio may be 1 in its 80 % interval."""
+    (slower_s, its), (faster_s, others) = slower, faster
+    return bool(slower_s / faster_s <= interval_ratio(its.ratio_error(others)))
+
+
+STRATEGIES = ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
+SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
+SCHEDULES += ("dualpipev", "dualpipe")
+# Tensor-parallel ranks share whatever they can share of each other's work.
+_SHARED = ((True, True), (True, False), (False, False))
+_Report = Callable[[str, float], None]
+_REFUSALS = (StrategyError, WorkloadError, ProfileError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRow:
+    """A candidate that fits, and its estimate; `why` says what makes it slower than the best.
+
+    `like_best` where they cannot be told apart: by what both are not off together.
+    """
+
+    layout: str
+    strategy: str
+    checkpoint: str | None
+    batch_per_gpu: int
+    micro_batches: int
+    answer: Estimate
+    why: str = ""
+    like_best: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        answer = self.answer
+        names = ("step_time_s", "low_s", "high_s", "samples_per_s", "tokens_per_s", "mfu_ratio")
+        return {
+            "layout": self.layout,
+            "strategy": self.strategy,
+            "checkpoint": self.checkpoint,
+            "batch_per_gpu": self.batch_per_gpu,
+            "micro_batches": self.micro_batches,
+            **{name: getattr(answer, name) for name in names},
+            "peak_memory_bytes": answer.peak_memory_bytes,
+            "fits": answer.fits,
+            "why": self.why or None,
+            "like_best": self.like_best,
+            "breakdown": asdict(answer.breakdown),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRanking:
+    """The best layouts, the fastest first, and how many there were.
+
+    Of `candidates`, `worked_out` were estimated; the bounds of the others say that they do not fit
+    (`too_large`) or are slower than all in `rows`. `refusals` counts those without an answer.
+    """
+
+    rows: tuple[LayoutRow, ...]
+    candidates: int
+    worked_out: int
+    too_large: int
+    refusals: tuple[tuple[str, int], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {
+            "candidates": self.candidates,
+            "worked_out": self.worked_out,
+            "too_large": self.too_large,
+            "refusals": dict(self.refusals),
+            "layouts": [row.to_dict() for row in self.rows],
+        }
+
+
+def best_layout(
+    graphs: OpGraph | Sequence[OpGraph],
+    allocation: str | Allocation,
+    *,
+    global_batch: int,
+    strategies: Sequence[str | Strategy] = STRATEGIES,
+    schedules: Sequence[str] = SCHEDULES,
+    most: int = 10,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    profile: MachineProfile | None = None,
+    prune: bool = True,
+    report: _Report | None = None,
+    executor: Executor | None = None,
+    engine: Engine = DEFAULT,
+) -> LayoutRanking:
+    """The layouts by which an allocation trains a model fastest, `most` of them.
+
+    Several graphs are one model traced with other activation checkpoints. Tensor parallelism goes
+    over the divisors of a node's devices and twice them, pipelines and expert parallelism over
+    those of the ranks; the
+    samples of a micro-batch are a power of two, or the micro-batches of a rank are. Without `prune`
+    every candidate is worked out. `report` is told what is under way and how far that is. With an
+    `executor` candidates are worked out on its workers, to each of which graphs are sent once.
+    Raises WorkloadError where nothing fits, AllocationError, ProfileError; StrategyError for a
+    graph of a module that was divided before it was traced.
+    """
+    several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
+    check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
+    if own := next(filter(None, (each.layout or each.strategy for each in several)), None):
+        raise StrategyError(
+            f"layouts are those of a whole model, found the graph of a rank of '{own}', by which "
+            "its module was divided before it was traced; trace the module before it is divided"
+        )
+    placement = engine.place(allocation, cluster=cluster, profile=profile)
+    search = _Search(
+        several,
+        placement,
+        engine,
+        most,
+        {"cluster": cluster, "calibration": calibration, "profile": profile},
+        report or _silent,
+    )
+    parsed = tuple(map(Strategy.parse, strategies))
+    order = tuple(map(Schedule.parse, schedules))
+    prune = prune and calibration is None
+    found = search.ranked(global_batch, parsed, order, prune=prune, executor=executor)
+    if not found.rows:
+        reason = next((text for text, _ in found.refusals), "nothing fits into the devices' memory")
+        raise WorkloadError(
+            f"no layout trains {several[0].name} on '{placement.allocation}' with a global batch "
+            f"of {global_batch}: {reason}"
+        )
+    return found
+
+
+class _Shared(NamedTuple):
+    """What all candidates have in common."""
+
+    graphs: Sequence[OpGraph]
+    where: Placement | Allocation
+    asked: dict[str, Any]
+    engine: Engine | None
+
+
+def _answer(
+    shared: _Shared, kept: dict[str, Any], candidate: Candidate
+) -> tuple[Estimate, StepErrors] | str:
+    """The estimate of a candidate and what it is off by, or why there is none."""
+    number, layout, strategy, batch, micro_batches = candidate
+    engine = shared.engine or DEFAULT
+    if "placement" not in kept:
+        kept["placement"] = engine.place(
+            shared.where, cluster=shared.asked["cluster"], profile=shared.asked["profile"]
+        )
+    try:
+        found = engine.estimate(
+            shared.graphs[number],
+            kept["placement"],
+            batch_per_gpu=batch,
+            accumulation_steps=micro_batches,
+            strategy=strategy,
+            layout=None if layout.is_data_parallel else layout,
+            **shared.asked,
+        )
+    except _REFUSALS as error:
+        return str(error)
+    return found, step_errors(found)
+
+
+# (step seconds, number in the order of answers, candidate, its estimate, what that is off by)
+_Found = tuple[float, int, Candidate, Estimate, StepErrors]
+
+
+class _Search:
+    """Works out candidates in the order of their bounds, and keeps the best."""
+
+    def __init__(
+        self,
+        graphs: Sequence[OpGraph],
+        placement: Placement,
+        engine: Engine,
+        most: int,
+        asked: dict[str, Any],
+        report: _Report,
+    ) -> None:
+        self._graphs, self._placement, self._engine = graphs, placement, engine
+        self._most, self._asked, self._report = most, asked, report
+        self._bounds = [LayoutBounds(graph, placement, engine) for graph in graphs]
+        self._refusals: Counter[str] = Counter()
+
+    def ranked(
+        self,
+        global_batch: int,
+        strategies: Sequence[Strategy],
+        schedules: Sequence[Schedule],
+        *,
+        prune: bool,
+        executor: Executor | None,
+    ) -> LayoutRanking:
+        """All candidates by step time, as far as the bounds ask for."""
+        every = [
+            each._replace(graph=number)
+            for number, graph in enumerate(self._graphs)
+            for each in candidates(
+                graph,
+                self._placement,
+                global_batch,
+                strategies,
+                schedules,
+                [
+                    each
+                    for shared in self._tensor_parallel(graph)
+                    for each in (shared, *self._expert_parallel(graph, shared))
+                ],
+            )
+        ]
+        bounded = (
+            [(self._least_s(each), each) for each in every] if prune else [(0.0, e) for e in every]
+        )
+        fitting = [pair for pair in bounded if not prune or not self._is_too_large(pair[1])]
+        fitting.sort(key=lambda pair: pair[0])
+        found: list[_Found] = []
+        worked_out, too_large = 0, list[Candidate]()
+
+        turns = self._in_turn(fitting, found, too_large, prune=prune)
+        for candidate, answer in map_shared(executor, _answer, self._shared(executor), turns):
+            worked_out += 1
+            if isinstance(answer, str):
+                self._refusals[answer] += 1
+            elif answer[0].fits != "no":
+                found.append((answer[0].step_time_s, worked_out, candidate, *answer))
+                found.sort(key=lambda each: each[:2])
+        best = found[: self._most]
+        return LayoutRanking(
+            rows=tuple(self._row(each, best[0]) for each in best),
+            candidates=len(every),
+            worked_out=worked_out,
+            too_large=len(every) - len(fitting) + len(too_large),
+            refusals=tuple(self._refusals.most_common()),
+        )
+
+    def _in_turn(
+        self,
+        fitting: Sequence[tuple[float, Candidate]],
+        found: Sequence[_Found],
+        too_large: list[Candidate],
+        *,
+        prune: bool,
+    ) -> Iterator[Candidate]:
+        """Candidates by their bounds, each seen closer before its turn, while they may be best."""
+        waiting = [(least_s, n, not prune, each) for n, (least_s, each) in enumerate(fitting)]
+        while waiting:
+            least_s, number, is_close, candidate = heappop(waiting)
+            if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
+                return
+            if is_close:
+                self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
+                yield candidate
+                continue
+            closer_s, ratio = self._closer(candidate)
+            if ratio > 1 + NOT_FIT_MARGIN_RATIO:
+                too_large.append(candidate)
+            else:
+                heappush(waiting, (max(least_s, closer_s), number, True, candidate))
+
+    def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
+        """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
+        found = [Layout()]
+        node = max(self._placement.ranks_per_node)
+        for tp in (*divisors(node)[1:], 2 * node):
+            if self._placement.ranks % tp:
+                continue
+            self._report(f"tp={tp}", 0.0)
+            for sequence, vocabulary in _SHARED:
+                layout = Layout(tp=tp, sequence=sequence, vocabulary=vocabulary)
+                try:
+                    self._engine.split(graph, layout)
+                except StrategyError as error:
+                    refusal = str(error)
+                else:
+                    found.append(layout)
+                    break
+            else:
+                self._refusals[refusal] += 1
+        return found
+
+    def _expert_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
+        """A layout with experts divided too, by all-to-all or summed by ranks that share tokens."""
+        if not has_experts(graph):
+            return
+        for ep in divisors(self._placement.ranks)[1:]:
+            if ep % shared.tp:
+                continue
+            for sums in (False, True) if ep == shared.tp else (False,):
+                layout = replace(shared, ep=ep, sums_experts=sums)
+                self._report(str(layout), 0.0)
+                try:
+                    self._engine.split(graph, layout)
+                except StrategyError as error:
+                    self._refusals[str(error)] += 1
+                else:
+                    yield layout
+
+    def _least_s(self, candidate: Candidate) -> float:
+        self._report("bounds", 0.0)
+        _, layout, _, batch, micro_batches = candidate
+        try:
+            return self._bounds[candidate.graph].step_s(layout, batch, micro_batches)
+        except _REFUSALS:
+            return 0.0
+
+    def _closer(self, candidate: Candidate) -> tuple[float, float]:
+        number, layout, strategy, batch, micro_batches = candidate
+        try:
+            return self._bounds[number].closer(layout, strategy, batch, micro_batches)
+        except _REFUSALS:
+            return 0.0, 0.0
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        number, layout, strategy, batch, micro_batches = candidate
+        dp = layout.dp or 1
+        try:
+            ratio = self._bounds[number].memory_ratio(layout, strategy, dp, batch, micro_batches)
+        except _REFUSALS:
+            return False
+        return ratio > 1 + NOT_FIT_MARGIN_RATIO
+
+    def _shared(self, executor: Executor | None) -> _Shared:
+        """What the workers need to know; the engine is each worker's own."""
+        if executor is None:
+            return _Shared(self._graphs, self._placement, self._asked, self._engine)
+        return _Shared(self._graphs, self._placement.allocation, self._asked, None)
+
+    def _row(self, row: _Found, best: _Found) -> LayoutRow:
+        step_s, _, candidate, answer, errors = row
+        is_best = row is best
+        return LayoutRow(
+            layout=str(candidate.layout),
+            strategy=str(candidate.strategy),
+            checkpoint=self._graphs[candidate.graph].checkpoint,
+            batch_per_gpu=candidate.batch,
+            micro_batches=candidate.micro_batches,
+            answer=answer,
+            why="" if is_best else why_slower(answer, best[3]),
+            like_best=not is_best and are_alike((step_s, errors), (best[0], best[4])),
+        )
+
+
+_WORDS = {
+    "forward_s": "compute",
+    "backward_s": "compute",
+    "host_exposed_s": "host",
+    "communication_exposed_s": "gradients, sends",
+    "straggler_s": "stragglers",
+    "update_s": "update",
+    "copies_exposed_s": "copies",
+    "idle_s": "bubble",
+    "input_stall_s": "input",
+    "layer_communication_s": "layer exchange",
+}
+
+
+def why_slower(answer: Estimate, best: Estimate) -> str:
+    """What of a step takes most longer than in the best one, in words and seconds."""
+    more: Counter[str] = Counter()
+    for name, words in _WORDS.items():
+        more[words] += getattr(answer.breakdown, name) - getattr(best.breakdown, name)
+    words, seconds = more.most_common(1)[0]
+    return f"{words} +{seconds / best.step_time_s:.0%}" if seconds > 0 else ""
+
+
+def _silent(what: str, done_ratio: float) -> None:
+    """Report nothing."""

@@ -1,0 +1,491 @@
+"""Offers of rented machines for a piece of training: cost, time, and which to choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from estimator.advise.layouts.search import best_layout
+from estimator.advise.rent.billing import hourly_usd, paid_usd
+from estimator.advise.rent.transient import Spot
+from estimator.coefficients import Calibration
+from estimator.errors import AllocationError, WorkloadError, quoted
+from estimator.estimates.table import EstimateTable, estimate_many
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.machines.catalogue import named_profile
+from estimator.machines.prices import PriceList
+from estimator.placement.allocation import Allocation
+from estimator.units import format_bytes
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+# Micro-batches that a rank's share of a global batch is tried in, until one fits.
+_MOST_MICRO_BATCHES = 256
+_MOST_NODES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """An allocation with its best strategy and layout: time and cost of the whole training.
+
+    `layout` is None where all ranks are data-parallel.
+    `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval. With revocations
+    times are expected ones, with a checkpoint after every `interval_s` of training.
+    """
+
+    allocation: str
+    strategy: str
+    layout: str | None
+    checkpoint: str | None
+    batch_per_gpu: int
+    accumulation_steps: int
+    global_batch: int
+    ranks: int
+    fits: str
+    step_time_s: float
+    samples_per_s: float
+    duration_s: float
+    low_s: float
+    high_s: float
+    usd: float
+    low_usd: float
+    high_usd: float
+    usd_per_hour: float
+    interval_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return asdict(self)
+
+
+def allocations_of(
+    machines: Sequence[str], max_nodes: int, *, mixed: bool = False
+) -> Iterator[str]:
+    """One node with 1, 2, 4, … devices, then whole nodes up to `max_nodes`, of each machine.
+
+    Node counts are powers of two and the last. With `mixed`, of every two machines as many nodes
+    together too. Raises AllocationError.
+
+    >>> list(allocations_of(["t4-g4dn"], 3))
+    ['1x1:t4-g4dn', '1x2:t4-g4dn', '1x4:t4-g4dn', '2x4:t4-g4dn', '3x4:t4-g4dn']
+    >>> list(allocations_of(["t4-g4dn", "a100-p4d"], 2, mixed=True))[-1]
+    '1x4:t4-g4dn+1x8:a100-p4d'
+    """
+    if not 1 <= max_nodes <= _MOST_NODES:
+        raise AllocationError(
+            f"at most {max_nodes} nodes are asked for; give a number from 1 to {_MOST_NODES}"
+        )
+    for machine in dict.fromkeys(machines):
+        whole = len(named_profile(machine).devices)
+        powers = {1 << power for power in range(whole.bit_length())}
+        for devices in sorted(powers | {whole}):
+            yield f"1x{devices}:{machine}"
+        nodes = {1 << power for power in range(1, max_nodes.bit_length())} | {max_nodes}
+        for count in sorted(nodes - {1}):
+            yield f"{count}x{whole}:{machine}"
+    for one, other in combinations(dict.fromkeys(machines), 2) if mixed else ():
+        for power in range((max_nodes // 2).bit_length()):
+            of_each = (
+                f"{1 << power}x{len(named_profile(name).devices)}:{name}" for name in (one, other)
+            )
+            yield "+".join(of_each)
+
+
+def offers(
+    graph: OpGraph,
+    allocations: Sequence[str],
+    *,
+    samples: float | None = None,
+    tokens: float | None = None,
+    prices: PriceList | None = None,
+    spot: bool = False,
+    revocations: Spot | None = None,
+    strategies: Sequence[str] = STRATEGIES,
+    batch_per_gpu: int | None = None,
+    global_batch: int | None = None,
+    calibration: Calibration | None = None,
+    layouts_of: Sequence[OpGraph] = (),
+    report: Callable[[str, float], None] | None = None,
+    executor: Executor | None = None,
+) -> Offered:
+    """Each allocation that can train so much, with the fastest of the strategies that fit.
+
+    With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
+    has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
+    `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
+    ranks may share a `global_batch` too (`layouts.best_layout`, which `executor` goes to).
+    Raises PriceError where a machine has no price, WorkloadError where none is answered.
+    """
+    amount = _samples(graph, samples, tokens)
+    known = prices or PriceList.load()
+    parsed = [Allocation.parse(text) for text in allocations]
+    for allocation in parsed:
+        hourly_usd(known, allocation, spot=spot)
+    asked = (batch_per_gpu, global_batch, calibration)
+    best, refused = _by_strategy(graph, parsed, strategies, *asked)
+    for number, allocation in enumerate(parsed if layouts_of else ()):
+        if report is not None:
+            report(str(allocation), number / len(parsed))
+        found = _laid_out(layouts_of, allocation, global_batch, calibration, executor)
+        held = best.get(number)
+        if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
+            best[number] = found
+    left_out = {
+        str(allocation): _why_not(refused.get(number), allocation, global_batch)
+        for number, allocation in enumerate(parsed)
+        if number not in best
+    }
+    if not best and all(math.isinf(each.peak_bytes) for each in refused.values()):
+        reason = next(iter(left_out.values()), "no allocation was given")
+        raise WorkloadError(f"no allocation can train {graph.name}: {reason}")
+    offered: list[Offer] = []
+    for number in sorted(best):
+        allocation = parsed[number]
+        if revocations is None or revocations.can_end(allocation):
+            offered.append(_offer(allocation, best[number], amount, known, spot, revocations))
+        else:
+            left_out[str(allocation)] = "no training ends with revocations as frequent"
+    return Offered(offers=offered, left_out=left_out)
+
+
+class Offered(NamedTuple):
+    """What can be rented, and of each other allocation why not."""
+
+    offers: list[Offer]
+    left_out: dict[str, str]
+
+
+class _Refused(NamedTuple):
+    """A row of a table that cannot train: it does not fit, or has no answer (infinite bytes)."""
+
+    peak_bytes: float
+    table: EstimateTable
+    row: int
+
+
+def _why_not(refused: _Refused | None, allocation: Allocation, global_batch: int | None) -> str:
+    if refused is None:
+        return f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+    if math.isinf(refused.peak_bytes):
+        return refused.table.errors[refused.row]
+    answer = refused.table.row(refused.row)
+    return (
+        f"needs {format_bytes(answer.peak_memory_bytes)} a device under {answer.strategy}, "
+        f"{format_bytes(-answer.spare_memory_bytes)} more than there is"
+    )
+
+
+def _by_strategy(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    strategies: Sequence[str],
+    batch_per_gpu: int | None,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> tuple[dict[int, _Best], dict[int, _Refused]]:
+    """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
+    best: dict[int, _Best] = {}
+    refused: dict[int, _Refused] = {}
+    for strategy in strategies:
+        for table, rows, micro_batches in _tables(
+            graph, allocations, strategy, batch_per_gpu, global_batch, calibration
+        ):
+            for row, number in enumerate(rows):
+                if not table.answered[row] or table.fits[row] == "no":
+                    peak = table.peak_memory_bytes[row] if table.answered[row] else math.inf
+                    missed = _Refused(float(peak), table, row)
+                    refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
+                    continue
+                held = best.get(number)
+                if held is None or table.samples_per_s[row] > held.samples_per_s:
+                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+    return best, refused
+
+
+class _Best(NamedTuple):
+    """How an allocation trains fastest."""
+
+    strategy: str
+    layout: str | None
+    checkpoint: str | None
+    batch_per_gpu: int
+    micro_batches: int
+    global_batch: int
+    fits: str
+    step_time_s: float
+    low_s: float
+    high_s: float
+    samples_per_s: float
+
+    @classmethod
+    def of_row(
+        cls, table: EstimateTable, row: int, strategy: str, micro_batches: int, graph: OpGraph
+    ) -> _Best:
+        """A row of a table, whose ranks are data-parallel."""
+        return cls(
+            strategy=strategy,
+            layout=None,
+            checkpoint=graph.checkpoint,
+            batch_per_gpu=int(table.batch_per_gpu[row]),
+            micro_batches=micro_batches,
+            global_batch=int(table.global_batch[row]),
+            fits=str(table.fits[row]),
+            step_time_s=float(table.step_time_s[row]),
+            low_s=float(table.low_s[row]),
+            high_s=float(table.high_s[row]),
+            samples_per_s=float(table.samples_per_s[row]),
+        )
+
+
+def _laid_out(
+    graphs: Sequence[OpGraph],
+    allocation: Allocation,
+    global_batch: int | None,
+    calibration: Calibration | None,
+    executor: Executor | None,
+) -> _Best | None:
+    """The best layout of an allocation; None where none trains it, or devices are unlike."""
+    if global_batch is None:
+        raise WorkloadError("layouts share the samples of a step; give a global batch")
+    if len(allocation.groups) > 1:
+        return None
+    try:
+        ranking = best_layout(
+            graphs,
+            allocation,
+            global_batch=global_batch,
+            calibration=calibration,
+            most=1,
+            executor=executor,
+        )
+    except WorkloadError:
+        return None
+    row = ranking.rows[0]
+    answer = row.answer
+    return _Best(
+        strategy=row.strategy,
+        layout=answer.layout,
+        checkpoint=row.checkpoint,
+        batch_per_gpu=row.batch_per_gpu,
+        micro_batches=row.micro_batches,
+        global_batch=global_batch,
+        fits=answer.fits,
+        step_time_s=answer.step_time_s,
+        low_s=answer.low_s,
+        high_s=answer.high_s,
+        samples_per_s=global_batch / answer.step_time_s,
+    )
+
+
+def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> float:
+    if (samples is None) == (tokens is None):
+        raise WorkloadError("say how much is trained: give samples or tokens, one of them")
+    for name, amount in (("samples", samples), ("tokens", tokens)):
+        if amount is not None and not 0 < amount < math.inf:
+            raise WorkloadError(f"{amount:g} {name} are to be trained; give a number above 0")
+    if samples is not None:
+        return samples
+    if not graph.tokens_per_sample or tokens is None:
+        raise WorkloadError(f"{graph.name} has no tokens to count; give samples")
+    return tokens / graph.tokens_per_sample
+
+
+def _tables(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    strategy: str,
+    batch_per_gpu: int | None,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> Iterator[tuple[EstimateTable, list[int], int]]:
+    """Tables of what is asked, with the numbers of their allocations and the micro-batches."""
+    if global_batch is None:
+        table = estimate_many(
+            graph,
+            allocations,
+            batch_per_gpu=batch_per_gpu,
+            strategy=strategy,
+            calibration=calibration,
+        )
+        yield table, list(range(len(allocations))), 1
+        return
+    share_of = {
+        number: global_batch // each.ranks
+        for number, each in enumerate(allocations)
+        if global_batch % each.ranks == 0
+    }
+    if not share_of:
+        raise WorkloadError(
+            f"a global batch of {global_batch} is divided by the ranks of no allocation; give a "
+            "multiple of a power of two"
+        )
+    micro_batches, left = 1, list(share_of)
+    while left and micro_batches <= _MOST_MICRO_BATCHES:
+        rows = [number for number in left if share_of[number] % micro_batches == 0]
+        if rows:
+            table = estimate_many(
+                graph,
+                [allocations[number] for number in rows],
+                # Unlike devices share it by speed.
+                global_batch=global_batch,
+                accumulation_steps=micro_batches,
+                strategy=strategy,
+                calibration=calibration,
+            )
+            yield table, rows, micro_batches
+            fitting = {
+                number
+                for row, number in enumerate(rows)
+                if not table.answered[row] or table.fits[row] != "no"
+            }
+            left = [number for number in left if number not in fitting]
+        micro_batches *= 2
+
+
+def _offer(
+    allocation: Allocation,
+    best: _Best,
+    samples: float,
+    prices: PriceList,
+    spot: bool,
+    revocations: Spot | None,
+) -> Offer:
+    work_s = samples / best.samples_per_s
+    duration_s, interval_s = work_s, None
+    low_s, high_s = (work_s * each / best.step_time_s for each in (best.low_s, best.high_s))
+    if revocations is not None:
+        duration_s, interval_s = revocations.expected_s(work_s, allocation)
+        low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
+    usd, low_usd, high_usd = (
+        paid_usd(prices, allocation, each, spot=spot) for each in (duration_s, low_s, high_s)
+    )
+    return Offer(
+        allocation=str(allocation),
+        strategy=best.strategy,
+        layout=best.layout,
+        checkpoint=best.checkpoint,
+        batch_per_gpu=best.batch_per_gpu,
+        accumulation_steps=best.micro_batches,
+        global_batch=best.global_batch,
+        ranks=allocation.ranks,
+        fits=best.fits,
+        step_time_s=best.step_time_s,
+        samples_per_s=best.samples_per_s,
+        duration_s=duration_s,
+        low_s=low_s,
+        high_s=high_s,
+        usd=usd,
+        low_usd=low_usd,
+        high_usd=high_usd,
+        usd_per_hour=hourly_usd(prices, allocation, spot=spot),
+        interval_s=interval_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Offers that keep a deadline and a budget, by what is wanted of them.
+
+    `front` has those that no other beats in both time and cost, the fastest first; `cheapest` and
+    `fastest` are its ends, None where no offer keeps both. `as_cheap` and `as_fast` cannot be told
+    apart from them: their intervals meet. `left_out` says of allocations that cannot train why.
+    """
+
+    offers: tuple[Offer, ...]
+    front: tuple[Offer, ...]
+    cheapest: Offer | None
+    fastest: Offer | None
+    as_cheap: tuple[Offer, ...]
+    as_fast: tuple[Offer, ...]
+    left_out: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {
+            "cheapest": self.cheapest.to_dict() if self.cheapest else None,
+            "fastest": self.fastest.to_dict() if self.fastest else None,
+            "as_cheap": [each.allocation for each in self.as_cheap],
+            "as_fast": [each.allocation for each in self.as_fast],
+            "front": [each.to_dict() for each in self.front],
+            "offers": [each.to_dict() for each in self.offers],
+            "left_out": dict(self.left_out),
+        }
+
+
+def choose(
+    offered: Sequence[Offer],
+    *,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> Choice:
+    """Sort out offers by time and cost; raises WorkloadError for a bound that is none."""
+    for name, bound in (("deadline_s", deadline_s), ("budget_usd", budget_usd)):
+        if bound is not None and not bound >= 0:
+            raise WorkloadError(f"{name} is {bound:g}; give a number from 0 on, or none")
+    kept = [
+        each
+        for each in offered
+        if (deadline_s is None or each.duration_s <= deadline_s)
+        and (budget_usd is None or each.usd <= budget_usd)
+    ]
+    front = pareto_front(kept)
+    fastest, cheapest = (front[0], front[-1]) if front else (None, None)
+    return Choice(
+        offers=tuple(offered),
+        front=tuple(front),
+        cheapest=cheapest,
+        fastest=fastest,
+        as_cheap=tuple(
+            each
+            for each in kept
+            if cheapest and each is not cheapest and each.low_usd <= cheapest.high_usd
+        ),
+        as_fast=tuple(
+            each
+            for each in kept
+            if fastest and each is not fastest and each.low_s <= fastest.high_s
+        ),
+        left_out=left_out,
+    )
+
+
+def pareto_front(offered: Sequence[Offer]) -> list[Offer]:
+    """What no other offer beats in both time and cost, the fastest first; of equals, one."""
+    front: list[Offer] = []
+    for each in sorted(offered, key=lambda each: (each.duration_s, each.usd)):
+        if not front or each.usd < front[-1].usd:
+            front.append(each)
+    return front
+
+
+def cheapest(
+    graph: OpGraph,
+    machines: Sequence[str],
+    *,
+    max_nodes: int = 8,
+    mixed: bool = False,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    **asked: Any,
+) -> Choice:
+    """What to rent to train a graph: `choose` among `offers` on some machine types.
+
+    `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
+    `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`, `executor`. With `mixed` nodes
+    of two machines may train together. Raises PriceError, WorkloadError, AllocationError.
+    """
+    if isinstance(machines, str):
+        raise WorkloadError(f"machines are the text {quoted(machines)}; give a list of names")
+    if not machines:
+        raise WorkloadError("no machine was given; name at least one")
+    allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
+    found = offers(graph, allocations, **asked)
+    return choose(
+        found.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=found.left_out
+    )

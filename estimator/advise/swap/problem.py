@@ -1,0 +1,540 @@
+"""Lay a step out as what a plan of memory needs: operators in order, tensors, the host link.
+
+The jobs take turns step by step, as under Gandiva's time-slicing (Xiao et al., OSDI 2018): what one
+job holds between its steps may be away while the others run, and all share the host link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import ProfileError, WorkloadError
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.ops import Op
+from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.peak import StorageSizes, block_bytes, rounded_bytes, trained_tensors
+from estimator.machines.profile import Link, LinkKind, MachineProfile
+from estimator.timeline.rank.program import StepProgram
+from estimator.workload.optimizers import RULES, state_sizes
+
+UpdatePlace = Literal["end", "ready", "paced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """When parameters are updated, and how much of one at once.
+
+    At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
+    `register_post_accumulate_grad_hook`); or `paced`, from then on evenly over what is left of the
+    step, so that optimizer state comes over the host link piece by piece. What reads no other
+    parameter's gradient (clipping and gradient scalers do) may be updated before the end. A
+    parameter above `sub_group_bytes` is updated in slices with moments of their own, as the
+    sub-groups of DeepSpeed's ZeRO-3 are (`sub_group_size`).
+    """
+
+    place: UpdatePlace = "end"
+    sub_group_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sub_group_bytes is not None and self.sub_group_bytes < 1:
+            raise WorkloadError(
+                f"a sub-group has at least 1 byte, found {self.sub_group_bytes}; leave it out for "
+                "whole parameters"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSlice:
+    """The update of one slice of a parameter, which comes after op `after` of the graph."""
+
+    after: int
+    parameter: int
+    size_bytes: int
+
+
+def update_slices(
+    structure: GraphStructure,
+    parameter_of: dict[int, int],
+    op_ends_s: NDArray[np.float64],
+    updates: Updates,
+) -> list[UpdateSlice]:
+    """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
+    graph = structure.graph
+    last = len(graph.ops) - 1
+    ready = {
+        number: last if parameter.ready_after is None else parameter.ready_after
+        for number, parameter in enumerate(graph.parameters)
+        if parameter.gradient is not None
+    }
+    # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
+    # be final before that of what the matrix multiplied.
+    for index, op in enumerate(graph.ops):
+        for value in op.inputs:
+            number = parameter_of.get(int(structure.storage_of[value]))
+            if number in ready:
+                ready[number] = max(ready[number], index)
+    if updates.place == "end":
+        ready = dict.fromkeys(ready, last)
+    sizes = {number: _sizes(structure, number, updates.sub_group_bytes) for number in ready}
+    slices = [
+        UpdateSlice(after=after, parameter=number, size_bytes=size)
+        for number, after in sorted(ready.items(), key=lambda item: item[1])
+        for size in sizes[number]
+    ]
+    return _paced(slices, op_ends_s) if updates.place == "paced" else slices
+
+
+def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int]:
+    """Bytes of the slices of a parameter, each in whole blocks of the allocator."""
+    block = block_bytes(structure.graph)
+    left = rounded_bytes(structure.graph.parameters[number].spec.nbytes, block)
+    if most is None:
+        return [left]
+    pieces = max(-(-left // most), 1)
+    size = rounded_bytes(-(-left // pieces), block)
+    return [min(size, left - start) for start in range(0, left, size)] or [left]
+
+
+def _paced(slices: list[UpdateSlice], op_ends_s: NDArray[np.float64]) -> list[UpdateSlice]:
+    """Each after its share, by bytes, of the time from the first ready gradient to the end."""
+    if not slices:
+        return slices
+    begin_s, end_s = float(op_ends_s[slices[0].after]), float(op_ends_s[-1])
+    done = np.cumsum([each.size_bytes for each in slices])
+    due_s = begin_s + (end_s - begin_s) * done / done[-1]
+    places = np.minimum(np.searchsorted(op_ends_s, due_s), len(op_ends_s) - 1)
+    return [
+        UpdateSlice(
+            after=max(each.after, int(place)),
+            parameter=each.parameter,
+            size_bytes=each.size_bytes,
+        )
+        for each, place in zip(slices, places, strict=True)
+    ]
+
+
+Array = NDArray[np.float64]
+Sizes = NDArray[np.int64]
+TensorKind = Literal["parameter", "gradient", "state", "activation"]
+
+# What draws random numbers gives others when it runs again.
+_RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
+
+AT_THE_END = Updates()
+# They take norms or products of a whole parameter.
+_BY_TENSOR = ("lamb", "muon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """One piece of memory that a plan may move: held from op `born` to op `dies`, both included.
+
+    `accesses` are the ops that read or write it, in order, `writers` those that write it. What is
+    there before the step has `born` -1 and is held across steps. `value` is the graph's value that
+    owns it, -1 for a parameter that no value stands for or for optimizer state; `name` that of the
+    parameter to which it belongs.
+    """
+
+    number: int
+    kind: TensorKind
+    size_bytes: int
+    born: int
+    dies: int
+    accesses: tuple[int, ...]
+    writers: tuple[int, ...]
+    value: int = -1
+    name: str = ""
+
+    @property
+    def is_standing(self) -> bool:
+        return self.born < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SwapProblem:
+    """A step whose memory is to be planned.
+
+    Op i takes `op_s[i]`, holds `workspace_bytes[i]` beside its tensors and reads and writes the
+    tensors with these numbers. `repeatable` says which ops may run again. `fixed_bytes` is what no
+    plan moves; `d2h` and `h2d` are the host link, one transfer at a time in each direction. Op i is
+    the graph's op `order[i]`, -1 for the update of one parameter or slice. `plain_bytes` is the
+    peak of the step with its updates at the end, where here they are elsewhere.
+    """
+
+    op_s: Array
+    tensors: tuple[PlannedTensor, ...]
+    reads: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, ...], ...]
+    repeatable: tuple[bool, ...]
+    workspace_bytes: Sizes
+    fixed_bytes: int
+    d2h: Link
+    h2d: Link
+    order: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    plain_bytes: int | None = None
+    _known: dict[str, Sizes] = field(default_factory=dict, repr=False)
+
+    @property
+    def ops(self) -> int:
+        return len(self.op_s)
+
+    @property
+    def vanilla_s(self) -> float:
+        """Seconds of the step without a plan."""
+        return float(self.op_s.sum())
+
+    def levels(self) -> Sizes:
+        """Bytes held during each op without a plan."""
+        if "levels" not in self._known:
+            changes = np.zeros(self.ops + 1, dtype=np.int64)
+            for tensor in self.tensors:
+                changes[max(tensor.born, 0)] += tensor.size_bytes
+                changes[min(tensor.dies, self.ops - 1) + 1] -= tensor.size_bytes
+            held = np.cumsum(changes)[: self.ops] + self.workspace_bytes + self.fixed_bytes
+            self._known["levels"] = held
+        return self._known["levels"]
+
+    @property
+    def vanilla_bytes(self) -> int:
+        """The peak of the step as torch runs it, without a plan."""
+        return int(self.levels().max()) if self.plain_bytes is None else self.plain_bytes
+
+    def born_bytes(self) -> Sizes:
+        """What each op allocates of its own: its results and workspace."""
+        if "born" not in self._known:
+            found = self._known["born"] = self.workspace_bytes.copy()
+            for tensor in self.tensors:
+                if tensor.born >= 0:
+                    found[tensor.born] += tensor.size_bytes
+        return self._known["born"]
+
+
+def swap_problem(
+    answer: Estimate,
+    *,
+    d2h: Link | None = None,
+    h2d: Link | None = None,
+    updates: Updates = AT_THE_END,
+    fused_updates: bool = True,
+) -> SwapProblem:
+    """The step of an estimate for one rank with one micro-batch.
+
+    Every parameter is updated by itself, which then releases its gradient; `updates` say when. On a
+    GPU `fused_updates` are those of torch's fused optimizers, which hold no temporaries. Links
+    default to those of the machine. Raises WorkloadError, ProfileError.
+    """
+    plan = answer.plan
+    if answer.ranks > 1 or answer.accumulation_steps > 1:
+        raise WorkloadError(
+            f"a plan of memory is made for one rank with one micro-batch, found {answer.ranks} "
+            f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
+        )
+    kind = plan.kinds[0]
+    if updates.sub_group_bytes is not None and answer.optimizer in _BY_TENSOR:
+        raise WorkloadError(
+            f"{answer.optimizer} updates whole tensors, found sub-groups of "
+            f"{updates.sub_group_bytes} bytes; leave out sub_group_bytes"
+        )
+    if updates.place != "end" and kind.program.bound.graph.grad_scaler:
+        raise WorkloadError(
+            "a gradient scaler checks all gradients before the update; update at the end"
+        )
+    profile = kind.program.profile
+    build = partial(
+        _Builder,
+        kind.program,
+        update_s=kind.update.update_s(plan.share),
+        d2h=d2h or host_link(profile, "d2h"),
+        h2d=h2d or host_link(profile, "h2d"),
+        fused=fused_updates and kind.program.bound.graph.target == "cuda",
+    )
+    plain = build(updates=AT_THE_END).problem()
+    if updates == AT_THE_END:
+        return plain
+    return replace(build(updates=updates).problem(), plain_bytes=plain.vanilla_bytes)
+
+
+def host_link(profile: MachineProfile, kind: LinkKind) -> Link:
+    """The fastest known link between a device and the host in one direction."""
+    found = [link for link in profile.links if link.kind == kind]
+    if not found:
+        raise ProfileError(
+            f"profile '{profile.name}' has no {kind} link; run 'estimator probe' on a machine with "
+            "a GPU, or give the link"
+        )
+    return max(found, key=lambda link: link.bandwidth_bytes_per_s)
+
+
+class _Builder:
+    """Lists tensors and ops of one rank's step."""
+
+    def __init__(
+        self,
+        program: StepProgram,
+        *,
+        update_s: float,
+        d2h: Link,
+        h2d: Link,
+        updates: Updates,
+        fused: bool,
+    ) -> None:
+        self.bound: BoundGraph = program.bound
+        self.graph: OpGraph = program.bound.graph
+        self.links = d2h, h2d
+        self.structure = GraphStructure.of(self.graph)
+        threads = program.profile.devices[0].threads
+        self.sizes = StorageSizes.of(self.bound, self.structure, threads)
+        ends_s = program.lanes.ends_s(0)
+        self.op_s = np.diff(ends_s, prepend=0.0)
+        self.update_s = update_s
+        self.fused = fused
+        self.parameter_of = self._parameter_of()
+        slices = update_slices(self.structure, self.parameter_of, ends_s, updates)
+        self.order = self._order(slices)
+
+    def _order(self, slices: Sequence[UpdateSlice]) -> list[tuple[int, UpdateSlice | None]]:
+        """(op of the graph, None) and (-1, slice to update), in the order in which they run."""
+        after: dict[int, list[UpdateSlice]] = {}
+        for each in slices:
+            after.setdefault(each.after, []).append(each)
+        found: list[tuple[int, UpdateSlice | None]] = []
+        for op in range(len(self.graph.ops)):
+            found.append((op, None))
+            found += [(-1, each) for each in after.get(op, [])]
+        return found
+
+    def problem(self) -> SwapProblem:
+        graph, order = self.graph, self.order
+        place = {op: index for index, (op, _) in enumerate(order) if op >= 0}
+        trained = sum(each.size_bytes for _, each in order if each) or 1
+        op_s = [
+            self.update_s * each.size_bytes / trained if each else self.op_s[op]
+            for op, each in order
+        ]
+        workspace = [
+            self._temporary(each.size_bytes) if each else int(self.sizes.workspaces[op])
+            for op, each in order
+        ]
+        tensors = self._tensors(place)
+        reads: list[list[int]] = [[] for _ in order]
+        writes: list[list[int]] = [[] for _ in order]
+        for tensor in tensors:
+            for access in tensor.accesses:
+                reads[access].append(tensor.number)
+            for writer in tensor.writers:
+                writes[writer].append(tensor.number)
+        # What an op writes into fresh memory it does not read.
+        for tensor in tensors:
+            if tensor.born >= 0:
+                reads[tensor.born].remove(tensor.number)
+        d2h, h2d = self.links
+        return SwapProblem(
+            op_s=np.array(op_s),
+            tensors=tuple(tensors),
+            reads=tuple(tuple(each) for each in reads),
+            writes=tuple(tuple(each) for each in writes),
+            repeatable=tuple(op >= 0 and is_repeatable(graph.ops[op]) for op, _ in order),
+            workspace_bytes=np.array(workspace, dtype=np.int64),
+            fixed_bytes=self.sizes.inputs_bytes
+            + graph.buffer_bytes
+            + self.sizes.constants_bytes
+            + graph.frozen_parameter_bytes,
+            d2h=d2h,
+            h2d=h2d,
+            order=tuple(op for op, _ in order),
+            names=tuple(
+                f"update {graph.parameters[each.parameter].name}" if each else graph.ops[op].name
+                for op, each in order
+            ),
+        )
+
+    def _temporary(self, size_bytes: int) -> int:
+        """The root of the second moment, and in a loop the quotient (`temporaries_bytes`)."""
+        rule = RULES[self.graph.optimizer]
+        if self.fused or not rule.root_tensors:
+            return 0
+        foreach = self.graph.target == "cuda" and rule.form is None
+        return size_bytes if foreach else 2 * size_bytes
+
+    def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
+        structure, graph = self.structure, self.graph
+        self.touched = self._touched(place)
+        updates: dict[int, list[tuple[int, int]]] = {}
+        for index, (_, each) in enumerate(self.order):
+            if each:
+                updates.setdefault(each.parameter, []).append((index, each.size_bytes))
+        found = self._standing(updates)
+        gradient_of = {
+            int(structure.storage_of[p.gradient]): number
+            for number, p in enumerate(graph.parameters)
+            if p.gradient is not None
+        }
+        for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
+            if not self.sizes.size_bytes[storage]:
+                continue
+            of = gradient_of.get(storage)
+            own = [] if of is None else [index for index, _ in updates[of]]
+            made = self._made(len(found), storage, place, own)
+            if of is not None:
+                made = replace(made, kind="gradient", name=graph.parameters[of].name)
+            found.append(made)
+        return found
+
+    def _standing(self, updates: dict[int, list[tuple[int, int]]]) -> list[PlannedTensor]:
+        """Parameters, and what the optimizer keeps of each slice of them."""
+        structure, graph, block = self.structure, self.graph, block_bytes(self.graph)
+        storage_of = {number: storage for storage, number in self.parameter_of.items()}
+        trained = iter(trained_tensors(graph))
+        found: list[PlannedTensor] = []
+        for number, parameter in enumerate(graph.parameters):
+            size = rounded_bytes(parameter.spec.nbytes, block)
+            storage, own = storage_of.get(number), updates.get(number, [])
+            held = partial(PlannedTensor, born=-1, dies=len(self.order), name=parameter.name)
+            touched = [] if storage is None else self.touched[0].get(storage, [])
+            at = tuple(index for index, _ in own)
+            sizes = state_sizes(graph.optimizer, next(trained)) if own else ()
+            if not size:
+                continue
+            found.append(
+                held(
+                    number=len(found),
+                    kind="parameter",
+                    size_bytes=size,
+                    accesses=tuple(sorted({*touched, *at})),
+                    writers=at,
+                    value=-1 if storage is None else int(structure.roots[storage]),
+                )
+            )
+            for index, part in own:
+                for state in sizes:
+                    found.append(
+                        held(
+                            number=len(found),
+                            kind="state",
+                            size_bytes=-(-state * part // size),
+                            accesses=(index,),
+                            writers=(index,),
+                        )
+                    )
+        return found
+
+    def _made(
+        self, number: int, storage: int, place: dict[int, int], updates: Sequence[int]
+    ) -> PlannedTensor:
+        """What an op of the step makes; a gradient is read last by updates of its parameter."""
+        structure, (accesses, writers) = self.structure, self.touched
+        born, dies = place[int(structure.born[storage])], int(structure.dies[storage])
+        touched = {born, *accesses.get(storage, []), *updates}
+        return PlannedTensor(
+            number=number,
+            kind="activation",
+            size_bytes=int(self.sizes.size_bytes[storage]),
+            born=born,
+            dies=updates[-1] if updates else place.get(dies, len(self.order)),
+            accesses=tuple(sorted(touched)),
+            writers=tuple(sorted({born, *writers.get(storage, [])})),
+            value=int(structure.roots[storage]),
+        )
+
+    def _parameter_of(self) -> dict[int, int]:
+        """The storages of parameters, each with the number of its parameter.
+
+        Values of parameters stand in the graph without their names; a parameter is found by its
+        shape and by the module of the first op that reads it.
+        """
+        graph, structure = self.graph, self.structure
+        left: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+        for number, parameter in enumerate(graph.parameters):
+            key = parameter.name.rpartition(".")[0], parameter.spec.shape, parameter.spec.dtype
+            left.setdefault(key, []).append(number)
+        found: dict[int, int] = {}
+        for op in graph.ops:
+            for value in op.inputs:
+                storage = int(structure.storage_of[value])
+                root = graph.values[int(structure.roots[storage])]
+                if root.kind != "parameter" or storage in found:
+                    continue
+                options = left.get((op.module, root.spec.shape, root.spec.dtype))
+                if options:
+                    found[storage] = options.pop(0)
+        return found
+
+    def _touched(self, place: dict[int, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """(ops that touch each storage, ops that write it).
+
+        Views touch what they are of: of a storage that `apply_plan` has emptied torch makes none.
+        """
+        accesses: dict[int, list[int]] = {}
+        writers: dict[int, list[int]] = {}
+        number_of = self.structure.storage_of
+        for index, op in enumerate(self.graph.ops):
+            written = {int(number_of[value]) for value in op.outputs}
+            if op.is_view:
+                for storage in {int(number_of[value]) for value in op.inputs}:
+                    accesses.setdefault(storage, []).append(place[index])
+                continue
+            for storage in {int(number_of[value]) for value in op.inputs} | written:
+                accesses.setdefault(storage, []).append(place[index])
+            for storage in written:
+                writers.setdefault(storage, []).append(place[index])
+        return accesses, writers
+
+
+def is_repeatable(op: Op) -> bool:
+    """Whether running it again gives the same: of the forward pass, and not random."""
+    name = op.call.target.lower()
+    return op.phase == "forward" and not op.is_view and not any(word in name for word in _RANDOM)
+
+
+def joined(jobs: Sequence[SwapProblem]) -> SwapProblem:
+    """One step of every job, one after the other, as a problem of its own.
+
+    Raises WorkloadError where there are none, or their links are not the same.
+    """
+    if not jobs:
+        raise WorkloadError("there are no jobs to plan memory for; give at least one")
+    first = jobs[0]
+    if any((job.d2h, job.h2d) != (first.d2h, first.h2d) for job in jobs):
+        raise WorkloadError("jobs that share a device share its host link; give all the same one")
+    ops = sum(job.ops for job in jobs)
+    tensors: list[PlannedTensor] = []
+    reads: list[tuple[int, ...]] = []
+    writes: list[tuple[int, ...]] = []
+    for job in jobs:
+        begin, number = len(reads), len(tensors)
+        end = begin + job.ops
+        for tensor in job.tensors:
+            last = ops if tensor.is_standing else min(tensor.dies + begin, end - 1)
+            tensors.append(
+                replace(
+                    tensor,
+                    number=number + tensor.number,
+                    born=tensor.born if tensor.is_standing else tensor.born + begin,
+                    dies=last,
+                    accesses=tuple(op + begin for op in tensor.accesses),
+                    writers=tuple(op + begin for op in tensor.writers),
+                )
+            )
+        reads += [tuple(number + tensor for tensor in each) for each in job.reads]
+        writes += [tuple(number + tensor for tensor in each) for each in job.writes]
+    return SwapProblem(
+        op_s=np.concatenate([job.op_s for job in jobs]),
+        tensors=tuple(tensors),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        repeatable=tuple(each for job in jobs for each in job.repeatable),
+        workspace_bytes=np.concatenate([job.workspace_bytes for job in jobs]),
+        fixed_bytes=sum(job.fixed_bytes for job in jobs),
+        d2h=first.d2h,
+        h2d=first.h2d,
+        order=tuple(op for job in jobs for op in job.order),
+        names=tuple(f"job {index}: {name}" for index, job in enumerate(jobs) for name in job.names),
+    )

@@ -1,0 +1,327 @@
+"""Make a regression's design matrix, the kernel of its residuals, the weights of its rows.
+
+Residuals are of log step time. They are correlated between placements that resemble each other and
+between batch sizes, and the part that is due to communication is scaled by the share of the step
+that gradient synchronisation takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.calibrate.performance_model import (
+    BATCH,
+    LARGEST_NODE,
+    NODES,
+    RANKS,
+    Array,
+    EngineTimes,
+    Priors,
+    Reference,
+    evaluate_model,
+)
+from estimator.errors import WorkloadError
+
+_LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
+# Variance between runs exceeds that between the steps of one run, so an observation of many steps
+# does not weigh as much as many observations.
+_LARGEST_WEIGHT = 4.0
+_REFERENCE_ITERATIONS = 3
+
+
+def design_matrix(X: ArrayLike) -> Array:
+    """Rows of (ranks, nodes, batch, micro-batches, most devices on one node).
+
+    Where the fifth column is left out, devices are spread evenly over nodes.
+    """
+    rows = np.asarray(X, dtype=float)
+    if not rows.size:
+        return np.empty((0, 5))
+    rows = np.atleast_2d(rows)
+    if rows.ndim == 2 and rows.shape[1] == 4:
+        rows = np.column_stack([rows, np.ceil(rows[:, RANKS] / np.maximum(rows[:, NODES], 1))])
+    if rows.ndim != 2 or rows.shape[1] != 5 or not np.isfinite(rows).all() or (rows < _LEAST).any():
+        raise WorkloadError(
+            "a row must be (ranks, nodes, batch, micro-batches, most devices on one node), the "
+            "batch positive and the others at least 1; correct the table"
+        )
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dataset:
+    """A design matrix, the logarithms of step times, and how many observations each counts for."""
+
+    rows: Array
+    log_times: Array
+    weights: Array
+    engine_times: EngineTimes | None
+
+    @classmethod
+    def checked(
+        cls,
+        X: ArrayLike,
+        y: ArrayLike,
+        weights: ArrayLike | None,
+        engine_times: EngineTimes | None,
+    ) -> Dataset:
+        """The same from what a caller gives; raises WorkloadError."""
+        rows, times = design_matrix(X), np.asarray(y, dtype=float)
+        counts = np.ones(len(rows)) if weights is None else np.asarray(weights, dtype=float)
+        for name, values in (("step times", times), ("weights", counts)):
+            if values.shape != (len(rows),):
+                raise WorkloadError(
+                    f"{len(rows)} rows have {values.size} {name}; give one for each"
+                )
+            wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+            if len(wrong):
+                raise WorkloadError(
+                    f"{name} must be positive and finite, found {values[wrong[0]]:g} in row "
+                    f"{wrong[0]}; correct it or leave the row out"
+                )
+        return cls(
+            rows=rows,
+            log_times=np.log(times),
+            weights=np.minimum(counts, _LARGEST_WEIGHT),
+            engine_times=engine_times,
+        )
+
+    def part(self, places: slice | NDArray[np.intp]) -> Dataset:
+        """Some of the observations."""
+        times = self.engine_times
+        return Dataset(
+            rows=self.rows[places],
+            log_times=self.log_times[places],
+            weights=self.weights[places],
+            engine_times=None if times is None else times.part(places),
+        )
+
+    def originals(self) -> NDArray[np.intp]:
+        """The places of all observations but copies of an earlier one, step and time alike."""
+        values = np.column_stack([self.rows, self.log_times])
+        return np.sort(np.unique(values, axis=0, return_index=True)[1])
+
+    def distinct(self) -> tuple[Array, NDArray[np.intp]]:
+        """The distinct rows, and for each row which of them it is."""
+        rows, places = np.unique(self.rows, axis=0, return_inverse=True)
+        return rows, places.reshape(-1)
+
+
+def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
+    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest.
+
+    Each distinct row counts once, by the median of its runs. Without rows it is next to none, and
+    so is the stall, which nothing has shown.
+    """
+    if not len(data.rows):
+        return Reference(compute_s=float(np.finfo(float).tiny), batch=1.0)
+    distinct, row_of = data.distinct()
+    batch = float(np.exp(np.log(distinct[:, BATCH]).mean()))
+    if compute_s is not None:
+        # Of one row the engine says the same each time.
+        first = np.unique(row_of, return_index=True)[1]
+        return Reference(compute_s=float(np.exp(np.log(compute_s[first]).mean())), batch=batch)
+    fewest = np.flatnonzero(distinct[:, RANKS] == distinct[:, RANKS].min())
+    rows = distinct[fewest]
+    times = np.array([np.median(data.log_times[row_of == row]) for row in fewest])
+    reference_s = float(np.exp(times.mean()))
+    for _ in range(_REFERENCE_ITERATIONS):
+        reference = Reference(compute_s=reference_s, batch=batch)
+        model = evaluate_model(priors.log_medians(), rows, reference)
+        reference_s *= float(np.exp((times - model.log_step).mean()))
+    return Reference(compute_s=reference_s, batch=batch)
+
+
+# Standard deviations and length scales (of logarithms) of the residuals that fits to whole tables
+# of Pollux's T4 cluster leave: the synchronisation of a placement differs from the model by 10 %,
+# and half of that variance is shared with placements like it.
+_PLACEMENT_SIGMA = 0.10
+_SMOOTH_SHARE = 0.5
+_PLACEMENT_COLUMNS = [RANKS, NODES, LARGEST_NODE]
+_PLACEMENT_LENGTH_SCALES = np.array([0.7, 0.5, 0.7])
+_PLACEMENT_BATCH_LENGTH_SCALE = 1.5
+_COMPUTE_SIGMA, _COMPUTE_BATCH_LENGTH_SCALE = 0.03, 0.5
+_JITTER_SIGMA, _JITTER_BATCH_LENGTH_SCALE = 0.04, 1.0
+# Observation noise: two runs of the same allocation and batch, without and with communication.
+_NOISE_SIGMA, _SYNC_NOISE_SIGMA = 0.03, 0.04
+# Squared distance below which two placements are the same, up to rounding.
+_SAME_PLACEMENT = 1e-12
+# The covariance of so many rows with a thousand stays in a core's cache while it is worked out.
+_ROWS_AT_ONCE = 64
+
+
+def noise_variance(sync_share: Array) -> Array:
+    """Variance of log step time between two runs of the same allocation and batch."""
+    return np.asarray(_NOISE_SIGMA**2 + (_SYNC_NOISE_SIGMA * sync_share) ** 2)
+
+
+def marginal_variance(sync_share: Array) -> Array:
+    """Variance of log step time about the performance model: of noise and of the placement."""
+    placement = (_PLACEMENT_SIGMA * sync_share) ** 2
+    return np.asarray(noise_variance(sync_share) + placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """Inputs of the Gaussian process: rows, and the share of synchronisation in each row's step.
+
+    `placements` are the logarithms of ranks, nodes and most devices on a node, over their length
+    scales.
+    """
+
+    rows: Array
+    sync_share: Array
+    placements: Array = field(init=False)
+    log_batches: Array = field(init=False)
+    is_distributed: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        placements = np.log(self.rows[:, _PLACEMENT_COLUMNS]) / _PLACEMENT_LENGTH_SCALES
+        object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "log_batches", np.log(self.rows[:, BATCH]))
+        object.__setattr__(self, "is_distributed", (self.rows[:, RANKS] > 1).astype(float))
+
+
+def kernel(first: Inputs, second: Inputs) -> Array:
+    """Covariance of the residuals at two sets of inputs, without observation noise.
+
+    A sum of three squared-exponential kernels: of the placement's synchronisation, of compute at a
+    batch size, and of the jitter between ranks.
+    """
+    found = np.empty((len(first.rows), len(second.rows)))
+    for start in range(0, len(found), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        found[rows] = _kernel_rows(first, rows, second)
+    return found
+
+
+def lower_kernel(inputs: Inputs) -> Array:
+    """The lower triangle of ``kernel(inputs, inputs)`` in columns; above it is nothing of use."""
+    found = np.empty((len(inputs.rows), len(inputs.rows)), order="F")
+    for start in range(0, len(found), _ROWS_AT_ONCE):
+        columns, rest = slice(start, start + _ROWS_AT_ONCE), slice(start, None)
+        found[rest, columns] = _kernel_rows(inputs, columns, inputs, rest).T
+    return found
+
+
+def _kernel_rows(first: Inputs, rows: slice, second: Inputs, columns: slice = slice(None)) -> Array:
+    from scipy.spatial.distance import cdist
+
+    distance = cdist(first.placements[rows], second.placements[columns], "sqeuclidean")
+    smooth = np.exp(-distance / 2)
+    batch_distance = (first.log_batches[rows, None] - second.log_batches[columns]) ** 2 / 2
+    placement = _SMOOTH_SHARE * smooth
+    same = distance < _SAME_PLACEMENT
+    if same.any():
+        placement[same] += 1 - _SMOOTH_SHARE
+    share, distributed = first.sync_share[rows, None], first.is_distributed[rows, None]
+    other_share = second.sync_share[columns]
+    placement *= np.exp(batch_distance * (-1 / _PLACEMENT_BATCH_LENGTH_SCALE**2))
+    placement *= _PLACEMENT_SIGMA**2 * share * other_share
+    compute = np.exp(batch_distance * (-1 / _COMPUTE_BATCH_LENGTH_SCALE**2))
+    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - other_share)
+    jitter = smooth
+    jitter *= np.exp(batch_distance * (-1 / _JITTER_BATCH_LENGTH_SCALE**2))
+    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed[columns]
+    return np.asarray(placement + compute + jitter)
+
+
+def kernel_diagonal(inputs: Inputs) -> Array:
+    """The diagonal of ``kernel(inputs, inputs)``: the prior variance of the residuals."""
+    placement = (_PLACEMENT_SIGMA * inputs.sync_share) ** 2
+    compute = (_COMPUTE_SIGMA * (1 - inputs.sync_share)) ** 2
+    return np.asarray(placement + compute + _JITTER_SIGMA**2 * inputs.is_distributed)
+
+
+# Degrees of freedom of the Student t distribution of an observation's error.
+_DEGREES_OF_FREEDOM = 4.0
+# An observation outside the 99.9 % interval of a normal variable is an outlier, until so many
+# observations of the same row agree.
+_OUTLIER_Z = 3.29
+_CONFIRMED = 3
+# Correlation between errors of the model in runs of one row: what it does not know of the row is
+# the same in each, and about as large as their noise (`gaussian_process`).
+_INTRACLASS_CORRELATION = 0.5
+
+
+def effective_ratio(weights: Array, row_of: NDArray[np.intp]) -> Array:
+    """What each observation says of the model as a share of what it would say as the only run.
+
+    n runs of one row say as much as n / (1 + (n − 1)·ρ) independent ones, less than 1 / ρ (the
+    design effect of Kish 1965, Survey Sampling), so that no row repeated often outweighs others.
+    """
+    runs = np.bincount(row_of, weights)[row_of]
+    return np.asarray(1 / (1 + np.maximum(runs - 1, 0) * _INTRACLASS_CORRELATION))
+
+
+def leverage(rows: Array, jacobian: Array) -> Array:
+    """How much a fit with this `jacobian`, of which `rows` are some, follows each of these."""
+    return np.asarray(((rows @ np.linalg.inv(jacobian.T @ jacobian)) * rows).sum(axis=1))
+
+
+def robust_weights(
+    errors: Array, jacobian: Array, observation_weights: Array, copy_of: NDArray[np.intp]
+) -> Array:
+    """Weights of observations by their standardised residuals, 0 to 1.
+
+    `errors` and `jacobian` are of all observations, then of the parameters' priors, under the
+    `observation_weights` so far. A Student t distribution's weights, with those outside the 99.9 %
+    interval down-weighted further. Residuals are studentised: divided by √(1 − leverage), since an
+    observation, with its copies (`copy_of` says of which it is one), pulls the fit towards itself.
+    """
+    count = len(observation_weights)
+    of_copies = np.bincount(copy_of, leverage(jacobian[:count], jacobian))[copy_of]
+    variance = observation_weights * np.maximum(1 - of_copies, 1e-6)
+    z = np.maximum(np.abs(errors[:count]) / np.sqrt(variance), 1e-9)
+    student = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + z**2)
+    return np.asarray(np.minimum(student, 1) * np.minimum(1, _OUTLIER_Z / z) ** 2)
+
+
+def robust_loss(z: Array) -> Array:
+    """The loss of residuals, in standard deviations, of which `robust_weights` are the weights.
+
+    Its derivative is z times the weight: half the square up to 1, then that of a Student t
+    distribution and, for outliers, no more than a bound.
+    """
+    z, m = np.abs(z), _DEGREES_OF_FREEDOM
+    near, student = np.minimum(z, 1), np.clip(z, 1, _OUTLIER_Z)
+    far = np.maximum(z, _OUTLIER_Z)
+    tail = np.log((1 + m / _OUTLIER_Z**2) / (1 + m / far**2)) * _OUTLIER_Z**2 / m
+    return np.asarray(near**2 / 2 + (m + 1) / 2 * (np.log((m + student**2) / (m + 1)) + tail))
+
+
+def confirmed(
+    weights: Array,
+    unweighted: Array,
+    row_of: NDArray[np.intp],
+    residuals: Array,
+    sync_share: Array,
+) -> tuple[Array, Array]:
+    """Robust `weights`, restored for observations that agree on a row; each row's nugget variance.
+
+    `unweighted` are those that no robust fit has changed. Three or more that agree within the noise
+    are no outliers, however far the model is from them: the row has an effect of its own. Where
+    others of the row contradict them, copies of one value, which no two runs share to the last
+    digit, speak with one voice: most of the distinct values have to agree, and copies count
+    together as less than two (`effective_ratio`).
+    """
+    count = int(row_of.max(initial=-1)) + 1
+    weights, nugget = weights.copy(), np.zeros(count)
+    variance = marginal_variance(sync_share)
+    for row in np.flatnonzero(np.bincount(row_of, minlength=count) >= _CONFIRMED):
+        members = np.flatnonzero(row_of == row)
+        distinct = np.unique(residuals[members])
+        median = np.median(distinct)
+        farthest = _OUTLIER_Z * np.sqrt(noise_variance(sync_share[members]))
+        near = np.abs(residuals[members] - median) < farthest
+        is_most = 2 * np.sum(np.abs(distinct - median) < farthest[0]) > len(distinct)
+        if near.sum() >= _CONFIRMED and is_most:
+            weights[members] = np.where(near, unweighted[members], weights[members])
+            nugget[row] = max(median**2 - variance[members[0]], 0.0)
+        else:
+            copy_of = np.searchsorted(distinct, residuals[members])
+            weights[members] *= effective_ratio(np.ones(len(members)), copy_of)
+    return weights, nugget

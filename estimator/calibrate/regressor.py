@@ -1,0 +1,627 @@
+"""Fit the performance model to observed steps of one job on one kind of device.
+
+Maximum a posteriori least squares in log space, reweighted until observations that contradict the
+others count little (an M-estimator). Its loss is bounded, so that it has several optima: one
+outlier of leverage may cast out the good observations instead. Where any is cast out, fits that
+begin without one row each compete by that loss (as the MM-estimators of Yohai 1987 begin from a fit
+that outliers do not reach).
+
+A step waits for its slowest node: where a share p of nodes is slow, a step on n of them is slow
+with the probability 1 − (1 − p)ⁿ.
+
+Where the engine's whole step is known, the ratio of it to the model's prior prediction is an offset
+of the regression, as in a generalised linear model, since the model's overlap is not the engine's:
+without observations the answer is then exactly the engine's.
+
+Maximum a posteriori least squares in log space, with the priors of `priors` and weights that make
+it robust to outliers (an M-estimator); a Gaussian process (`gaussian_process`) then models the
+residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
+with the most devices on one node as a fifth column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.calibrate import design, intervals
+from estimator.calibrate.design import (
+    Dataset,
+    Inputs,
+    design_matrix,
+    effective_ratio,
+    leverage,
+    reference_of,
+    robust_loss,
+    robust_weights,
+)
+from estimator.calibrate.intervals import (
+    ENGINE_SPREAD_PRIOR,
+    SPREAD_PRIOR,
+    Spread,
+    SpreadPrior,
+    adapted_coverage,
+)
+from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior, training_data
+from estimator.calibrate.performance_model import (
+    BATCH,
+    COMPUTE_CORRECTIONS,
+    ENGINE_PRIORS,
+    LARGEST_NODE,
+    NODES,
+    PARAMETERS,
+    RANKS,
+    SYNC_CORRECTIONS,
+    WEAK_PRIORS,
+    Array,
+    EngineTimes,
+    ModelValues,
+    Priors,
+    evaluate_model,
+    transferred,
+)
+from estimator.errors import WorkloadError
+
+# Iteratively reweighted least squares: most iterations, and the change that counts as converged.
+_MOST_ITERATIONS = 6
+_TOLERANCE = 0.01
+# Of MINPACK. Short first steps: a long one may end in a local optimum far from the priors.
+_MINPACK = {"factor": 1.0, "xtol": 1e-6, "ftol": 1e-6, "maxfev": 100}
+# Of fewer rows none says which is wrong, and beside more no single one decides; between, so many
+# are left out in turn.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_STARTS = 5, 40, 10
+# A job's only observation contradicts nothing but the priors, which know no step of this job. It is
+# believed up to this factor from their medians, where the tail of a Student t distribution of an
+# engine's errors (of sigma 0.2) falls to the odds of a mistake: 1 in 100, of any size up to 1,000.
+_MOST_ALONE_RATIO = 7.0
+# Next to nothing: weights divide.
+_LEFT_OUT_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterFit:
+    """Parameters standardised by their priors, and the weights of observations, 0 to 1."""
+
+    standardised: Array
+    weights: Array
+
+
+def fit_parameters(
+    data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
+) -> ParameterFit:
+    """The best of several robust fits; `model_at` gives the model at standardised parameters."""
+    search = _Search(data, model_at, prior_sigmas)
+    none = np.zeros(len(prior_sigmas))
+    if search.is_believed_alone():
+        fit = ParameterFit(standardised=none, weights=np.ones(1))
+        return replace(fit, standardised=search.reweighted(fit, most_iterations=1).standardised)
+    fit = search.reweighted(ParameterFit(standardised=none, weights=np.ones(len(data.rows))))
+    if not (fit.weights < OUTLIER_WEIGHT).any():
+        return fit
+    starts = [fit, *search.without_one_row(fit)]
+    if len(starts) > 1:
+        fit = search.reweighted(min(starts, key=search.loss))
+    # Before they were known to be outliers they may have led to another local optimum.
+    return search.reweighted(ParameterFit(standardised=none, weights=fit.weights))
+
+
+class _Search:
+    """Robust fits of one model to one set of observations."""
+
+    def __init__(
+        self, data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
+    ) -> None:
+        self.data, self.model_at, self.prior_sigmas = data, model_at, prior_sigmas
+        self.row_of = data.distinct()[1]
+        # Of few rows that is no sign of a mistake: three observations confirm each other.
+        values = np.column_stack([self.row_of, data.log_times])
+        self.copy_of = np.arange(len(values))
+        if self.row_of.max(initial=-1) + 1 >= _FEWEST_ROWS:
+            self.copy_of = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
+
+    def is_believed_alone(self) -> bool:
+        """Whether there is but one observation, within a factor of what the priors say."""
+        if len(self.data.rows) != 1:
+            return False
+        model = self.model_at(np.zeros(len(self.prior_sigmas)))
+        away = np.abs(model.log_step - self.data.log_times).item()
+        return bool(away < np.log(_MOST_ALONE_RATIO))
+
+    def reweighted(
+        self, start: ParameterFit, most_iterations: int = _MOST_ITERATIONS
+    ) -> ParameterFit:
+        """Iteratively reweighted least squares: alternate between parameters and weights."""
+        from scipy.optimize import leastsq
+
+        parameters, weights = start.standardised, start.weights
+        for _ in range(most_iterations):
+            effective = effective_ratio(self.data.weights * weights, self.row_of)
+            variance = design.marginal_variance(self.model_at(parameters).sync_share)
+            scale = np.sqrt(self.data.weights * weights * effective / variance)
+            before, weights_before = parameters, weights
+            # Asked for the errors at a point, then for their derivatives there.
+            at = lru_cache(maxsize=1)(partial(self._errors, scale=scale))
+            parameters = leastsq(
+                lambda z, at=at: at(z.tobytes())[0],
+                before,
+                Dfun=lambda z, at=at: at(z.tobytes())[1],
+                diag=np.ones(len(before)),
+                full_output=True,
+                **_MINPACK,
+            )[0]
+            weights = robust_weights(*at(parameters.tobytes()), weights * effective, self.copy_of)
+            change = np.abs(weights - weights_before).max()
+            if max(change, np.abs(parameters - before).max()) < _TOLERANCE:
+                break
+        return ParameterFit(standardised=parameters, weights=weights)
+
+    def without_one_row(self, fit: ParameterFit) -> Iterator[ParameterFit]:
+        """Fits to all rows but one, from the medians of the priors.
+
+        Those first that a fit has cast out, then those on which the parameters rest most.
+        """
+        none, ones = np.zeros(len(self.prior_sigmas)), np.ones(len(self.data.rows))
+        model = self.model_at(none)
+        scale = np.sqrt(1 / design.marginal_variance(model.sync_share))
+        _, first = np.unique(self.row_of, return_index=True)
+        jacobian = (model.jacobian * self.prior_sigmas * scale[:, None])[first]
+        of_rows = leverage(jacobian, np.vstack([jacobian, np.eye(len(none))]))
+        if not _FEWEST_ROWS <= len(first) <= _MOST_ROWS:
+            return
+        of_rows[self.row_of[fit.weights < OUTLIER_WEIGHT]] += 1
+        for row in np.argsort(-of_rows, kind="stable")[:_MOST_STARTS]:
+            weights = np.where(self.row_of == row, _LEFT_OUT_WEIGHT, ones)
+            yield self.reweighted(
+                ParameterFit(standardised=none, weights=weights), most_iterations=1
+            )
+
+    def loss(self, fit: ParameterFit) -> float:
+        """What a fit minimises: the bounded loss of all observations, and that of the priors."""
+        model = self.model_at(fit.standardised)
+        sigma = np.sqrt(design.marginal_variance(model.sync_share))
+        z = (model.log_step - self.data.log_times) / sigma
+        counts = self.data.weights * effective_ratio(self.data.weights, self.row_of)
+        return float(counts @ robust_loss(z) + fit.standardised @ fit.standardised / 2)
+
+    def _errors(self, parameters: bytes, scale: Array) -> tuple[Array, Array]:
+        """Standardised errors of observations, then of parameters from their priors; jacobian."""
+        standardised = np.frombuffer(parameters)
+        model = self.model_at(standardised)
+        errors = np.concatenate([(model.log_step - self.data.log_times) * scale, standardised])
+        jacobian = model.jacobian * self.prior_sigmas * scale[:, None]
+        return errors, np.vstack([jacobian, np.eye(len(standardised))])
+
+
+# Two populations differ by this much at least.
+_LEAST_SHIFT_RATIO = 0.05
+# Standard errors between both, as for `drift`.
+_LEAST_Z = 4.5
+# Observation noise between two runs of the same step is at least about this (`gaussian_process`).
+_LEAST_SIGMA = 0.02
+# Steps of each of two populations, and the share of variance that two groups may leave: normal
+# values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.
+_LEAST_POPULATION = 4
+_MOST_WITHIN_RATIO = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Populations:
+    """Machines of one name whose steps fall into two groups, one `ratio` times as long."""
+
+    name: str
+    ratio: float
+    slower: int
+    steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"steps on {self.name} fall into two groups: {self.slower} of {self.steps} take "
+            f"{self.ratio:.2f} times as long as the others; name the unlike machines apart"
+        )
+
+
+def populations(name: str, residuals: Array) -> Populations | None:
+    """Two groups of log(observed / expected), far apart and each close together, else None."""
+    is_slow = slower_ones(residuals)
+    if is_slow is None:
+        return None
+    shift = float(residuals[is_slow].mean() - residuals[~is_slow].mean())
+    count = int(is_slow.sum())
+    return Populations(name=name, ratio=math.exp(shift), slower=count, steps=len(residuals))
+
+
+def slower_ones(residuals: Array) -> NDArray[np.bool_] | None:
+    """Which residuals are of the slower of two populations, None where there is but one.
+
+    The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
+    population it leaves 36 % of the variance; two groups have to leave far less.
+    """
+    order = np.argsort(residuals, kind="stable")
+    values, steps = residuals[order], len(residuals)
+    if steps < 2 * _LEAST_POPULATION:
+        return None
+    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
+    values = values - values.mean()
+    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
+    below = np.cumsum(values)[shorter - 1]
+    between = below**2 * steps / (shorter * (steps - shorter))
+    best = int(np.argmax(between))
+    cut, total = int(shorter[best]), float(values @ values)
+    within = max(total - float(between[best]), 0.0)
+    shift = float(values[cut:].mean() - values[:cut].mean())
+    is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > _LEAST_SHIFT_RATIO
+    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
+        return None
+    is_slow = np.zeros(steps, dtype=bool)
+    is_slow[order[cut:]] = True
+    return is_slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TwoSpeeds:
+    """One job on nodes of one name, a share `node_ratio` of which is slower.
+
+    `is_slow` says which observed steps were; these take e^`log_ratio` times as long.
+    """
+
+    log_ratio: float
+    node_ratio: float
+    is_slow: NDArray[np.bool_]
+
+    def slow_probability(self, nodes: Array) -> Array:
+        """How probably a step on so many nodes has a slow one among them."""
+        return np.asarray(1 - (1 - self.node_ratio) ** nodes)
+
+    def log_shift(self, nodes: Array) -> Array:
+        """How much longer, in logarithms, the more probable step is than that of fast nodes."""
+        return np.where(self.slow_probability(nodes) > 0.5, self.log_ratio, 0.0)
+
+    def wider(self, nodes: Array, coverage_ratio: float) -> Array:
+        """What an interval that covers so many steps needs to reach those of the other speed."""
+        slow = self.slow_probability(nodes)
+        is_needed = np.minimum(slow, 1 - slow) > 1 - coverage_ratio
+        return np.where(is_needed, self.log_ratio, 0.0)
+
+
+def two_speeds(
+    residuals: Array, row_of: NDArray[np.intp], nodes: Array, weights: Array
+) -> TwoSpeeds | None:
+    """Two populations among the steps of one job, in order of arrival, or None.
+
+    They are told by steps seen more than once: one has to be in both groups, or else the groups may
+    be what the model does not know of rows. Where one group follows the other, something has
+    changed: nodes taken at random would alternate twice as often as is asked here.
+    """
+    is_slow = slower_ones(residuals)
+    if is_slow is None or not np.intersect1d(row_of[is_slow], row_of[~is_slow]).size:
+        return None
+    slow, steps = int(is_slow.sum()), len(is_slow)
+    if np.count_nonzero(np.diff(is_slow)) < slow * (steps - slow) / steps:
+        return None
+    return TwoSpeeds(
+        log_ratio=float(residuals[is_slow].mean() - residuals[~is_slow].mean()),
+        node_ratio=_slow_node_ratio(is_slow, nodes, weights),
+        is_slow=is_slow,
+    )
+
+
+def _slow_node_ratio(is_slow: NDArray[np.bool_], nodes: Array, weights: Array) -> float:
+    """The share of slow nodes by which as many steps are expected to be slow as were."""
+    from scipy.optimize import brentq
+
+    seen = weights @ is_slow
+    return float(brentq(lambda share: weights @ (1 - (1 - share) ** nodes) - seen, 0.0, 1.0))
+
+
+# The columns by whose range a row is inside or outside of the training data.
+_RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
+# So many of the last observations are compared with the intervals of so many before them.
+_MOST_SUCCESSIVE, _MOST_BEFORE = 50, 50
+_ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """Predictions for rows, in logarithms of seconds.
+
+    Measured steps lie within `half_width` of `log_step` as often as was asked; rows that
+    `extrapolates` marks are too far from all observations to be trusted. `model` holds the values
+    of the fitted performance model without the residuals' Gaussian process.
+    """
+
+    log_step: Array
+    half_width: Array
+    extrapolates: NDArray[np.bool_]
+    model: ModelValues
+
+
+class StepTimeRegressor:
+    """Step times of one job from few observations: a performance model and its residuals.
+
+    `priors` are those of the job's parameters; None takes the weakly informative ones, or those of
+    corrections to the engine's seconds where these are given. `peers` are the spreads of other jobs
+    on the same machines (`intervals.Spread.posterior`).
+    """
+
+    def __init__(
+        self,
+        *,
+        priors: Priors | None = None,
+        peers: Sequence[Array] = (),
+        spread_prior: SpreadPrior | None = None,
+    ) -> None:
+        self.priors, self.peers, self.spread_prior = priors, peers, spread_prior
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        engine_times: EngineTimes | None = None,
+    ) -> Self:
+        """Learn from rows, their step times in seconds, and the engine's seconds where known.
+
+        A weight counts observations (1 is an ordinary one). Without rows, both of the engine's
+        times must be given (as empty arrays): all else is unknown then.
+        """
+        data = Dataset.checked(X, y, weights, engine_times)
+        log_times, engine_log_s = data.log_times, _engine_log_s(engine_times)
+        compute_s, sync_s = (engine_times or EngineTimes()).columns(len(data.rows))
+        if not len(data.rows) and (compute_s is None or sync_s is None):
+            raise WorkloadError(
+                "there are no observations to learn from; give some, or both times of the engine"
+            )
+        priors = self.priors
+        if priors is None:
+            compute = COMPUTE_CORRECTIONS if compute_s is not None else {}
+            sync = SYNC_CORRECTIONS if sync_s is not None else {}
+            priors = WEAK_PRIORS.updated(**compute, **sync)
+        self.reference_ = reference_of(data, priors, compute_s)
+        data = replace(data, log_times=log_times - self._log_offsets(data.rows, engine_times))
+        self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
+        self.standardised_parameters_ = np.zeros(len(PARAMETERS))
+        self.observation_weights_ = np.ones(len(data.rows))
+        if len(data.rows):
+            self._fit_model(data)
+        residuals = data.log_times - self.model(data.rows, engine_times=engine_times).log_step
+        row_of = data.distinct()[1]
+        self.speeds_ = two_speeds(residuals, row_of, data.rows[:, NODES], data.weights)
+        if self.speeds_ is not None:
+            # All that follows is of the faster nodes.
+            slower = self.speeds_.log_ratio * self.speeds_.is_slow
+            log_times = log_times - slower
+            data = replace(data, log_times=data.log_times - slower)
+            self._fit_model(data)
+        self.log_parameters_ = (
+            self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_
+        )
+        seen = data.rows[:, _RANGE_COLUMNS]
+        self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
+        self._data = data
+        self.posterior_ = self._posterior(data, self.observation_weights_)
+        self._observed = data.rows, log_times, engine_log_s
+        usual = design.noise_variance(np.zeros(1)).item()
+        self.replicate_variance_ = intervals.replicate_variance(
+            log_times, self.observation_weights_, row_of, usual
+        )
+        return self
+
+    @cached_property
+    def mixture_(self) -> Mixture:
+        """The weights of this model and of others, by their errors on what was left out."""
+        rows, log_times, engine_log_s = self._observed
+        return Mixture().fit(
+            rows,
+            log_times,
+            left_out=self.posterior_.left_out,
+            observation_weights=self.observation_weights_,
+            engine_log_s=engine_log_s,
+        )
+
+    def fit_from(
+        self, source: tuple[ArrayLike, ArrayLike], X: ArrayLike, y: ArrayLike
+    ) -> StepTimeRegressor:
+        """Learn the same job on a new kind of device, transferring what `source`'s rows tell."""
+        known = StepTimeRegressor().fit(*source)
+        variances = np.diag(known.posterior_.parameter_covariance)
+        priors = transferred(
+            known.log_parameters_,
+            known.prior_sigmas_ * np.sqrt(variances),
+            target=self.priors or WEAK_PRIORS,
+        )
+        return StepTimeRegressor(priors=priors).fit(X, y)
+
+    def model(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> ModelValues:
+        """The fitted performance model at rows, without its residuals there."""
+        return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
+
+    @cached_property
+    def spread_(self) -> Spread:
+        """How much this job varies beyond what is predicted of steps that were not seen."""
+        left_out, distinct = self.mixture_.left_out, len(self.mixture_.rows_)
+        of_errors = left_out.log_ratio, left_out.variance
+        usual = SPREAD_PRIOR if self._observed[2] is None else ENGINE_SPREAD_PRIOR
+        return Spread(*of_errors, distinct, self.peers, self.spread_prior or usual)
+
+    def _spread_variance(self, rows: Array, variance: Array) -> Array:
+        """The variance of rows whose predictive one is given, with the job's spread.
+
+        What n runs of a step have shown of it is known; that they differ among each other remains.
+        """
+        return self._spread(self.mixture_.counts(rows), variance)
+
+    def _spread(self, seen: Array, variance: Array) -> Array:
+        """The same where each row was seen so often; repeated ones vary as runs do, no more."""
+        inflation = np.where(seen > 1, 1.0, self.spread_.inflation_variance)
+        scatter = self.spread_.scatter_variance / (1 + seen)
+        return variance * inflation + scatter + self.replicate_variance_
+
+    @property
+    def scores_(self) -> tuple[Array, Array]:
+        """Leave-one-out scores of observations, and the share of synchronisation in each.
+
+        A score is the distance between an observation and its prediction from all other inputs, in
+        predictive standard deviations.
+        """
+        left_out, spread = self.mixture_.left_out, self.spread_
+        variance = left_out.variance * spread.inflation_variance + spread.scatter_variance
+        return np.abs(left_out.log_ratio) / np.sqrt(variance), left_out.sync_share
+
+    def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
+        """Step times of rows, in seconds."""
+        inputs, model = self._inputs(X, engine_times)
+        jacobian = model.jacobian * self.prior_sigmas_
+        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        log_step, _ = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
+        return np.exp(log_step)
+
+    def predict_interval(
+        self,
+        X: ArrayLike,
+        *,
+        engine_times: EngineTimes | None = None,
+        coverage_ratio: float = intervals.COVERAGE_RATIO,
+    ) -> tuple[Array, Array]:
+        """Step times between which the given share of measured ones should lie, in seconds."""
+        found = self.prediction(X, engine_times=engine_times, coverage_ratio=coverage_ratio)
+        return (
+            np.exp(found.log_step - found.half_width),
+            np.exp(found.log_step + found.half_width),
+        )
+
+    def extrapolates(
+        self, X: ArrayLike, *, engine_times: EngineTimes | None = None
+    ) -> NDArray[np.bool_]:
+        """Which rows are too far from all observations for their prediction to be trusted."""
+        return self.prediction(X, engine_times=engine_times).extrapolates
+
+    def prediction(
+        self,
+        X: ArrayLike,
+        *,
+        engine_times: EngineTimes | None = None,
+        coverage_ratio: float = intervals.COVERAGE_RATIO,
+    ) -> Prediction:
+        """Step times, intervals, the model's values and extrapolation of rows, at once."""
+        inputs, model = self._inputs(X, engine_times)
+        jacobian = model.jacobian * self.prior_sigmas_
+        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
+        variance = self._spread_variance(inputs.rows, variance + between)
+        quantiles = self._score_quantiles(inputs, coverage_ratio)
+        half_width = intervals.half_width(quantiles, variance)
+        if self.speeds_ is not None:
+            half_width = half_width + self.speeds_.wider(inputs.rows[:, NODES], coverage_ratio)
+        parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
+        return Prediction(
+            log_step=log_step,
+            half_width=half_width,
+            extrapolates=intervals.extrapolates(
+                inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
+            ),
+            model=model,
+        )
+
+    def _mixed(
+        self, rows: Array, log_model: Array, variance: Array, engine_times: EngineTimes | None
+    ) -> tuple[Array, Array]:
+        """Log step times of the mixture, and the variance between its experts."""
+        log_model = log_model + self._log_offsets(rows, engine_times)
+        log_step, between = self.mixture_.combine(
+            rows, log_model, variance, _engine_log_s(engine_times)
+        )
+        if self.speeds_ is not None:
+            log_step = log_step + self.speeds_.log_shift(rows[:, NODES])
+        return log_step, between
+
+    def _log_offsets(self, rows: Array, times: EngineTimes | None) -> Array:
+        """Log of the engine's step over the performance model's at the medians of its priors."""
+        if times is None or times.step_s is None:
+            return np.zeros(len(rows))
+        at_medians = evaluate_model(_ENGINE_MEDIANS, rows, self.reference_, times)
+        return np.asarray(np.log(times.step_s) - at_medians.log_step)
+
+    @cached_property
+    def _quantiles(self) -> dict[float, tuple[Array, Array]]:
+        return {}
+
+    def _score_quantiles(self, inputs: Inputs, coverage_ratio: float) -> Array:
+        """Half-widths, in predictive standard deviations, that cover the given share of steps.
+
+        A step that was seen more than once is judged by how repeated ones vary, others by how those
+        left out do: of what is known of a step itself, the latter say nothing.
+        """
+        known = self._quantiles
+        if coverage_ratio not in known:
+            asked = adapted_coverage(self._successive_scores(), coverage_ratio)
+            known[coverage_ratio] = (
+                intervals.quantiles_on_grid(*self.scores_, asked),
+                intervals.quantiles_on_grid(*self._repeated_scores(), asked),
+            )
+        new, seen = (intervals.interpolated(q, inputs.sync_share) for q in known[coverage_ratio])
+        return np.where(self.mixture_.counts(inputs.rows) > 1, seen, new)
+
+    def _repeated_scores(self) -> tuple[Array, Array]:
+        """Scores of steps that were seen again, and the share of synchronisation in each."""
+        data = self._data
+        model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+        noise = design.noise_variance(model.sync_share) + self.replicate_variance_
+        row_of = data.distinct()[1]
+        away, is_repeated = intervals.away_from_others(data.log_times, row_of)
+        return (away / np.sqrt(noise))[is_repeated], model.sync_share[is_repeated]
+
+    def _successive_scores(self) -> Array:
+        """Scores of the last observations, each predicted from those before it."""
+        latest = self._data.originals()[-_MOST_BEFORE - _MOST_SUCCESSIVE :]
+        data, weights = self._data.part(latest), self.observation_weights_[latest]
+        first = len(weights) - min(len(weights) // 2, _MOST_SUCCESSIVE)
+        before = self._posterior(data.part(slice(first)), weights[:first])
+        after = data.part(slice(first, None))
+        inputs, model = self._inputs(after.rows, after.engine_times)
+        noise = design.noise_variance(inputs.sync_share)
+        errors, variance = before.successive(
+            inputs,
+            model.jacobian * self.prior_sigmas_,
+            after.log_times - model.log_step,
+            noise / (after.weights * weights[first:]),
+        )
+        _, row_of = data.distinct()
+        seen = np.array([np.sum(row_of[:at] == row_of[at]) for at in range(first, len(weights))])
+        return np.abs(errors) / np.sqrt(self._spread(seen, variance + noise))
+
+    def _model(
+        self, standardised: Array, rows: Array, engine_times: EngineTimes | None
+    ) -> ModelValues:
+        log_parameters = self.prior_medians_ + self.prior_sigmas_ * standardised
+        return evaluate_model(log_parameters, rows, self.reference_, engine_times)
+
+    def _inputs(self, X: ArrayLike, engine_times: EngineTimes | None) -> tuple[Inputs, ModelValues]:
+        rows = design_matrix(X)
+        model = self._model(self.standardised_parameters_, rows, engine_times)
+        return Inputs(rows=rows, sync_share=model.sync_share), model
+
+    def _fit_model(self, data: Dataset) -> None:
+        def model_at(standardised: Array) -> ModelValues:
+            return self._model(standardised, data.rows, data.engine_times)
+
+        fit = fit_parameters(data, model_at, self.prior_sigmas_)
+        self.standardised_parameters_, self.observation_weights_ = fit.standardised, fit.weights
+
+    def _posterior(self, data: Dataset, observation_weights: Array) -> Posterior:
+        """What some observations say of the residuals of the fitted model."""
+        model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+        jacobian = model.jacobian * self.prior_sigmas_
+        return Posterior(
+            training_data(data, model, self.standardised_parameters_, jacobian, observation_weights)
+        )
+
+
+def _engine_log_s(times: EngineTimes | None) -> Array | None:
+    return None if times is None or times.step_s is None else np.log(times.step_s)

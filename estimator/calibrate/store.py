@@ -1,0 +1,374 @@
+"""Keep observed step times in an SQLite file that many processes write at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, fields, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from estimator.calibrate.database import PATIENCE_S, Database
+from estimator.calibrate.observed import (
+    OUTLIER_RATIO,
+    Observation,
+    ObservedWorkload,
+    outliers,
+    placement_of,
+)
+from estimator.errors import StoreError, quoted
+from estimator.files import home
+
+__all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
+
+logger = logging.getLogger(__name__)
+
+Read = TypeVar("Read")
+
+# Marks the file as ours ("Thru" in ASCII).
+_APPLICATION_ID = 0x54687275
+_MIGRATIONS = (
+    (
+        """CREATE TABLE workloads (
+            name TEXT PRIMARY KEY NOT NULL,
+            parameter_bytes INTEGER,
+            tensors INTEGER,
+            flops_per_sample REAL,
+            optimizer TEXT,
+            precision TEXT
+        )""",
+        """CREATE TABLE observations (
+            number INTEGER PRIMARY KEY,
+            identity TEXT NOT NULL UNIQUE,
+            revision INTEGER NOT NULL,
+            at TEXT NOT NULL,
+            workload TEXT NOT NULL REFERENCES workloads (name),
+            allocation TEXT NOT NULL,
+            ranks INTEGER NOT NULL,
+            nodes INTEGER NOT NULL,
+            most_on_node INTEGER NOT NULL,
+            strategy TEXT NOT NULL,
+            batch_per_gpu INTEGER NOT NULL,
+            accumulation_steps INTEGER NOT NULL,
+            step_time_s REAL NOT NULL CHECK (step_time_s > 0),
+            steps INTEGER NOT NULL,
+            spread_ratio REAL,
+            source TEXT NOT NULL
+        )""",
+        "CREATE INDEX observations_of_workload ON observations (workload, step_time_s)",
+        "CREATE INDEX observations_by_revision ON observations (revision)",
+        "CREATE TABLE state (revision INTEGER NOT NULL)",
+        "INSERT INTO state VALUES (0)",
+    ),
+    # A job is what it computes: of what was kept before, only the name is known.
+    (
+        "ALTER TABLE observations ADD COLUMN fingerprint TEXT",
+        "CREATE INDEX observations_of_job ON observations (fingerprint, step_time_s)",
+        """CREATE TABLE jobs (
+            name TEXT NOT NULL,
+            parameter_bytes INTEGER,
+            tensors INTEGER,
+            flops_per_sample REAL,
+            optimizer TEXT,
+            precision TEXT,
+            fingerprint TEXT NOT NULL,
+            PRIMARY KEY (name, fingerprint)
+        )""",
+        """INSERT INTO jobs SELECT
+            name, parameter_bytes, tensors, flops_per_sample, optimizer, precision, ''
+        FROM workloads""",
+        "DROP TABLE workloads",
+    ),
+    # All steps that were kept before are of data-parallel ranks.
+    ("ALTER TABLE observations ADD COLUMN layout TEXT",),
+)
+# Of the observations too: a file whose state was deleted is still of use.
+_REVISION = """SELECT MAX(
+    COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM state), 0),
+    COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM observations), 0)
+)"""
+_COLUMNS = (
+    "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
+    "step_time_s, steps, spread_ratio, source, fingerprint, layout"
+)
+
+
+class ObservationStore:
+    """Observations in one SQLite file, by default ``observations.db`` in the user's store.
+
+    Any number of processes of one machine may write at once. What `add` has returned for stays,
+    whenever the process is killed. A damaged file is moved to NAME.corrupt-DATE with a warning in
+    the log. Everything raises StoreError where the file cannot be used.
+
+    >>> import tempfile
+    >>> store = ObservationStore(Path(tempfile.mkdtemp()) / "observations.db")
+    >>> store.add(
+    ...     Observation(workload="gpt2", allocation="1x2:local", batch_per_gpu=8, step_time_s=0.4)
+    ... )
+    True
+    >>> [(one.ranks, one.step_time_s) for one in store], store.revision
+    ([(2, 0.4)], 1)
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise StoreError(f"a store is a path, found {quoted(path)}; write one")
+        self.path = Path(path) if path is not None else home() / "observations.db"
+        self._database = Database(self.path, application_id=_APPLICATION_ID, migrations=_MIGRATIONS)
+
+    def add(self, observation: Observation, *, patience_s: float = PATIENCE_S) -> bool:
+        """Keep one observation; False: it was known already, by its identity."""
+        return self.add_many([observation], patience_s=patience_s) == 1
+
+    def add_many(
+        self,
+        observations: Iterable[Observation],
+        *,
+        summaries: Iterable[ObservedWorkload] = (),
+        patience_s: float = PATIENCE_S,
+    ) -> int:
+        """Keep observations in one transaction; how many were new.
+
+        What `summaries` know of their workloads takes the place of what was known. Waits at most
+        `patience_s` for other writers.
+        """
+        given, described = list(observations), list(summaries)
+        if not given and not described:
+            return 0
+        return self._database.write(
+            lambda connection: _insert(connection, given, described), patience_s=patience_s
+        )
+
+    def observations(
+        self,
+        *,
+        workload: str | None = None,
+        of_job: ObservedWorkload | None = None,
+        allocation: str | None = None,
+        source: str | None = None,
+        since: datetime | None = None,
+        added_after: int | None = None,
+        of_known_content: bool = False,
+    ) -> list[Observation]:
+        """What was observed, in the order of arrival, outliers with their `outlier_reason`.
+
+        `since` is a time of observation; `added_after` a revision: what has come since it was read.
+        `of_job` is a job by its content: also what was observed of its name where the content is
+        unknown, unless what is known contradicts that. `of_known_content` leaves out the latter.
+        """
+        named = None if of_job is None else of_job.name
+        if of_job is not None and of_job.contradicts(self._known_by_name(of_job.name)):
+            named = ""
+        conditions: dict[str, Any] = {
+            "workload = ?": workload,
+            "(fingerprint = ? OR fingerprint IS NULL AND workload = ?)": (
+                None if of_job is None else (of_job.fingerprint, named)
+            ),
+            "allocation = ?": None if allocation is None else placement_of(allocation)[0],
+            "source = ?": source,
+            "at >= ?": None if since is None else _time_text(since),
+            "revision > ?": added_after,
+            "fingerprint IS NOT NULL": () if of_known_content else None,
+        }
+        chosen = {text: value for text, value in conditions.items() if value is not None}
+        return self._database.read(lambda connection: _select(connection, chosen), [])
+
+    def __iter__(self) -> Iterator[Observation]:
+        return iter(self.observations())
+
+    def __len__(self) -> int:
+        return self._number("SELECT COUNT(*) FROM observations")
+
+    @property
+    def revision(self) -> int:
+        """A number that rises whenever something is added: whether a refit is due."""
+        return self._number(_REVISION)
+
+    def workloads(self) -> dict[str, ObservedWorkload]:
+        """Every workload observed or described, by name; the last described of several."""
+        return {each.name: each for each in self._described("TRUE", ())}
+
+    def _known_by_name(self, name: str) -> ObservedWorkload:
+        """What is known of a job of which only the name is."""
+        found = self._described("name = ? AND fingerprint = ''", (name,))
+        return found[0] if found else ObservedWorkload(name=name)
+
+    def _described(self, condition: str, values: tuple[str, ...]) -> list[ObservedWorkload]:
+        names = tuple(item.name for item in fields(ObservedWorkload))
+        query = f"SELECT {', '.join(names)} FROM jobs WHERE {condition} ORDER BY name, rowid"
+        none: list[Any] = []
+        rows = self._database.read(
+            lambda connection: connection.execute(query, values).fetchall(), none
+        )
+
+        def described(row: Sequence[Any]) -> ObservedWorkload:
+            known = dict(zip(names, row, strict=True))
+            return ObservedWorkload(**known | {"fingerprint": row[-1] or None})
+
+        return _read_all(rows, described)
+
+    def workload_names(self) -> list[str]:
+        """The names of every workload observed or described."""
+        query = "SELECT DISTINCT CAST(name AS TEXT) AS name FROM jobs ORDER BY name"
+        none: list[Any] = []
+        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        return [row[0] for row in rows]
+
+    def close(self) -> None:
+        """Let go of the file; the next use opens it again."""
+        self._database.close()
+
+    def __enter__(self) -> ObservationStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _number(self, query: str) -> int:
+        return int(
+            self._database.read(lambda connection: connection.execute(query).fetchone()[0], 0)
+        )
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    observations: Iterable[Observation],
+    summaries: Iterable[ObservedWorkload],
+) -> int:
+    revision = connection.execute(_REVISION).fetchone()[0] + 1
+    before = connection.total_changes
+    connection.executemany(
+        # Unknown fields keep what is known; a description that says nothing new changes nothing.
+        """INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?)
+        ON CONFLICT (name, fingerprint) DO UPDATE SET
+            parameter_bytes = COALESCE(excluded.parameter_bytes, parameter_bytes),
+            tensors = COALESCE(excluded.tensors, tensors),
+            flops_per_sample = COALESCE(excluded.flops_per_sample, flops_per_sample),
+            optimizer = COALESCE(excluded.optimizer, optimizer),
+            precision = COALESCE(excluded.precision, precision)
+        WHERE COALESCE(excluded.parameter_bytes, parameter_bytes) IS NOT parameter_bytes
+            OR COALESCE(excluded.tensors, tensors) IS NOT tensors
+            OR COALESCE(excluded.flops_per_sample, flops_per_sample) IS NOT flops_per_sample
+            OR COALESCE(excluded.optimizer, optimizer) IS NOT optimizer
+            OR COALESCE(excluded.precision, precision) IS NOT precision""",
+        [(*astuple(one)[:-1], one.fingerprint or "") for one in summaries],
+    )
+    connection.executemany(
+        "INSERT INTO jobs (name, fingerprint) VALUES (?, ?) ON CONFLICT DO NOTHING",
+        {(one.workload, one.fingerprint or "") for one in observations},
+    )
+    described = connection.total_changes
+    connection.executemany(
+        f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
+        f"VALUES ({', '.join('?' * 17)}) ON CONFLICT (identity) DO NOTHING",
+        [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
+    )
+    added = connection.total_changes - described
+    if connection.total_changes > before:
+        connection.execute("DELETE FROM state")
+        connection.execute("INSERT INTO state VALUES (?)", (revision,))
+    return added
+
+
+def _row(one: Observation) -> tuple[Any, ...]:
+    return (
+        one.identity,
+        _time_text(one.at),
+        one.workload,
+        one.allocation,
+        one.strategy,
+        one.batch_per_gpu,
+        one.accumulation_steps,
+        float(one.step_time_s),
+        one.steps,
+        None if one.spread_ratio is None else float(one.spread_ratio),
+        one.source,
+        one.fingerprint,
+        one.layout,
+    )
+
+
+def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
+    found = _rows(connection, conditions)
+    reasons: dict[str, str] = {}
+    for kind, job in {one.job for one in found}:
+        of_job = "fingerprint = ?" if kind == "content" else "fingerprint IS NULL AND workload = ?"
+        shortest_s, longest_s = connection.execute(
+            "SELECT MIN(CAST(step_time_s AS REAL)), MAX(CAST(step_time_s AS REAL)) "
+            f"FROM observations WHERE {of_job}",
+            (job,),
+        ).fetchone()
+        # Only then can there be an outlier; the rule needs to see the whole job. A row that was
+        # altered may name a job that no row is found by.
+        if shortest_s is not None and longest_s > OUTLIER_RATIO * shortest_s:
+            reasons |= outliers(_rows(connection, {of_job: job}))
+    if not reasons:
+        return found
+    return [replace(one, outlier_reason=reasons.get(one.identity)) for one in found]
+
+
+def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
+    where = " AND ".join(conditions) or "TRUE"
+    values: list[Any] = []
+    for value in conditions.values():
+        values += value if isinstance(value, tuple) else (value,)
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number", values
+    )
+    return _read_all(rows, _read)
+
+
+def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Read]) -> list[Read]:
+    """What rows say, without those that were altered to say what cannot be, told in the log.
+
+    One such row must not keep all others from being used.
+    """
+    found, reasons = list[Read](), list[tuple[str, str]]()
+    for row in rows:
+        try:
+            found.append(read(row))
+        except (ValueError, TypeError, OverflowError) as error:
+            reasons.append((quoted(row[0]), str(error)))
+    if reasons:
+        _tell_left_out(len(reasons), *reasons[0])
+    return found
+
+
+# Rows never change, and checking one costs more than reading it.
+@lru_cache(maxsize=16384, typed=True)
+def _read(row: tuple[Any, ...]) -> Observation:
+    return Observation(
+        identity=row[0],
+        at=datetime.fromisoformat(row[1]),
+        workload=row[2],
+        allocation=row[3],
+        strategy=row[4],
+        batch_per_gpu=row[5],
+        accumulation_steps=row[6],
+        step_time_s=row[7],
+        steps=row[8],
+        spread_ratio=row[9],
+        source=row[10],
+        fingerprint=row[11],
+        layout=row[12],
+    )
+
+
+@lru_cache(maxsize=1024)
+def _tell_left_out(count: int, first: str, reason: str) -> None:
+    """Once in a process: a store is read again and again."""
+    logger.warning(
+        "%d of the store's rows are left out, such as %s (%s); delete them from the store",
+        count,
+        first,
+        reason,
+    )
+
+
+def _time_text(at: datetime) -> str:
+    # One length and one zone, so that texts sort as times do.
+    return at.astimezone(UTC).isoformat(timespec="microseconds")

@@ -1,1 +1,0 @@
-"""Replay jobs on a described cluster under a scheduling policy."""

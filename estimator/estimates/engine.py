@@ -1,0 +1,393 @@
+"""Answer how long steps take: what `estimate` and `estimate_many` share, and all that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from estimator.cache import Cache
+from estimator.coefficients import (
+    UNCALIBRATED,
+    Calibration,
+    Coefficients,
+    JobContent,
+    PredictedStep,
+    StepQuestion,
+    check_calibration,
+)
+from estimator.estimates.estimate import (
+    FITS,
+    Estimate,
+    fits_code,
+    interval_ratio,
+    relative_error,
+    utilization,
+)
+from estimator.graph.ir.op_graph import OpGraph, job_content
+from estimator.graph.memory.peak import PeakMemory
+from estimator.graph.partition.layout import agreed_layout, agreed_strategy, split_by_layout
+from estimator.graph.partition.plan import Plan
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.mesh import Mesh, batches_of
+from estimator.placement.placement import Placement, check_kinds, place
+from estimator.placement.topology import Cluster
+from estimator.timeline.pipelines.stage_plans import PipelineAnswer, pipeline_answer, stage_plans
+from estimator.timeline.plan import (
+    Members,
+    StepAnswer,
+    StepPlan,
+    answer_of,
+    compiled_step,
+    groups_of,
+    members_of,
+    step_plan,
+)
+from estimator.timeline.rank.layer_collectives import exchanges_of
+from estimator.timeline.rank.ranks import StepShape
+from estimator.timeline.rank.rules import Groups
+from estimator.timeline.strategies import rules_of
+from estimator.workload import MOST_ACCUMULATION, Strategy, check_count
+from estimator.workload.layouts import DATA_PARALLEL, Layout
+from estimator.workload.loader import Loader
+
+# Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
+CACHE_BYTES = 512 << 20
+
+
+class Engine:
+    """Estimates steps, and keeps what they share: bounded in bytes, safe under threads.
+
+    >>> from estimator.estimates.engine import Engine
+    >>> Engine(cache_bytes=1 << 20).cache.limit_bytes
+    1048576
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self.cache = Cache(cache_bytes)
+
+    def place(
+        self,
+        allocation: str | Allocation | Placement,
+        *,
+        cluster: Cluster | None = None,
+        profile: MachineProfile | None = None,
+    ) -> Placement:
+        """An allocation on its machines, unless it is placed already; see `placement.place`."""
+        if isinstance(allocation, Placement):
+            return allocation
+        check_kinds(cluster=cluster, profile=profile)
+        return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
+
+    def estimate(
+        self,
+        graph: OpGraph,
+        allocation: str | Allocation | Placement,
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        global_batch: int | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+        cluster: Cluster | None = None,
+        calibration: Calibration | None = None,
+        profile: MachineProfile | None = None,
+        loader: Loader | None = None,
+        layout: str | Layout | None = None,
+        tp_plan: Plan | None = None,
+    ) -> Estimate:
+        """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
+
+        Here a global batch is split evenly whatever the devices; `balance` splits it by
+        speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
+        then those that it was placed with.
+        """
+        asked = self._asked(
+            graph,
+            self.place(allocation, cluster=cluster, profile=profile),
+            batch_per_gpu=batch_per_gpu,
+            global_batch=global_batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            loader=loader,
+            layout=agreed_layout(graph, layout),
+            tp_plan=tp_plan,
+        )
+        coefficients = UNCALIBRATED
+        if calibration is not None:
+            check_calibration(calibration)
+            trial = TrialEngine(
+                engine=self,
+                graph=graph,
+                cluster=cluster,
+                profile=profile,
+                content=self.content(graph),
+                tp_plan=tp_plan,
+            )
+            (coefficients,) = calibration.coefficients_for(
+                [asked.question(graph, trial.content.fingerprint)],
+                [asked.mesh.placement.allocation],
+                trial,
+            )
+        if asked.layout.pp > 1:
+            found = self._pipelined(asked, coefficients)
+            whole = _answered(found.plan, asked, found.answer, found.memory, found.used_ratio)
+            return replace(whole, model=asked.graph.name, pipeline=found.step)
+        plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
+        return _answered(plan, asked, answer_of(plan), *plan.memory())
+
+    def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> PipelineAnswer:
+        """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
+        mesh, schedule = asked.mesh, asked.layout.schedule
+        of = asked.graph, mesh, asked.batches, asked.shape, schedule, self.cache
+        stages = stage_plans(*of, points=asked.layout.cut, coefficients=coefficients)
+        pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
+        return pipeline_answer(schedule, *pipeline, stages)
+
+    def _parts(self, asked: _Asked, coefficients: Coefficients) -> tuple[StepAnswer, float]:
+        """The parts of a step, and seconds of all that is reduced in it."""
+        if asked.layout.pp > 1:
+            answer, plan, *_ = self._pipelined(asked, coefficients)
+        else:
+            plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
+            answer = answer_of(plan)
+        return answer, plan.alone_s(answer.slowest)
+
+    def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
+        """The part of a graph that one rank of a layout runs; worked out once.
+
+        Without a `plan` the one that the graph was traced with, else one found by rule. Raises
+        StrategyError.
+        """
+        if not layout.divides_layers:
+            return graph
+        key = layout.of_layers, plan
+        return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
+
+    def content(self, graph: OpGraph) -> JobContent:
+        """What a graph computes; worked out once."""
+        return self.cache.get("content", (graph,), lambda: job_content(graph))
+
+    def prepare(
+        self,
+        graph: OpGraph,
+        machines: Iterable[str | MachineProfile],
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+    ) -> None:
+        """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
+        shape = StepShape(agreed_strategy(graph, strategy), accumulation_steps)
+        given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
+        batches = [graph.batch if batch is None else check_count(batch) for batch in given]
+        for machine in machines:
+            profile = machine if isinstance(machine, MachineProfile) else load_profile(machine)
+            for batch, several in product(batches, (False, True)):
+                table, _ = compiled_step(graph, shape, batch, several, self.cache)
+                for busy in range(1, len(profile.devices) + 1 if several else 2):
+                    table.kind(profile, busy, 1.0)
+
+    def _asked(
+        self,
+        graph: OpGraph,
+        placement: Placement,
+        *,
+        batch_per_gpu: int | Sequence[int] | None,
+        global_batch: int | None,
+        accumulation_steps: int,
+        strategy: str | Strategy,
+        loader: Loader | None = None,
+        layout: Layout = DATA_PARALLEL,
+        tp_plan: Plan | None = None,
+    ) -> _Asked:
+        """Check what is asked of a placement; raises WorkloadError, StrategyError."""
+        parsed = agreed_strategy(graph, strategy)
+        accumulation_steps = check_count(
+            accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
+        )
+        mesh = Mesh.laid_out(placement, layout, parsed, micro_batches=accumulation_steps)
+        batches = batches_of(graph.batch, mesh, batch_per_gpu, global_batch, accumulation_steps)
+        graph = self.split(graph, layout, tp_plan)
+        exchanges = exchanges_of(mesh, self.cache, parsed) if layout.divides_layers else None
+        shape = StepShape(parsed, accumulation_steps, loader, exchanges)
+        return _Asked(mesh, shape, batches, graph, layout)
+
+    def _members(self, asked: _Asked) -> Members:
+        """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
+        of = asked.graph, asked.mesh.placement, asked.batches, asked.shape, self.cache
+        return members_of(*of, merging=asked.mesh.parallelism.replicas > 1)
+
+    def groups(
+        self,
+        graph: OpGraph,
+        allocation: str | Allocation,
+        *,
+        shape: StepShape,
+        cluster: Cluster | None,
+        profile: MachineProfile | None,
+        number_of: Callable[[MachineProfile], int],
+    ) -> Groups:
+        """The process groups of a strategy on an allocation, with numbers for their profiles."""
+        placement = self.place(allocation, cluster=cluster, profile=profile)
+        mesh = Mesh.data_parallel(placement, shape.strategy)
+        groups, profiles = groups_of(mesh, rules_of(graph, shape, self.cache))
+        numbers = [number_of(each) for each in profiles]
+        return {
+            axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
+            for axis, some in groups.items()
+        }
+
+
+class _Asked(NamedTuple):
+    """What an estimate is made of before the network and calibration are added."""
+
+    mesh: Mesh
+    shape: StepShape
+    batches: tuple[int, ...] | None
+    graph: OpGraph
+    layout: Layout
+
+    def question(self, graph: OpGraph, job: str) -> StepQuestion:
+        """What calibration is asked."""
+        placement, batches = self.mesh.placement, self.batches
+        groups = placement.allocation.groups
+        each = batches or [0] * len(groups)
+        samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
+        return StepQuestion(
+            job=job,
+            workload=graph.workload,
+            machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
+            ranks=placement.ranks,
+            nodes=placement.nodes,
+            most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
+            batch=samples / placement.ranks,
+            accumulation_steps=self.shape.accumulation_steps,
+            strategy=self.shape.strategy,
+            layout=self.layout.apart_from_data,
+        )
+
+
+class TrialEngine(NamedTuple):
+    """Predicts steps of a graph under trial coefficients; see `coefficients.Engine`."""
+
+    engine: Engine
+    graph: OpGraph
+    cluster: Cluster | None
+    profile: MachineProfile | None
+    content: JobContent
+    tp_plan: Plan | None = None
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        # Calls that were timed on a machine count as measured there, whatever computes the same.
+        timings = id(self.graph.timings) if self.graph.timings else 0
+        machines = id(self.cluster), id(self.profile)
+        return self.content.fingerprint, timings, *machines, self.tp_plan
+
+    def predict(
+        self,
+        allocation: str | Allocation,
+        *,
+        batch_per_gpu: int | None,
+        accumulation_steps: int,
+        strategy: str | Strategy,
+        coefficients: Coefficients,
+        layout: str | None = None,
+    ) -> PredictedStep:
+        """One step, all groups of the allocation with the same batch."""
+        asked = self.engine._asked(
+            self.graph,
+            self.engine.place(allocation, cluster=self.cluster, profile=self.profile),
+            batch_per_gpu=batch_per_gpu,
+            global_batch=None,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
+            tp_plan=None if layout is None else self.tp_plan,
+        )
+        answer, sync_s = self.engine._parts(asked, coefficients)
+        parts = answer.parts
+        lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
+        # A bubble is as long as the passes that are waited for.
+        lane_s += parts.layer_communication_s + parts.idle_s
+        return PredictedStep(
+            question=asked.question(self.graph, self.content.fingerprint),
+            compute_s=lane_s / accumulation_steps + parts.update_s,
+            sync_s=sync_s,
+            step_s=parts.total_s,
+            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
+        )
+
+
+def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
+    """The relative error of a step by those of what the engine made it of."""
+    parts, slowest, waited = answer
+    return float(
+        relative_error(
+            parts,
+            slowest.lane,
+            coefficients.compute_ratio,
+            waited.relative_error if waited else 0.0,
+            waited.slower_s if waited else 0.0,
+            parts.total_s,
+            loader.relative_error if loader else 0.0,
+        )
+    )
+
+
+def _answered(
+    plan: StepPlan,
+    asked: _Asked,
+    answer: StepAnswer,
+    memory: PeakMemory,
+    used_ratio: float,
+) -> Estimate:
+    parts, slowest, _ = answer
+    mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
+    graph, step_s = plan.members.table.graph, parts.total_s
+    accumulation_steps = asked.shape.accumulation_steps
+    error = coefficients.relative_error
+    if error is None:
+        error = _engine_error(answer, coefficients, asked.shape.loader)
+    spread = interval_ratio(error)
+    even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
+    global_batch = mesh.global_batch(batches) if batches is not None else None
+    lane = slowest.lane if asked.layout.pp > 1 else None
+    mfu_ratio, hfu_ratio = utilization(plan, lane, accumulation_steps, step_s)
+    samples_per_s = global_batch / step_s if global_batch is not None else None
+    tokens = graph.tokens_per_sample
+    return Estimate(
+        model=graph.name,
+        allocation=mesh.placement.allocation,
+        ranks=mesh.placement.ranks,
+        batch_per_gpu=even,
+        batches=batches,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=plan.members.table.strategy_text,
+        precision=graph.precision,
+        optimizer=graph.optimizer,
+        step_time_s=step_s,
+        low_s=step_s / spread,
+        high_s=step_s * spread,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+        mfu_ratio=mfu_ratio,
+        hfu_ratio=hfu_ratio,
+        peak_memory_bytes=memory.total_bytes,
+        memory=memory,
+        fits=FITS[fits_code(used_ratio, graph.knows_activations)],
+        breakdown=parts,
+        op_time_in_grid_ratio=slowest.program.in_grid_ratio,
+        plan=plan,
+        answer=answer,
+        layout=None if asked.layout.is_data_parallel else str(asked.layout),
+    )
+
+
+# What is asked without an engine of one's own is asked of this one.
+DEFAULT = Engine()
+estimate_graph = DEFAULT.estimate

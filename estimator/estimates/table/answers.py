@@ -1,0 +1,543 @@
+"""Compute the steps of many rows at once, and fill the columns of a table in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.coefficients import StepQuestion
+from estimator.errors import EstimatorError
+from estimator.estimates.engine import TrialEngine
+from estimator.estimates.estimate import (
+    FITS,
+    Estimate,
+    bottleneck_code,
+    fits_code,
+    interval_ratio,
+    relative_error,
+)
+from estimator.estimates.table.placed import (
+    NetworkTable,
+    NodeGroupTable,
+    PlacedColumns,
+    RankKindTable,
+    place_columns,
+)
+from estimator.estimates.table.question import Flags, Indices, Question
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.kernels.durations import why_not_on
+from estimator.machines.profile import MachineProfile
+from estimator.placement.columns import AllocationColumns, TextReader
+from estimator.placement.mesh import ProcessGroup
+from estimator.placement.topology import Cluster
+from estimator.timeline.rank.inputs import InputCosts
+from estimator.timeline.rank.ranks import LaneCosts, RankColumns, StepShape, largest
+from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Groups, Network, Ranks
+from estimator.timeline.step import (
+    UNCALIBRATED_RATIOS,
+    Breakdown,
+    Ratios,
+    after_s,
+    breakdown_of,
+    with_input,
+)
+from estimator.timeline.strategies import rules_of
+from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, check_count
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepColumns:
+    """The steps of many rows: their parts, the slowest ranks' lanes, errors and memory.
+
+    `communication_error` is the relative error of gradient synchronisation, 0 for single ranks, and
+    `slower_s` what a step adds if that is slower by as much;
+    `memory_ratio` the largest share of a device's memory in use. `unknown` marks rows with a
+    collective whose cost over their network is not known.
+    """
+
+    parts: Breakdown
+    lane: LaneCosts
+    communication_error: Array
+    slower_s: Any
+    memory_bytes: Array
+    memory_ratio: Array
+    unknown: Flags
+
+
+class StepRows:
+    """The steps of one graph on the node groups indexed so far.
+
+    `runs` says which node groups' machines can run the graph's step.
+    """
+
+    def __init__(
+        self, graph: OpGraph, table: NodeGroupTable, shape: StepShape, cache: Cache
+    ) -> None:
+        self._network_table = NetworkTable(table)
+        self._kinds = RankKindTable(graph, table, shape, cache)
+        self._rules = rules_of(graph, shape, cache)
+        self._has_loader = shape.loader is not None
+        self._network: Network | None = None
+        able = [why_not_on(graph, group.profile) is None for group in table.groups]
+        self.runs = np.array([*able, True])
+
+    def number_of(self, profile: MachineProfile) -> int:
+        """The index of a profile, as process groups refer to it."""
+        found = self._network_table.number_of.get(id(profile))
+        if found is None:
+            # Its file was rewritten and loaded again since the node groups were indexed.
+            found = [each.name for each in self._network_table.profiles].index(profile.name)
+        return found
+
+    def are_mixed(self, placed: PlacedColumns) -> Flags:
+        """The rows whose devices differ in machine or speed; see `Placement.is_mixed`."""
+        return self._kinds.are_mixed(placed)
+
+    def columns(
+        self,
+        placed: PlacedColumns,
+        batch: Indices | int,
+        ratios: Ratios,
+        groups_of: Callable[[int], Groups],
+    ) -> StepColumns:
+        """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced.
+
+        `groups_of` derives the process groups of one row, where they do not follow from counts.
+        """
+        kind_of = self._kinds.indices(placed, batch)
+        kinds, ranks = self._kinds.columns, placed.ranks
+        shards, share = self._rules.shards(ranks), self._rules.update_share(ranks)
+        slowest, lane_s = _first_largest(kind_of, kinds.length_s(kind_of, shards))
+        last, _ = _first_largest(kind_of, after_s(kinds.update(kind_of), share, ratios))
+        lane = _at_peak_together(
+            kinds.lane(slowest), kinds, kind_of, self.are_mixed(placed), placed
+        )
+        several = ranks > 1
+        waiting_s: Any = 0.0
+        unknown, error = np.zeros_like(several), np.zeros(len(several))
+        slower_s: Any = 0.0
+        if several.any():
+            groups = self._groups(placed, groups_of)
+            ranks_of_rows = _ranks(kinds, kind_of, slowest, lane_s, groups, ratios)
+            found = self._costs().communication(ranks_of_rows)
+            waiting_s = np.where(several, found.exposed_s, 0.0)
+            unknown = found.unknown & several
+            error = np.where(several, found.relative_error, 0.0)
+            slower_s = np.where(several, found.slower_s, 0.0)
+        memory_bytes, memory_ratio = kinds.memory(kind_of, shards)
+        parts = breakdown_of(
+            lane,
+            kinds.update(last),
+            lane_s=lane_s,
+            ranks=ranks,
+            share=share,
+            jitter_ratio=largest(kinds.jitter_ratio, kind_of),
+            waiting_s=waiting_s,
+            ratios=ratios,
+        )
+        if self._has_loader:
+            own_s, period_s = (largest(column, kind_of) for column in kinds.input)
+            parts = with_input(parts, InputCosts(own_s, period_s))
+        return StepColumns(
+            parts=parts,
+            lane=lane,
+            communication_error=error,
+            slower_s=slower_s,
+            memory_bytes=memory_bytes,
+            memory_ratio=memory_ratio,
+            unknown=unknown,
+        )
+
+    def _costs(self) -> Network:
+        if self._network is None:
+            self._network = self._rules.network(
+                self._network_table.profiles, self._network_table.cluster
+            )
+        return self._network
+
+    def _groups(self, placed: PlacedColumns, groups_of: Callable[[int], Groups]) -> Groups:
+        whole: ProcessGroup = self._network_table.whole_groups(placed)
+        if self._rules.axes == (DP,):
+            return {DP: (whole,)}
+        shard = self._rules.shape.strategy.shard
+        if shard is None:
+            return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
+        return {DP: (whole,), **self._network_table.nested_groups(placed, whole, shard, groups_of)}
+
+
+def _ranks(
+    kinds: RankColumns,
+    kind_of: Indices,
+    slowest: Indices,
+    lane_s: Array,
+    groups: Groups,
+    ratios: Ratios,
+) -> Ranks:
+    """The ranks of each row as the strategies' network costs see them."""
+    compute = ratios.compute
+    segments_s = kinds.segments_s[:, kind_of] * compute if len(kinds.segments_s) else ()
+    return Ranks(
+        groups=groups,
+        ready=_Ready(kinds, kind_of, slowest, lane_s, compute),
+        segments_s=segments_s,
+        lane_s=lane_s * compute,
+        compute_ratio=compute,
+        ratio=ratios.communication,
+    )
+
+
+class _Ready:
+    """When the last rank of a row has each bucket ready; see `bucket_queue.Ready`.
+
+    In most rows the slowest kind of rank has every bucket ready last: those rows are `alike`.
+    """
+
+    def __init__(
+        self,
+        kinds: RankColumns,
+        kind_of: Indices,
+        slowest: Indices,
+        lane_s: Array,
+        compute_ratio: Array | float,
+    ) -> None:
+        self._ready_s, self._kind_of, self._slowest = kinds.ready_s, kind_of, slowest
+        self._lane_s = lane_s
+        self._ratio = compute_ratio
+        covered = np.ones(len(lane_s), dtype=np.bool_)
+        for each in kind_of:
+            covered &= kinds.covers[slowest, each]
+        self.alike: Indices = covered.astype(np.intp)
+
+    def slack_s(self, rows: Indices | None) -> Array:
+        """Seconds from then to the end of the slowest lane, of rows that are alike."""
+        rows = np.arange(len(self._lane_s)) if rows is None else rows
+        latest_s = self._ready_s.take(self._slowest[rows], axis=0, mode="clip")
+        if not self.alike[rows[0]]:
+            for others in self._kind_of[:, rows]:
+                np.maximum(latest_s, self._ready_s.take(others, axis=0, mode="clip"), out=latest_s)
+        slack_s = np.empty(latest_s.shape[::-1])
+        np.subtract(self._lane_s[rows], latest_s.T, out=slack_s)
+        if isinstance(self._ratio, np.ndarray):
+            slack_s *= self._ratio[rows]
+        elif self._ratio != 1.0:
+            slack_s *= self._ratio
+        return slack_s
+
+
+def _at_peak_together(
+    lane: LaneCosts, kinds: RankColumns, kind_of: Indices, mixed: Flags, placed: PlacedColumns
+) -> LaneCosts:
+    """The lanes with what the FLOPs take at the peak of all devices; see `ranks.at_peak_s`.
+
+    All ranks of a row compute as many FLOPs: their devices' peaks are as 1 over these times.
+    """
+    if not mixed.any():
+        return lane
+    ranks, found = placed.group_ranks[:, mixed], []
+    slowest = lane.model_peak_s, lane.hardware_peak_s
+    for seconds, each in zip(slowest, kinds.at_peak_s(kind_of[:, mixed]), strict=True):
+        together = seconds.copy()
+        together[mixed] = ranks.sum(axis=0) / (ranks / each).sum(axis=0)
+        found.append(together)
+    return lane._replace(model_peak_s=found[0], hardware_peak_s=found[1])
+
+
+def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:
+    """(index of the first largest key, that key) of each column."""
+    largest_key, chosen = keys[0].copy(), index[0]
+    for each, key in zip(index[1:], keys[1:], strict=True):
+        larger = key > largest_key
+        chosen = np.where(larger, each, chosen)
+        np.fmax(largest_key, key, out=largest_key)
+    return chosen, largest_key
+
+
+Columns = Mapping[str, NDArray[np.generic]]
+
+# Rows of a chunk, and nodes of all of its rows: their arrays stay in the caches.
+_ROWS_AT_ONCE = 16384
+_CELLS_AT_ONCE = 1 << 18
+# Elements of a chunk in FSDP's table of compute between collectives.
+_SEGMENTS_AT_ONCE = 1 << 22
+
+
+class RowAnswers:
+    """Answers questions that differ in allocations and batches; compiles a kind of rank once."""
+
+    def __init__(self, question: Question) -> None:
+        self._graph, self._strategy = question.graph, question.strategy
+        self._accumulation_steps = check_count(
+            question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
+        )
+        self._shape = StepShape(self._strategy, self._accumulation_steps, question.loader)
+        self._node_groups = NodeGroupTable(question.cluster, question.profile)
+        self._reader = TextReader()
+        self._engine = question.engine
+        self._steps: StepRows | None = None
+        self._indexed_groups = 0
+
+    def fill(self, question: Question, columns: Columns) -> None:
+        """Write every row's estimate into `columns`; rows that have none are left as they are.
+
+        Where the question is strict, the first of those raises.
+        """
+        for start, part in self._parts(question):
+            answer_rows = _rows_at_once(part, question.cluster, self._segments)
+            for first in range(0, len(part), answer_rows):
+                rows = slice(start + first, start + min(first + answer_rows, len(part)))
+                self._answer(question, part[first : first + answer_rows], rows, columns)
+
+    def _parts(self, question: Question) -> Iterator[tuple[int, AllocationColumns]]:
+        if isinstance(question.allocations, AllocationColumns):
+            yield 0, question.allocations
+        else:
+            yield from self._reader.parts(
+                question.allocations, first_row=question.first_row, strict=question.strict
+            )
+
+    def _answer(
+        self,
+        question: Question,
+        part: AllocationColumns,
+        rows: slice | Indices,
+        columns: Columns,
+    ) -> None:
+        """Write the estimates of `part`, whose rows in the question are `rows`."""
+        placed = place_columns(part, self._node_groups)
+        steps = self._tables()
+        placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
+        batch, invalid = self._batches(question, rows, placed)
+        one_by_one = self._by_speed(question, placed, steps)
+        one_by_one |= question.are_laid_out(_numbers(rows))
+        invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
+        apart = placed.invalid | invalid | one_by_one
+        if apart.any():
+            self._answer_rest(question, part, rows, columns, apart=apart, one_by_one=one_by_one)
+            return
+        numbers = _numbers(rows)
+        ratios, errors = self._calibrated(question, placed, batch, numbers)
+        groups_of = self._groups_of(question, numbers, steps)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            step = steps.columns(placed, batch, ratios, groups_of)
+            if step.unknown.any():
+                self._answer_rest(question, part, rows, columns, apart=step.unknown)
+                return
+            for name, values in self._columns(placed, batch, step, ratios, errors).items():
+                columns[name][rows] = values
+
+    def _answer_rest(
+        self,
+        question: Question,
+        part: AllocationColumns,
+        rows: slice | Indices,
+        columns: Columns,
+        *,
+        apart: Flags,
+        one_by_one: Flags | bool = False,
+    ) -> None:
+        """Answer some rows `one_by_one`: by layouts, or whose batch is split by speed.
+
+        Then all that are not `apart`.
+        """
+        numbers = _numbers(rows)
+        asked = apart if question.strict else apart & one_by_one
+        for number in numbers[asked].tolist():
+            try:
+                answer = question.answer(number)
+            except EstimatorError:
+                if question.strict:
+                    question.refuse(number)
+            else:
+                for name, value in _cells(answer).items():
+                    columns[name][number] = value
+        if not apart.all():
+            self._answer(question, part[~apart], numbers[~apart], columns)
+
+    def _by_speed(self, question: Question, placed: PlacedColumns, steps: StepRows) -> Flags | bool:
+        """The rows whose global batch is split over unlike devices."""
+        if question.global_batch is None or question.batch_per_gpu is not None:
+            return False
+        return steps.are_mixed(placed) & ~placed.invalid
+
+    def _groups_of(
+        self, question: Question, numbers: Indices, steps: StepRows
+    ) -> Callable[[int], Groups]:
+        """A function for the process groups of one row, with profiles by the indices of `steps`."""
+
+        def groups_of(row: int) -> Groups:
+            return self._engine.groups(
+                self._graph,
+                question.allocation(int(numbers[row])),
+                shape=self._shape,
+                cluster=question.cluster,
+                profile=question.profile,
+                number_of=steps.number_of,
+            )
+
+        return groups_of
+
+    @property
+    def _segments(self) -> int:
+        """How many elements a row has for each of its node groups, beside those of the buckets."""
+        return rules_of(self._graph, self._shape, self._engine.cache).segments
+
+    def _tables(self) -> StepRows:
+        """The steps on the node groups indexed so far, rebuilt whenever there are more."""
+        if self._steps is None or self._indexed_groups != len(self._node_groups.groups):
+            self._indexed_groups = len(self._node_groups.groups)
+            self._steps = StepRows(self._graph, self._node_groups, self._shape, self._engine.cache)
+        return self._steps
+
+    def _batches(
+        self, question: Question, rows: slice | Indices, placed: PlacedColumns
+    ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
+        """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
+        batch, whole = question.batch_per_gpu, question.global_batch
+        if whole is not None:
+            whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
+            shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
+            invalid = (whole % shares != 0) | (np.asarray(whole) < 1) | (batch is not None)
+            invalid |= whole // shares > MOST_BATCH
+            return np.asarray(whole // shares, dtype=np.intp), invalid
+        if batch is None:
+            return 0, False
+        if isinstance(batch, np.ndarray):
+            return batch[rows].astype(np.intp), (batch[rows] < 1) | (batch[rows] > MOST_BATCH)
+        return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
+
+    def _calibrated(
+        self, question: Question, placed: PlacedColumns, batch: Indices | int, numbers: Indices
+    ) -> tuple[Ratios, Array | None]:
+        """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
+
+        Rows that calibration does not distinguish are asked for once.
+        """
+        if question.calibration is None:
+            return UNCALIBRATED_RATIOS, None
+        engine = TrialEngine(
+            engine=self._engine,
+            graph=self._graph,
+            cluster=question.cluster,
+            profile=question.profile,
+            content=self._engine.content(self._graph),
+        )
+        names = sorted({group.profile.name for group in self._node_groups.groups})
+        number_of = [names.index(group.profile.name) for group in self._node_groups.groups]
+        has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
+        for machine in np.array([*number_of, len(names)])[placed.node_group]:
+            has[machine, np.arange(len(machine))] = True
+        sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
+        sizes = np.broadcast_to(sizes, placed.ranks.shape)
+        columns = np.vstack(
+            [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
+        )
+        distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        questions = [
+            StepQuestion(
+                job=engine.content.fingerprint,
+                workload=self._graph.workload,
+                machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
+                ranks=ranks,
+                nodes=nodes,
+                most_on_node=most,
+                batch=float(size),
+                accumulation_steps=self._accumulation_steps,
+                strategy=self._strategy,
+            )
+            for ranks, nodes, most, size, *machines in distinct.T.tolist()
+        ]
+        allocations = [question.allocation(row) for row in numbers[first].tolist()]
+        found = question.calibration.coefficients_for(questions, allocations, engine)
+        index = index.reshape(-1)
+        ratios = Ratios(
+            compute=np.array([each.compute_ratio for each in found])[index],
+            update=np.array([each.update_ratio for each in found])[index],
+            communication=np.array([each.communication_ratio for each in found])[index],
+        )
+        return ratios, np.array([each.relative_error or np.nan for each in found])[index]
+
+    def _columns(
+        self,
+        placed: PlacedColumns,
+        batch: Indices | int,
+        step: StepColumns,
+        ratios: Ratios,
+        calibrated_error: Array | None,
+    ) -> dict[str, Any]:
+        parts, lane = step.parts, step.lane
+        step_s = parts.total_s
+        loader = self._shape.loader
+        error = relative_error(
+            parts,
+            lane,
+            ratios.compute,
+            step.communication_error,
+            step.slower_s,
+            step_s,
+            loader.relative_error if loader else 0.0,
+        )
+        if calibrated_error is not None:
+            error = np.where(np.isnan(calibrated_error), error, calibrated_error)
+        factor = interval_ratio(error)
+        sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
+        samples = sizes * (placed.ranks * self._accumulation_steps)
+        has_batch = self._graph.batch is not None
+        per_s = self._accumulation_steps / step_s
+        return {
+            **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
+            "step_time_s": step_s,
+            "low_s": step_s / factor,
+            "high_s": step_s * factor,
+            "samples_per_s": samples / step_s if has_batch else np.nan,
+            "mfu_ratio": lane.model_peak_s * per_s,
+            "hfu_ratio": lane.hardware_peak_s * per_s,
+            "peak_memory_bytes": step.memory_bytes,
+            "fits_code": fits_code(step.memory_ratio, self._graph.knows_activations),
+            "bottleneck_code": bottleneck_code(parts),
+            "ranks": placed.ranks,
+            "nodes": placed.nodes,
+            "batch_per_gpu": sizes,
+            "global_batch": samples,
+        }
+
+
+def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: int) -> int:
+    width = part.machine.shape[1]
+    if cluster is not None and len(part):
+        width = max(width, int(np.clip(part.nodes, 0, 1 << 20).sum(axis=1).max()))
+    rows = min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1))
+    return int(max(min(rows, _SEGMENTS_AT_ONCE // max(width * segments, 1)), 1))
+
+
+def _numbers(rows: slice | Indices) -> Indices:
+    """The rows of the question that a part of them has."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _cells(answer: Estimate) -> dict[str, Any]:
+    """One row of the columns."""
+    parts = answer.breakdown
+    nan = float("nan")
+    return {
+        **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
+        "step_time_s": answer.step_time_s,
+        "low_s": answer.low_s,
+        "high_s": answer.high_s,
+        "samples_per_s": answer.samples_per_s or nan,
+        "mfu_ratio": answer.mfu_ratio or nan,
+        "hfu_ratio": answer.hfu_ratio or nan,
+        "peak_memory_bytes": answer.peak_memory_bytes,
+        "fits_code": FITS.index(answer.fits),
+        "bottleneck_code": bottleneck_code(parts),
+        "ranks": answer.ranks,
+        "nodes": answer.plan.placement.nodes,
+        "batch_per_gpu": answer.batch_per_gpu or 0,
+        "global_batch": answer.global_batch or 0,
+    }

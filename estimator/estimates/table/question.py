@@ -1,0 +1,244 @@
+"""Hold what is asked of many allocations at once, and keep small tables for whoever asks again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.coefficients import Calibration
+from estimator.errors import AllocationError, EstimatorError
+from estimator.estimates.engine import Engine
+from estimator.estimates.estimate import Estimate
+from estimator.estimates.table.balance import balance
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.machines.catalogue import named_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.columns import AllocationColumns
+from estimator.placement.topology import Cluster
+from estimator.workload import Strategy
+from estimator.workload.layouts import Layout
+from estimator.workload.loader import Loader
+
+Integers = NDArray[np.integer]
+Indices = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+Allocations = Sequence[str | Allocation] | AllocationColumns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Question:
+    """What is asked of every allocation: `estimate`'s arguments; batches one each, or one.
+
+    `layouts` has one for each allocation, None for data-parallel ranks; None: all are.
+    Rows that cannot be answered stay empty, or raise where `strict`. `first_row` is how many rows
+    came before, in other pieces of the same question.
+    """
+
+    graph: OpGraph
+    allocations: Allocations
+    batch_per_gpu: int | Integers | None
+    global_batch: int | Integers | None
+    accumulation_steps: int
+    strategy: Strategy
+    cluster: Cluster | None
+    calibration: Calibration | None
+    profile: MachineProfile | None
+    loader: Loader | None
+    engine: Engine
+    layouts: tuple[Layout | None, ...] | None = None
+    strict: bool = False
+    first_row: int = 0
+
+    def allocation(self, row: int) -> Allocation:
+        """The allocation of a row; raises AllocationError."""
+        if isinstance(self.allocations, AllocationColumns):
+            return self.allocations.allocation(row)
+        return Allocation.parse(self.allocations[row])
+
+    def text(self, row: int) -> str:
+        """The allocation of a row as it was written, or as it prints; empty if it does not."""
+        if not isinstance(self.allocations, AllocationColumns):
+            return str(self.allocations[row])
+        try:
+            return str(self.allocation(row))
+        except AllocationError:
+            return ""
+
+    def answer(self, row: int) -> Estimate:
+        """The estimate of one row; raises what `estimate` raises."""
+        batch, whole = _of_row(self.batch_per_gpu, row), _of_row(self.global_batch, row)
+        asked: dict[str, Any] = {
+            "accumulation_steps": self.accumulation_steps,
+            "strategy": self.strategy,
+            "cluster": self.cluster,
+            "calibration": self.calibration,
+            "profile": self.profile,
+            "loader": self.loader,
+        }
+        allocation = self.allocation(row)
+        layout = None if self.layouts is None else self.layouts[row]
+        if layout is not None:
+            asked |= {"batch_per_gpu": batch, "global_batch": whole, "layout": layout}
+            return self.engine.estimate(self.graph, allocation, **asked)
+        if whole is not None and batch is None:
+            asked |= {"global_batch": whole, "engine": self.engine}
+            return balance(self.graph, allocation, **asked).answer
+        asked |= {"batch_per_gpu": batch, "global_batch": whole}
+        return self.engine.estimate(self.graph, allocation, **asked)
+
+    def refuse(self, row: int) -> None:
+        """Raise why a row has no answer, with its number."""
+        try:
+            self.answer(row)
+        except EstimatorError as error:
+            raise type(error)(f"row {self.first_row + row}: {error}") from None
+
+    def are_laid_out(self, numbers: Indices) -> Flags | bool:
+        """Which of some rows have ranks that share a micro-batch's computing."""
+        if self.layouts is None:
+            return False
+        return np.array([self.layouts[number] is not None for number in numbers.tolist()])
+
+    def rows(self, chosen: slice | Indices) -> Question:
+        """The same question of some of the rows."""
+        batch, whole = (
+            value[chosen] if isinstance(value, np.ndarray) else value
+            for value in (self.batch_per_gpu, self.global_batch)
+        )
+        allocations = self.allocations
+        if isinstance(allocations, AllocationColumns) or isinstance(chosen, slice):
+            some: Allocations = allocations[chosen]  # type: ignore[index]
+        else:
+            some = [allocations[row] for row in chosen.tolist()]
+        layouts = self.layouts
+        if layouts is not None:
+            numbers = np.arange(len(layouts))[chosen]
+            layouts = tuple(layouts[number] for number in numbers.tolist())
+        return replace(
+            self, allocations=some, batch_per_gpu=batch, global_batch=whole, layouts=layouts
+        )
+
+
+def _of_row(value: int | Integers | None, row: int) -> int | None:
+    return int(value[row]) if isinstance(value, np.ndarray) else value
+
+
+Columns = dict[str, NDArray[Any]]
+
+# Rows of a table that is kept, and rows kept of one question. A larger table costs little a row.
+MOST_ROWS = 1024
+_MOST_KEPT = 8192
+
+
+class KnownRows:
+    """The rows answered of one question, whatever its allocations; safe under threads.
+
+    Rows are forgotten once the file of a machine that one is on has changed.
+    """
+
+    def __init__(self) -> None:
+        self.columns: Columns = {}
+        self._place: dict[str, int] = {}
+        self._machines: dict[str, MachineProfile] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, question: Question) -> KnownRows | None:
+        """Those of a question; None for one whose rows are not kept.
+
+        Corrections change with what is observed, and a large table is made of columns.
+        """
+        if (
+            question.calibration is not None
+            or question.layouts is not None
+            or isinstance(question.allocations, AllocationColumns)
+            or not 0 < len(question.allocations) <= MOST_ROWS
+            or isinstance(question.batch_per_gpu, np.ndarray)
+            or isinstance(question.global_batch, np.ndarray)
+        ):
+            return None
+        owners, details = _key(question)
+        return question.engine.cache.get("rows", owners, cls, *details)
+
+    def table(self, question: Question, made: Callable[[Question], Columns]) -> Columns:
+        """The columns of a question; `made` makes those of the rows that are not known."""
+        texts = [question.text(row) for row in range(len(question.allocations))]
+        with self._lock:
+            self._forget_if_changed(question)
+            missing = [text for text in dict.fromkeys(texts) if text not in self._place]
+            if not missing:
+                return self._rows(self.columns, self._place, texts)
+            found = made(replace(question, allocations=missing, strict=False))
+            columns, place = self._joined(found, missing)
+            self._keep(question, columns, place, missing)
+            owners, details = _key(question)
+            question.engine.cache.grown((found, missing), "rows", owners, *details)
+            return self._rows(columns, place, texts)
+
+    def _joined(self, found: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
+        if not self._place:
+            return found, {text: row for row, text in enumerate(texts)}
+        first = len(self._place)
+        columns = {name: np.concatenate([self.columns[name], found[name]]) for name in found}
+        return columns, self._place | {text: first + row for row, text in enumerate(texts)}
+
+    def _keep(
+        self,
+        question: Question,
+        columns: Columns,
+        place: dict[str, int],
+        added: list[str],
+    ) -> None:
+        """Keep the rows that have an answer: a machine may yet be described."""
+        if len(place) > _MOST_KEPT:
+            self._forget()
+            return
+        answered = ~np.isnan(columns["step_time_s"])
+        if not answered.all():
+            texts = [text for text, row in place.items() if answered[row]]
+            columns = {name: column[answered] for name, column in columns.items()}
+            place = {text: row for row, text in enumerate(texts)}
+        self.columns, self._place = columns, place
+        if question.profile is None:
+            for machine in _machines(question, (text for text in added if text in place)):
+                self._machines.setdefault(machine, named_profile(machine))
+
+    def _forget_if_changed(self, question: Question) -> None:
+        try:
+            if all(named_profile(name) is each for name, each in self._machines.items()):
+                return
+        except EstimatorError:  # its file is gone or damaged
+            pass
+        self._forget()
+
+    def _forget(self) -> None:
+        self.columns, self._place, self._machines = {}, {}, {}
+
+    @staticmethod
+    def _rows(columns: Columns, place: Mapping[str, int], texts: list[str]) -> Columns:
+        rows = np.array([place[text] for text in texts], dtype=np.intp)
+        return {name: column[rows] for name, column in columns.items()}
+
+
+def _key(question: Question) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+    """(objects, details) by which the engine's cache keeps the rows of a question."""
+    owners = (question.graph, question.cluster, question.profile)
+    batches: tuple[Any, ...] = (question.batch_per_gpu, question.global_batch)
+    return owners, (*batches, question.accumulation_steps, question.strategy, question.loader)
+
+
+def _machines(question: Question, texts: Iterable[str]) -> set[str]:
+    """The machines that allocations are on."""
+    groups = {text.strip() for whole in texts for text in whole.split("+")}
+    found = set()
+    for text in groups:
+        group = Allocation.parse(text).groups[0]
+        host = question.cluster.nodes[group.host] if question.cluster and group.host else None
+        found.add(host.machine if host else group.machine or "")
+    return found

@@ -1,0 +1,164 @@
+"""Turn the linear layers of a compiled step into float8 ones, as torchao converts them.
+
+torchao.float8 (float8_linear.py, config.py): a linear layer's three products, forward and for both
+gradients, take float8 factors that are cast just before. "tensorwise" scales by the largest of a
+tensor, which is a pass of its own before the cast; "rowwise" by the largest of each row of a
+factor, which one kernel finds and uses where rows lie together in memory, and a pass of its own
+where they do not. Backward products must not accumulate in half of fp32, in which mode products
+scaled by row are so slow that torchao scales their result in a kernel of its own (pytorch/ao,
+issue 2184). Embeddings and the head stay as they are (torchtitan's filter_fqns), layers of
+sizes that 16 does not divide too. Parameters are gathered as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from estimator.errors import ModelError, quoted
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import Op, Value
+from estimator.graph.ir.shards import unit_path
+from estimator.tensors import OpCall, TensorSpec
+
+RECIPES = ("tensorwise", "rowwise")
+FLOAT8 = "float8_e4m3fn"
+FLOAT8_ASSUMPTION = (
+    "linear layers of repeated blocks are in float8 ({recipe}); their casts are fused, parameters "
+    "are gathered unchanged, and a product in float8 takes half the energy of one in bf16"
+)
+_MULTIPLE = 16
+# Where the factors of a product stand among its arguments.
+_FACTORS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
+
+
+def with_float8(graph: OpGraph, recipe: str) -> OpGraph:
+    """The compiled graph with float8 linear layers; raises ModelError."""
+    if recipe not in RECIPES:
+        raise ModelError(f"float8 {quoted(recipe)} is unknown; write {' or '.join(RECIPES)}")
+    if graph.execution == "eager" or graph.target != "cuda" or not graph.precision.startswith("bf"):
+        raise ModelError(
+            f"float8 layers are compiled bf16 ones on GPUs, found {graph.execution} in "
+            f"{graph.precision} for {graph.target}; write --precision bf16 with --compile or "
+            "--compile-blocks"
+        )
+    changed = _Changed(graph, recipe)
+    if changed.products == 0:
+        raise ModelError(
+            f"{graph.name} has no linear layers in repeated blocks of sizes that 16 divides; leave "
+            "out float8"
+        )
+    return replace(
+        graph,
+        ops=tuple(changed.ops),
+        values=tuple(changed.values),
+        parameters=tuple(
+            p if p.ready_after is None else replace(p, ready_after=changed.place[p.ready_after])
+            for p in graph.parameters
+        ),
+        float8=recipe,
+        assumptions=(*graph.assumptions, FLOAT8_ASSUMPTION.format(recipe=recipe)),
+    )
+
+
+class _Changed:
+    """The operators and values of a graph with float8 products, and where each old op stands."""
+
+    def __init__(self, graph: OpGraph, recipe: str) -> None:
+        self.ops: list[Op] = []
+        self.values = list(graph.values)
+        self.place: list[int] = []
+        self.products = 0
+        self._recipe = recipe
+        # (phase, value, whether along columns) → its cast: the compiler casts nothing twice.
+        self._casts: dict[tuple[str, int, bool], int] = {}
+        for op in graph.ops:
+            if _is_linear(op):
+                self._product(op)
+            else:
+                self.ops.append(op)
+            self.place.append(len(self.ops) - 1)
+
+    def _product(self, op: Op) -> None:
+        self.products += 1
+        positions = _FACTORS[op.call.target]
+        # The inner dimension of the left factor is its last one, of the right one its first.
+        cast = [self._cast(op, place, number == 1) for number, place in enumerate(positions)]
+        rest = [i for place, i in enumerate(op.inputs) if place not in positions]
+        product = _with_calls(
+            op, [_scaled(call) for call in _calls(op)], inputs=(*cast, *rest), outputs=op.outputs
+        )
+        self.ops.append(product)
+        if self._recipe == "rowwise" and op.phase == "backward":
+            self._rescale(product)
+
+    def _rescale(self, product: Op) -> None:
+        """Let a product write another value, from which a pass makes its own by the scales."""
+        (made,) = product.outputs
+        raw = len(self.values)
+        self.values.append(replace(self.values[made], kind="activation"))
+        self.ops[-1] = replace(product, outputs=(raw,))
+        specs = [call.outputs[0] for call in _calls(product)]
+        calls = [OpCall("aten.mul.Tensor", (spec,), (), (spec,)) for spec in specs]
+        rescaled = _with_calls(product, calls, inputs=(raw,), outputs=(made,))
+        self.ops.append(replace(rescaled, name=f"mul_{made}"))
+
+    def _cast(self, op: Op, place: int, along_columns: bool) -> int:
+        """The float8 value of a factor, cast before the product unless it is there already."""
+        value = op.inputs[place]
+        specs = [call.arguments[place] for call in _calls(op)]
+        # One scale for all rows serves both directions.
+        down = along_columns and self._recipe == "rowwise"
+        key = op.phase, value, down
+        if key not in self._casts:
+            if self._recipe == "tensorwise" or down != _is_transposed(specs[0]):
+                self._add(op, "aten.amax.default", value, specs, [_scale(spec) for spec in specs])
+            narrow = [replace(spec, dtype=FLOAT8) for spec in specs]
+            self._casts[key] = self._add(op, "aten._to_copy.default", value, specs, narrow)
+        return self._casts[key]
+
+    def _add(
+        self, op: Op, target: str, value: int, specs: list[Any], made: list[TensorSpec]
+    ) -> int:
+        out = len(self.values)
+        self.values.append(Value(spec=made[0], other_spec=made[1], kind="activation"))
+        calls = [OpCall(target, (spec,), (), (to,)) for spec, to in zip(specs, made, strict=True)]
+        cast = _with_calls(op, calls, inputs=(value,), outputs=(out,))
+        self.ops.append(replace(cast, name=f"{target.split('.')[1]}_{out}"))
+        return out
+
+
+def _with_calls(op: Op, calls: list[OpCall], *, inputs: Any, outputs: Any) -> Op:
+    """An op of the same module and phase that makes these calls, at each of the two batches."""
+    call, other = calls
+    other = call if call == other else other
+    return replace(op, call=call, other_call=other, inputs=inputs, outputs=outputs)
+
+
+def _calls(op: Op) -> tuple[OpCall, OpCall]:
+    return op.call, op.other_call
+
+
+def _scaled(call: OpCall) -> OpCall:
+    positions = _FACTORS[call.target]
+    rest = [each for place, each in enumerate(call.arguments) if place not in positions]
+    narrow = [replace(call.arguments[place], dtype=FLOAT8) for place in positions]
+    return OpCall("aten._scaled_mm.default", (*narrow, *rest), (), call.outputs)
+
+
+def _is_linear(op: Op) -> bool:
+    if op.call.target not in _FACTORS or not unit_path(op.module):
+        return False
+    factors = [op.call.arguments[place] for place in _FACTORS[op.call.target]]
+    return all(
+        spec.dtype == "bfloat16" and not any(size % _MULTIPLE for size in spec.shape)
+        for spec in factors
+    )
+
+
+def _is_transposed(spec: TensorSpec) -> bool:
+    return spec.strides is not None and spec.strides[0] == 1 and spec.strides[1] != 1
+
+
+def _scale(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec((spec.shape[0],), "float32")

@@ -1,0 +1,327 @@
+"""Count the work of matmuls, convolutions, attention and recurrent layers.
+
+Flops count a multiply-add as 2, as torch.utils.flop_counter does; causal attention counts only the
+keys that a query may see.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from estimator.graph.costs.registry import (
+    argument,
+    bytes_of,
+    cost_of,
+    formula_of,
+    specs_in,
+    tensor,
+    written,
+)
+from estimator.graph.ir.ops import OpCost
+from estimator.tensors import OpCall, TensorSpec
+
+_MATRIX_POSITIONS = {
+    "aten.addmm": (1, 2),
+    "aten._addmm_activation": (1, 2),
+    "aten.addbmm": (1, 2),
+    "aten.baddbmm": (1, 2),
+    "aten.addmv": (1, 2),
+    "aten.addr": (1, 2),
+}
+
+
+def factors(call: OpCall) -> tuple[TensorSpec, TensorSpec]:
+    """The two tensors that a matmul multiplies."""
+    name = ".".join(call.target.split(".")[:2]).removesuffix("_")
+    first, second = _MATRIX_POSITIONS.get(name, (0, 1))
+    return call.arguments[first], call.arguments[second]
+
+
+def matmul_dims(call: OpCall) -> tuple[float, ...]:
+    """(batch, m, n, k) of a matmul (batch, m, k) x (batch, k, n)."""
+    left, right = factors(call)
+    name = call.target.split(".")[1]
+    if name in ("linear", "mkldnn_linear"):
+        return (
+            1.0,
+            left.numel / left.shape[-1],
+            float(right.numel / left.shape[-1]),
+            left.shape[-1],
+        )
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        return _grouped_dims(call, left, right)
+    if name in ("addr", "addr_"):
+        return (1.0, left.numel, right.numel, 1.0)
+    inner = left.shape[-1] if left.shape else 1
+    columns = right.shape[-1] if len(right.shape) > 1 else 1
+    rows = left.shape[-2] if len(left.shape) > 1 else 1
+    batch = max(math.prod(left.shape[:-2]), math.prod(right.shape[:-2]))
+    return (float(batch), float(rows), float(columns), float(inner))
+
+
+def _grouped_dims(call: OpCall, left: TensorSpec, right: TensorSpec) -> tuple[float, ...]:
+    """Groups share the tokens: of the rows (2d x 3d), the columns (3d x 2d) or the inner dim."""
+    offsets = tensor(call, 2, "offs")
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    if len(left.shape) == 3 and len(right.shape) == 3:
+        return (float(left.shape[0]), float(rows), float(columns), float(inner))
+    if len(left.shape) == 2 and len(right.shape) == 3:
+        groups = right.shape[0]
+        return (float(groups), rows / groups, float(columns), float(inner))
+    if len(left.shape) == 3:
+        groups = left.shape[0]
+        return (float(groups), float(rows), columns / groups, float(inner))
+    groups = offsets.numel if offsets is not None else 1
+    return (float(groups), float(rows), float(columns), inner / groups)
+
+
+@cost_of(
+    *("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.addbmm", "aten.linear"),
+    *("aten.mv", "aten.addmv", "aten.dot", "aten.vdot", "aten.addr", "aten._addmm_activation"),
+    *("aten.matmul", "aten._grouped_mm", "aten._scaled_mm", "aten._scaled_grouped_mm"),
+    *("aten._int_mm", "aten.mkldnn_linear"),
+    family="matmul",
+    dims=matmul_dims,
+)
+def _matmul(call: OpCall) -> OpCost:
+    return OpCost(
+        flops=2 * math.prod(matmul_dims(call)),
+        read_bytes=bytes_of(call.inputs),
+        written_bytes=written(call),
+    )
+
+
+def matmul_layout(call: OpCall) -> str:
+    """ "n" for a matrix stored by rows, "t" for one stored by columns, of both factors."""
+    return "".join(_orientation(spec) for spec in factors(call))
+
+
+def _orientation(spec: TensorSpec) -> str:
+    if spec.strides is None or len(spec.shape) < 2:
+        return "n"
+    rows, columns = spec.strides[-2:]
+    # A dimension of size 1 has no order of its own.
+    return "t" if rows == 1 and columns != 1 and spec.shape[-1] > 1 else "n"
+
+
+@cost_of("aten.linear_backward", "aten.mkldnn_linear_backward", family="matmul")
+def _linear_backward(call: OpCall) -> OpCost:
+    gradient, weight = call.arguments[1], call.arguments[2]
+    wanted = sum(bool(flag) for flag in argument(call, 3, "output_mask", (True, True))[:2])
+    flops = 2 * wanted * gradient.numel * weight.shape[-1]
+    return OpCost(flops, bytes_of(call.inputs), written(call))
+
+
+_CONVOLUTIONS = (
+    *("aten.convolution", "aten._convolution", "aten.convolution_overrideable"),
+    *("aten.cudnn_convolution", "aten.cudnn_convolution_transpose", "aten.mkldnn_convolution"),
+    *("aten.miopen_convolution", "aten.conv1d", "aten.conv2d", "aten.conv3d"),
+    *("aten._conv_depthwise2d", "aten.thnn_conv2d", "aten._slow_conv2d_forward"),
+)
+
+
+def is_channels_last(call: OpCall) -> bool:
+    """Whether a convolution runs with channels innermost: its image or its filters lie so.
+
+    Where the filters are 1 x 1 both orders are the same (c10/core/MemoryFormat.h); the image says.
+    """
+    image, weight = call.arguments[:3][-2:] if "backward" in call.target else call.arguments[:2]
+    return any(
+        spec.strides is not None and spec.shape[1] > 1 and spec.strides[1] == 1
+        for spec in (image, weight)
+        if len(spec.shape) > 3
+    )
+
+
+def _pair(value: Any) -> float:
+    """The largest entry of a stride given as a number or a tuple."""
+    return float(max(value)) if isinstance(value, tuple) and value else float(value or 1)
+
+
+def _convolution_dims(call: OpCall) -> tuple[float, ...]:
+    """(images, cin and cout per group, groups, positions out, kernel, positions in, stride)."""
+    image, weight = call.arguments[0], call.arguments[1]
+    transposed = bool(argument(call, 6, "transposed", "transpose" in call.target))
+    return _sizes(image, weight, call.outputs[0], transposed, argument(call, 3, "stride", 1))
+
+
+def _convolution_backward_dims(call: OpCall) -> tuple[float, ...]:
+    gradient, image, weight = call.arguments[:3]
+    transposed = bool(argument(call, 7, "transposed", False))
+    return _sizes(image, weight, gradient, transposed, argument(call, 4, "stride", 1))
+
+
+def _sizes(
+    image: TensorSpec, weight: TensorSpec, output: TensorSpec, transposed: bool, stride: Any
+) -> tuple[float, ...]:
+    """A weight is (cout, cin per group, kernel), transposed (cin, cout per group, kernel)."""
+    spatial = len(weight.shape) - 2
+    batched = len(image.shape) == len(weight.shape)
+    images = image.shape[0] if batched else 1
+    channels = image.shape[-spatial - 1]
+    if transposed:
+        outputs_per_group = weight.shape[1]
+        groups = output.shape[-spatial - 1] // outputs_per_group
+        inputs_per_group = channels // groups
+    else:
+        inputs_per_group = weight.shape[1]
+        groups = channels // inputs_per_group
+        outputs_per_group = weight.shape[0] // groups
+    return (
+        float(images),
+        float(inputs_per_group),
+        float(outputs_per_group),
+        float(groups),
+        float(math.prod(output.shape[-spatial:])),
+        float(math.prod(weight.shape[2:])),
+        float(math.prod(image.shape[-spatial:])),
+        _pair(stride),
+    )
+
+
+def _convolution_flops(dims: tuple[float, ...], transposed: bool) -> float:
+    """A transposed convolution applies its kernel at every position of its input."""
+    images, inputs, outputs, groups, out_positions, kernel, in_positions, _ = dims
+    positions = in_positions if transposed else out_positions
+    return 2 * images * groups * inputs * outputs * kernel * positions
+
+
+@cost_of(*_CONVOLUTIONS, family="convolution", dims=_convolution_dims)
+def _convolution(call: OpCall) -> OpCost:
+    transposed = bool(argument(call, 6, "transposed", "transpose" in call.target))
+    flops = _convolution_flops(_convolution_dims(call), transposed)
+    return OpCost(flops, bytes_of(call.inputs), written(call))
+
+
+@cost_of(
+    *("aten.convolution_backward", "aten.convolution_backward_overrideable"),
+    family="convolution",
+    dims=_convolution_backward_dims,
+)
+def _convolution_backward(call: OpCall) -> OpCost:
+    gradient, image, weight = call.arguments[:3]
+    mask = argument(call, 10, "output_mask", (True, True, True))
+    transposed = bool(argument(call, 7, "transposed", False))
+    flops = _convolution_flops(_convolution_backward_dims(call), transposed)
+    # The gradient of the input needs the weight, that of the weight the input.
+    read = [gradient, weight if mask[0] else None, image if mask[1] else None]
+    return OpCost((bool(mask[0]) + bool(mask[1])) * flops, bytes_of(read), written(call))
+
+
+_ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": (0, False, 4),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, True, 7),
+    "aten._scaled_dot_product_flash_attention": (0, False, 4),
+    "aten._scaled_dot_product_flash_attention_backward": (1, True, 11),
+    "aten._scaled_dot_product_efficient_attention": (0, False, 6),
+    "aten._scaled_dot_product_efficient_attention_backward": (1, True, 11),
+    "aten._scaled_dot_product_cudnn_attention": (0, False, 6),
+    "aten._scaled_dot_product_cudnn_attention_backward": (1, True, 14),
+    "aten._scaled_dot_product_fused_attention_overrideable": (0, False, 5),
+    "aten._scaled_dot_product_fused_attention_overrideable_backward": (1, True, 13),
+}
+
+
+def attention_arguments(call: OpCall) -> tuple[int, bool, int]:
+    """Where a call of attention has its query, whether it is backward, and its is_causal flag."""
+    return _ATTENTION[".".join(call.target.split(".")[:2])]
+
+
+def _attention_dims(call: OpCall) -> tuple[float, ...]:
+    """(batch x heads, queries, keys, head size, 1 if causal) of (batch, heads, length, size)."""
+    start, _, causal = attention_arguments(call)
+    query, key = call.arguments[start], call.arguments[start + 1]
+    return (
+        float(math.prod(query.shape[:-2])),
+        float(query.shape[-2]),
+        float(key.shape[-2]),
+        float(query.shape[-1]),
+        float(bool(argument(call, causal, "is_causal", False))),
+    )
+
+
+@cost_of(*_ATTENTION, family="attention", dims=_attention_dims)
+def _attention(call: OpCall) -> OpCost:
+    """Scores and their sum over values: 2 matmuls forward; backward recomputes the scores, 5."""
+    start, backward, _ = attention_arguments(call)
+    heads, queries, keys, size, causal = _attention_dims(call)
+    seen = queries * keys
+    if causal:
+        # Query i (from 1) sees keys 1..i.
+        full = max(queries - keys, 0.0)
+        seen = (queries - full) * (queries - full + 1) / 2 + full * keys
+    value_size = call.arguments[start + 2].shape[-1]
+    sizes = 3 * size + 2 * value_size if backward else size + value_size
+    return OpCost(2 * heads * seen * sizes, bytes_of(call.inputs), written(call))
+
+
+def whole_attention_flops(call: OpCall) -> tuple[float, float]:
+    """(flops of attention's gradients or scores, those with the scores that backward recomputes).
+
+    Every query counts with every key, whatever is masked. Of operators that are not torch's the
+    dims of their rule are known, and values are taken to be as long as keys.
+    """
+    formula = formula_of(call.target)
+    assert formula is not None
+    heads, queries, keys, size, _ = formula.dims(call)
+    backward, value_size = "backward" in call.target, size
+    if formula.dims is _attention_dims:
+        start, backward, _ = attention_arguments(call)
+        value_size = call.arguments[start + 2].shape[-1]
+    forward = 2 * heads * queries * keys * (size + value_size)
+    if not backward:
+        return forward, forward
+    return 2 * forward, 2 * forward + 2 * heads * queries * keys * size
+
+
+def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
+    """As `Features.dims` says.
+
+    Both directions of a layer run at once, and layers of one direction as a wavefront, each a step
+    behind the one before (Appleyard et al.: Optimizing Performance of Recurrent Neural Networks on
+    GPUs, 2016).
+    """
+    image, rest = call.arguments[0], call.arguments[1:]
+    name = call.target.split(".")[1]
+    one_layer = name.startswith("mkldnn_rnn_layer")
+    # mkldnn takes one layer's tensors one by one, and (steps, batch, features) whatever its
+    # batch_first says; the others take a list of the weights of all layers.
+    given = rest[:4] if one_layer else tuple(item for item in rest if isinstance(item, tuple))
+    weights = [spec for spec in specs_in(given) if len(spec.shape) == 2]
+    work = sum(spec.numel for spec in weights)
+    positions = {"_cudnn_rnn": 10, "_cudnn_rnn_backward": 14, "lstm": 8}
+    position = positions.get(name, 8)
+    batch_first = not one_layer and argument(call, position, "batch_first", False)
+    both_ways = {"_cudnn_rnn": 13, "_cudnn_rnn_backward": 17}.get(name, position - 1)
+    bidirectional = not one_layer and argument(call, both_ways, "bidirectional", False)
+    steps = image.shape[1 if batch_first else 0] if len(image.shape) == 3 else 1
+    # A state in lists of its own is no weight; of each layer's the second multiplies the state.
+    recurrent = [spec for spec in weights if spec.shape[0] == weights[0].shape[0]][1::2]
+    columns, inner = recurrent[0].shape if recurrent else (1, 1)
+    chains = max(len(recurrent) // 2, 1) if bidirectional else 1
+    at_once = max(len(recurrent), 1) / chains
+    samples = image.numel / image.shape[-1]
+    return tuple(map(float, (samples, work, chains, at_once, columns, inner, steps)))
+
+
+@cost_of(
+    *("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.lstm", "aten.gru", "aten.rnn_tanh"),
+    "aten.rnn_relu",
+    family="recurrent",
+    dims=_recurrent_dims,
+)
+def _recurrent(call: OpCall) -> OpCost:
+    samples, work = _recurrent_dims(call)[:2]
+    return OpCost(2 * samples * work, bytes_of(call.inputs), written(call))
+
+
+@cost_of(
+    "aten.mkldnn_rnn_layer_backward",
+    "aten._cudnn_rnn_backward",
+    family="recurrent",
+    dims=_recurrent_dims,
+)
+def _recurrent_backward(call: OpCall) -> OpCost:
+    samples, work = _recurrent_dims(call)[:2]
+    return OpCost(4 * samples * work, bytes_of(call.inputs), written(call))

@@ -1,0 +1,5 @@
+"""The traced step as data: operators, values, storages, units that FSDP gathers, collectives.
+
+`op_graph.OpGraph` is the whole; `ops` its parts; `structure` who makes and reads what, in which
+memory; `shards` its units; `collectives` those that a rank's own graph has.
+"""

@@ -1,0 +1,149 @@
+"""Find the collectives among the operators of a rank's graph."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from estimator.graph.ir.op_graph import BoundGraph
+from estimator.graph.ir.ops import Op, Phase
+from estimator.machines.profile import CollectiveName
+from estimator.tensors import OpCall, TensorSpec
+
+# They go by the names of torch's functional collectives.
+_NAMESPACE = "_c10d_functional"
+_RING = f"{_NAMESPACE}.permute_tensor.default"
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+
+# What a collective runs beside: the next attention, or the other product of its layer's gradients.
+Overlapped = Literal["attention", "product"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of a micro-batch, of the ranks along an axis of the mesh.
+
+    `size_bytes` is what all ranks have together after a gather or before a scatter, and what each
+    of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
+    `share` of the gather that all its hops make. It runs beside the operator `beside`, if any.
+    `of_update` is a sum that DTensor leaves to the operators of the update that read the gradient.
+    """
+
+    op: CollectiveName
+    axis: str
+    size_bytes: int
+    phase: Phase
+    module: str
+    op_index: int
+    share: float = 1.0
+    beside: int | None = None
+    of_update: bool = False
+
+
+def collective_call(
+    op: CollectiveName,
+    axis: str,
+    given: TensorSpec,
+    found: TensorSpec,
+    *,
+    overlaps: Overlapped | None = None,
+) -> OpCall:
+    """The call of a collective, from what a rank gives to what it gets, and what it runs beside."""
+    keywords = (("overlaps", overlaps),) if overlaps else ()
+    return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (found,))
+
+
+def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> OpCall:
+    """The call in which every rank of `degree` sends to the next one."""
+    keywords = (("overlaps", "attention"),) if overlaps else ()
+    return OpCall(_RING, (sent, axis, degree), keywords, (sent,))
+
+
+def is_collective(call: OpCall) -> bool:
+    """Whether ranks exchange something in a call."""
+    return call.target.startswith(_NAMESPACE)
+
+
+def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
+    """The collectives of a graph at a batch size, in issue order."""
+    calls, ops = bound.calls, bound.graph.ops
+    # Thousands of calls have few targets.
+    targets = [call.target for call in calls]
+    exchanging = {target for target in set(targets) if target.startswith(_NAMESPACE)}
+    found = [index for index, target in enumerate(targets) if target in exchanging]
+    overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in found}
+    attentions = [index for index, target in enumerate(targets) if "attention" in target]
+    products = _Products(bound) if "product" in overlaps.values() else None
+    dtensors = {each.gradient for each in bound.graph.parameters if each.is_dtensor}
+    beside: dict[int, int | None] = {}
+    for index, kind in overlaps.items():
+        if kind == "attention":
+            beside[index] = next(iter(attentions[bisect(attentions, index) :]), None)
+        elif kind == "product" and products:
+            beside[index] = products.beside(index)
+    return tuple(
+        [
+            _collective(calls[index], ops[index], index, beside.get(index), dtensors)
+            for index in found
+        ]
+    )
+
+
+class _Products:
+    """The two products of each layer's backward pass, one of which a collective runs beside."""
+
+    def __init__(self, bound: BoundGraph) -> None:
+        self.ops = bound.graph.ops
+        self.maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+        self.of_module: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if bound.calls[index].target in _PRODUCTS and makes_gradients(op):
+                self.of_module.setdefault(op.module, []).append(index)
+
+    def beside(self, index: int) -> int | None:
+        """The product that neither makes what a collective sends nor takes what it gathers."""
+        own = self._made_by(index)
+        module = self.ops[index if own is None else own].module
+        both = self.of_module.get(module, [])
+        if own is None:
+            own = next((each for each in both if each > index), None)
+        return next((each for each in both if each != own), None)
+
+    def _made_by(self, index: int) -> int | None:
+        """The product whose result a collective sends, if it is one's."""
+        made = self.maker.get(self.ops[index].inputs[0])
+        while made is not None and (op := self.ops[made]).is_view:
+            # A file may say that an operator reads what it makes.
+            before = self.maker.get(op.inputs[0]) if op.inputs else None
+            made = before if before is not None and before < made else None
+        is_product = made is not None and made in self.of_module.get(self.ops[made].module, [])
+        return made if is_product else None
+
+
+def makes_gradients(op: Op) -> bool:
+    """Whether an operator is of the backward pass itself, and not what it runs again."""
+    return op.phase == "backward" and not op.is_repeated
+
+
+def _collective(
+    call: OpCall, op: Op, index: int, beside: int | None, dtensors: Set[int | None]
+) -> Collective:
+    size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
+    name, share = call.target.split(".")[1], 1.0
+    if call.target == _RING:
+        # The hops of a ring of n ranks, n - 1 of them, gather what all have.
+        degree = call.arguments[2]
+        name, share, size_bytes = "all_gather", 1.0 / (degree - 1), degree * size_bytes
+    return Collective(
+        op=cast(CollectiveName, name),
+        axis=call.arguments[1],
+        size_bytes=size_bytes,
+        phase=op.phase,
+        module=op.module,
+        op_index=index,
+        share=share,
+        beside=beside,
+        of_update=name == "all_reduce" and not dtensors.isdisjoint(op.outputs),
+    )

@@ -1,0 +1,116 @@
+"""Split a traced graph as a layout asks, by the plan that is given, traced with it, or found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from estimator.errors import EstimatorError, StrategyError, printable
+from estimator.graph.compile.float8 import with_float8
+from estimator.graph.compile.fusion import compile_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.context import split_context
+from estimator.graph.partition.experts import slice_expert_tokens, split_experts, sum_experts
+from estimator.graph.partition.partitioner import split
+from estimator.graph.partition.plan import Plan, found_plan, plan_of_config
+from estimator.workload import Strategy
+from estimator.workload.layouts import DATA_PARALLEL, Layout
+
+
+def agreed_layout(graph: OpGraph, layout: str | Layout | None) -> Layout:
+    """The layout of a graph's ranks: what is asked, or what its module was divided by before.
+
+    Raises StrategyError where these differ.
+    """
+    if graph.layout is None:
+        return DATA_PARALLEL if layout is None else Layout.parse(layout)
+    own = Layout.parse(graph.layout)
+    asked = own if layout is None else Layout.parse(layout)
+    if asked.megatron or any(
+        getattr(asked, axis) != getattr(own, axis) for axis in ("tp", "cp", "ep", "pp")
+    ):
+        raise StrategyError(
+            f"{graph.name} is the graph of a rank of '{own}', by which its module was divided "
+            f"before it was traced, found layout '{asked}'; leave the layout out, or trace the "
+            "module before it is divided"
+        )
+    return asked
+
+
+def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
+    """The strategy of a graph's ranks: what is asked, or what its module was sharded by before.
+
+    The default stands for either. Raises StrategyError where these differ in more than when
+    gradients are reduced.
+    """
+    asked = Strategy.parse(strategy)
+    if graph.strategy is None:
+        return asked
+    own = Strategy.parse(graph.strategy)
+    if asked == Strategy():
+        return own
+    if replace(asked, gradient_sync=own.gradient_sync) != own:
+        raise StrategyError(
+            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
+            "leave the strategy out, or trace the module before it is sharded"
+        )
+    return asked
+
+
+def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
+    """The graph of one rank of a layout.
+
+    Raises StrategyError, also where rules cannot read the operators of a graph that was saved.
+    """
+    try:
+        return _split(graph, layout, plan)
+    except EstimatorError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise StrategyError(
+            f"the operators of {graph.name} are none that can be divided by '{layout}' ({reason}); "
+            "trace the model again"
+        ) from error
+
+
+def _split(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
+    if graph.layout is not None:
+        agreed_layout(graph, layout)
+        return graph
+    axis = next(name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1)
+    if graph.is_summary:
+        raise StrategyError(
+            f"{graph.name} is known by a summary, whose layers cannot be divided by {axis}; trace "
+            "it"
+        )
+    if graph.execution != "eager":
+        return _compiled(graph, axis, layout, plan)
+    if plan is None and layout.tp > 1:
+        plan = _plan(graph, layout)
+    of_experts = sum_experts if layout.sums_experts else split_experts
+    graph = of_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
+    graph = split_context(graph, cp=layout.cp, ring=layout.ring)
+    if layout.ep > 1 and not layout.sums_experts:
+        graph = slice_expert_tokens(graph, tp=layout.tp)
+    return graph if plan is None else split(graph, plan, tp=layout.tp, megatron=layout.megatron)
+
+
+def _plan(graph: OpGraph, layout: Layout) -> Plan:
+    """What the model's config says, but where tokens or vocabulary are divided too: found."""
+    sequence, vocabulary = layout.sequence, layout.vocabulary
+    modules = dict.fromkeys(op.module for op in graph.ops)
+    own = None if sequence or vocabulary else plan_of_config(graph.tp_plan, modules)
+    return own or found_plan(graph, sequence=sequence, vocabulary=vocabulary)
+
+
+def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> OpGraph:
+    """What the compiler makes of a rank's part, as of a module that was parallelised before."""
+    eager = graph.eager
+    if eager is None:
+        raise StrategyError(
+            f"{graph.name} was compiled and saved without its eager operators, which {axis} "
+            "divides; trace it again"
+        )
+    eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
+    made = compile_graph(_split(eager, layout, plan), graph.execution)
+    return made if graph.float8 is None else with_float8(made, graph.float8)

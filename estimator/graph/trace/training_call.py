@@ -1,0 +1,419 @@
+"""Find out how a model, its batch and its loss are called, in the forms that people have them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from estimator.errors import ModelError, quoted
+from estimator.graph.trace.fake_tensors import map_tensors
+from estimator.graph.trace.own_steps import Configured, standing_in
+from estimator.user_code import UserCode
+
+Step = Callable[[Any, Any], Any]
+SUMMED = (
+    "the losses of a step's phases are traced as one sum: all forward passes, then one backward "
+    "pass, whose gradients are reduced and applied once"
+)
+
+
+class Phases(nn.Module):
+    """Models that `step(models, batch)` gives the losses of, one loss or several."""
+
+    def __init__(self, models: Sequence[nn.Module] | Mapping[str, nn.Module], step: Step) -> None:
+        super().__init__()
+        self.models: nn.Module
+        if isinstance(models, Mapping):
+            self.models = nn.ModuleDict(models)
+        else:
+            self.models = nn.ModuleList(models)
+        self._step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the step returns: its losses, or whatever it likes where it trains by itself."""
+        return self._step(self.models, batch)
+
+    @staticmethod
+    def sum_of(losses: Any) -> Tensor:
+        """The sum of the losses that a step returned; raises ModelError."""
+        if isinstance(losses, Mapping):
+            losses = tuple(losses.values())
+        found = losses if isinstance(losses, (tuple, list)) else (losses,)
+        if not found or not all(isinstance(loss, Tensor) for loss in found):
+            raise ModelError(
+                f"step(models, batch) returned {quoted(losses)} and called no backward(); return "
+                "its loss, or one for each phase"
+            )
+        total: Tensor = sum(loss.mean() for loss in found)
+        return total
+
+
+def as_phases(model: Any, loss: Any) -> tuple[Any, Any]:
+    """(model, loss), several models with a step made one; raises ModelError without a step."""
+    several = list(model.values()) if isinstance(model, Mapping) else model
+    if not isinstance(several, (list, tuple)) or isinstance(model, nn.Module):
+        return model, loss
+    if not several or not all(isinstance(each, nn.Module) for each in several):
+        return model, loss
+    if not callable(loss) or isinstance(loss, nn.Module):
+        raise ModelError(
+            f"{len(several)} models are trained together by a function; return (models, batch, "
+            "step), where step(models, batch) returns the losses, or calls backward() itself"
+        )
+    return Phases(model, loss), None
+
+
+PADDED_ASSUMPTION = "packed sequences are computed at the length that they are padded to"
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@contextmanager
+def packed_as_padded(assumptions: MutableMapping[str, None]) -> Iterator[None]:
+    """Let every sequence that is packed have the full length; `assumptions` gets a line if one is.
+
+    torch.nn.utils.rnn packs, and recurrent modules run, by functions of `torch._VF`.
+    """
+    functions: Any = torch._C._VariableFunctions
+    place: Any = torch._VF
+
+    def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        assumptions[PADDED_ASSUMPTION] = None
+        padded = source.transpose(0, 1) if batch_first else source
+        steps, samples = padded.shape[:2]
+        with unset_fake_temporarily():
+            batch_sizes = torch.full((steps,), samples)
+        return padded.reshape(steps * samples, *padded.shape[2:]), batch_sizes
+
+    def pad(
+        data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        padded = _padded(data, batch_sizes)
+        lengths = torch.full((padded.shape[1],), len(padded))
+        return padded.transpose(0, 1) if batch_first else padded, lengths
+
+    def recurrent(name: str) -> Any:
+        run = getattr(functions, name)
+
+        def ran(*arguments: Any) -> Any:
+            # A packed sequence comes as (data, batch sizes, state, weights, ...).
+            if not isinstance(arguments[3], (list, tuple)):
+                return run(*arguments)
+            data, batch_sizes, *rest = arguments
+            output, *state = run(_padded(data, batch_sizes), *rest, False)
+            return (output.reshape(-1, output.shape[-1]), *state)
+
+        return ran
+
+    place._pack_padded_sequence, place._pad_packed_sequence = pack, pad
+    for name in _RECURRENT:
+        setattr(place, name, recurrent(name))
+    try:
+        yield
+    finally:
+        for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_RECURRENT):
+            delattr(place, name)
+
+
+def _padded(data: Tensor, batch_sizes: Tensor) -> Tensor:
+    """(steps, samples, ...) of what `pack` laid out row by row."""
+    return data.reshape(len(batch_sizes), -1, *data.shape[1:])
+
+
+# A function of (output, targets) or of the output alone, or a step of (model, batch).
+Loss = Callable[..., Tensor]
+
+# Samples of a dataset that is given without a loader.
+_DATASET_SAMPLES = 8
+# The first parameter of a function that is given the model, not its output.
+_MODEL_WORDS = frozenset({"model", "models", "module", "net", "network"})
+# What batches call what the loss compares with.
+_TARGET_WORDS = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCall:
+    """One call of a model for its loss.
+
+    `batch` holds what is called with: a tensor, a tuple or a mapping. Of a tuple the last `targets`
+    parts, of a mapping those named in `target_names`, go to the loss and not to the model.
+    `as_one` says that forward() takes all of its inputs as one argument, `by_step` that the loss is
+    a ``step(model, batch)``, which calls the model itself. `assumptions` say how the batch was
+    read, where it could be read in several ways, `configured` which optimizers a training step has.
+    """
+
+    batch: Any
+    loss: Loss | None = None
+    targets: int = 0
+    target_names: tuple[str, ...] = ()
+    by_training_step: bool = False
+    by_step: bool = False
+    as_one: bool = False
+    configured: Configured | None = None
+    assumptions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, loss: Loss | None) -> TrainingCall:
+        """The call of `model` with a batch, a DataLoader or Dataset that gives one.
+
+        With a loss, ``(inputs, targets)`` is told from ``(input, input)`` by what ``forward()``
+        takes. A function whose first parameter is `model` is a ``step(model, batch)``. Without a
+        loss, a ``training_step(batch, batch_idx)`` as Lightning's modules have it gives it. Raises
+        ModelError where a loader is empty or raises.
+        """
+        batch, assumptions = _first_batch(batch)
+        if isinstance(loss, type):
+            raise ModelError(
+                f"loss is the class {loss.__name__}, not a loss; write {loss.__name__}()"
+            )
+        if loss is not None and not callable(loss):
+            raise ModelError(
+                f"loss is a function of (output, targets) or a module such as "
+                f"nn.CrossEntropyLoss(), found {quoted(loss)}; give one"
+            )
+        if loss is None:
+            if callable(getattr(model, "training_step", None)):
+                return cls(
+                    batch=batch,
+                    by_training_step=True,
+                    configured=Configured.of(model),
+                    assumptions=assumptions,
+                )
+            as_one = _is_one_argument(model, batch)
+            return cls(batch=batch, as_one=as_one, assumptions=assumptions)
+        if _is_step(loss):
+            return cls(batch=batch, loss=loss, by_step=True, assumptions=assumptions)
+        if isinstance(batch, Mapping):
+            return cls._of_mapping(model, batch, loss, assumptions)
+        if isinstance(batch, (tuple, list)) and len(batch) > 1 and _has_target(model, batch, loss):
+            inputs = batch[0] if len(batch) == 2 else batch[:-1]
+            as_one = isinstance(inputs, Mapping) and _is_one_argument(model, inputs)
+            are_several = isinstance(inputs, (tuple, list)) and _binds(model, *inputs)
+            parts = tuple(inputs) if are_several else (inputs,)
+            batch = (*parts, batch[-1])
+            return cls(batch=batch, loss=loss, targets=1, as_one=as_one, assumptions=assumptions)
+        as_one = _is_one_argument(model, batch)
+        return cls(batch=batch, loss=loss, as_one=as_one, assumptions=assumptions)
+
+    @classmethod
+    def _of_mapping(
+        cls, model: nn.Module, batch: Mapping[Any, Any], loss: Loss, assumptions: tuple[str, ...]
+    ) -> TrainingCall:
+        """The call with a mapping, whose targets are what forward() has no parameter for."""
+        names = _unaccepted(model, batch)
+        as_one = _is_one_argument(model, batch, without=names)
+        if isinstance(loss, nn.Module) and (as_one or not names):
+            # Nothing tells the targets but what they are called.
+            names = tuple(name for name in _TARGET_WORDS if name in batch)[:1]
+        elif as_one:
+            names = ()
+        return cls(
+            batch=batch, loss=loss, target_names=names, as_one=as_one, assumptions=assumptions
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do where the model does not run on the batch."""
+        check = "check that the model accepts it"
+        if self.as_one and isinstance(self.batch, (tuple, list)) and not self.targets:
+            check = (
+                f"forward() has no place for {len(self.batch)} inputs and got them as one; {check}"
+            )
+        if self.by_training_step:
+            return (
+                "let training_step(batch, batch_idx) run without a trainer, or return (models, "
+                "batch, step), where step(models, batch) returns the losses or trains by itself"
+            )
+        if isinstance(self.loss, nn.Module) and len(self.target_names) > 1:
+            names = ", ".join(quoted(name) for name in self.target_names)
+            return (
+                f"forward() takes none of {names}, so the loss gets them as one mapping; leave "
+                "only its targets in the batch, or give a function of (output, targets)"
+            )
+        if self.by_step:
+            return "let step(model, batch) return its loss, or call backward() itself"
+        if self.loss is not None and not isinstance(self.loss, nn.Module):
+            return f"{check}; a function that calls the model itself names it: step(model, batch)"
+        if self.loss is not None or isinstance(self.batch, Tensor):
+            return check
+        return (
+            f"{check}, or give the loss that gets its targets, as in "
+            "(model, (inputs, targets), nn.CrossEntropyLoss())"
+        )
+
+    def run(self, model: Any, batch: Any) -> Any:
+        """The loss of a model, or of one that wraps it, on a batch of this form."""
+        return self.loss_of(model, self.called(model, batch), batch)
+
+    def called(
+        self,
+        model: Any,
+        batch: Any,
+        parameter_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    ) -> Any:
+        """What the model returns on a batch, or the step that calls it.
+
+        `parameter_of` gives what stands in the place of a parameter that optimizers hold.
+        """
+        if self.by_step and self.loss is not None:
+            return self.loss(model, batch)
+        if self.configured is None:
+            return self._output(model, batch)
+        with standing_in(model, self.configured, parameter_of):
+            return self._output(model, batch)
+
+    def trained(self, model: Any, batch: Any) -> tuple[Any, bool]:
+        """What was `called` returns, and whether it called an optimizer's step() itself."""
+        steps: list[Any] = []
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+        try:
+            return self.called(model, batch), bool(steps)
+        finally:
+            handle.remove()
+
+    def loss_of(self, model: Any, output: Any, batch: Any) -> Any:
+        """The loss of what was `called` on a batch."""
+        if self.by_step:
+            return _step_loss(output)
+        if isinstance(model, Phases):
+            return model.sum_of(output)
+        if self.loss is None:
+            return loss_of(output)
+        if not _binds(self.loss, output, batch):
+            return self.loss(output)
+        if self.targets:
+            return self.loss(output, batch[-1])
+        if self.target_names:
+            targets = {name: batch[name] for name in self.target_names}
+            one = len(targets) == 1
+            return self.loss(output, next(iter(targets.values())) if one else targets)
+        return self.loss(output, batch)
+
+    def _output(self, model: Any, batch: Any) -> Any:
+        """What the model returns; of a training step, its loss."""
+        if self.by_training_step:
+            step = model.training_step
+            return step(batch, 0) if _binds(step, batch, 0) else step(batch)
+        if self.as_one:
+            return model(batch[0] if self.targets else batch)
+        if isinstance(batch, Mapping):
+            return model(**{k: v for k, v in batch.items() if k not in self.target_names})
+        if not isinstance(batch, (tuple, list)):
+            return model(batch)
+        inputs = batch[: len(batch) - self.targets]
+        if self.targets and len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            return model(**inputs[0])
+        return model(*inputs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss of a model that names none: `output.loss`, else the mean of its floating outputs."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss if loss.numel() == 1 else loss.mean()
+    means: list[Tensor] = []
+
+    def collect(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            means.append(tensor.mean())
+        return tensor
+
+    map_tensors(output if not hasattr(output, "__dataclass_fields__") else vars(output), collect)
+    if not means:
+        raise ModelError(
+            "the model returns no floating tensor that depends on its parameters; give loss="
+        )
+    total = means[0]
+    for mean in means[1:]:
+        total = total + mean
+    return total
+
+
+def _first_batch(batch: Any) -> tuple[Any, tuple[str, ...]]:
+    """The first batch of a loader or dataset, and what was assumed; anything else as it is."""
+    if isinstance(batch, DataLoader):
+        return _drawn(batch, "loader"), ("the batch is the loader's first",)
+    if isinstance(batch, (Dataset, IterableDataset)):
+        loader: DataLoader[Any] = DataLoader(batch, batch_size=_DATASET_SAMPLES)
+        words = f"the batch is the dataset's first samples, {_DATASET_SAMPLES} at most"
+        return _drawn(loader, "dataset"), (words,)
+    return batch, ()
+
+
+def _drawn(loader: DataLoader[Any], what: str) -> Any:
+    with UserCode(
+        f"no batch could be drawn from the {what}",
+        advice=f"give a batch instead of the {what}",
+        error=ModelError,
+    ):
+        for batch in loader:
+            return batch
+    raise ModelError(f"the {what} is empty; give a batch instead of it")
+
+
+def _has_target(model: nn.Module, batch: Any, loss: Loss) -> bool:
+    """Whether the last part of a batch is for the loss: the model has no place for it.
+
+    Where forward() would take it, the losses of torch.nn decide: they compare with a target.
+    """
+    return isinstance(loss, nn.Module) or not _binds(model, *batch)
+
+
+def _binds(function: Any, *arguments: Any, **named: Any) -> bool:
+    """Whether a function, or a module's forward(), takes these arguments."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        inspect.signature(called).bind(*arguments, **named)
+    except TypeError:
+        return False
+    # A signature that cannot be read is taken to fit.
+    except ValueError:
+        return True
+    return True
+
+
+def _is_one_argument(model: nn.Module, batch: Any, *, without: tuple[str, ...] = ()) -> bool:
+    """Whether forward() takes a batch of several parts only as one argument."""
+    if isinstance(batch, Mapping):
+        named = {str(name): value for name, value in batch.items() if name not in without}
+        return not _binds(model, **named) and _binds(model, batch)
+    if isinstance(batch, (tuple, list)):
+        return not _binds(model, *batch) and _binds(model, batch)
+    return False
+
+
+def _is_step(loss: Loss) -> bool:
+    """Whether a function takes the model itself, as step(model, batch) and compute_loss do."""
+    if isinstance(loss, nn.Module):
+        return False
+    try:
+        names = list(inspect.signature(loss).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) > 1 and names[0] in _MODEL_WORDS
+
+
+def _step_loss(found: Any) -> Any:
+    """The loss of what a step returned: it alone, or first, as in (loss, outputs)."""
+    if isinstance(found, Mapping):
+        return loss_of(found)
+    return found[0] if isinstance(found, (tuple, list)) and found else found
+
+
+def _unaccepted(model: nn.Module, batch: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The names in a batch that forward() has no parameter for."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return ()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return ()
+    return tuple(name for name in batch if name not in parameters)

@@ -1,0 +1,1 @@
+"""Slots in other tools: training frameworks, schedulers, trace viewers, executors."""

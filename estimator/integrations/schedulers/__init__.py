@@ -1,0 +1,1 @@
+"""Speak the formats of schedulers: Kubernetes and Volcano, Slurm, SkyPilot, elastic launchers."""

@@ -1,0 +1,237 @@
+"""Answer kube-scheduler's extender, Volcano's, and the admission of Kubeflow's TrainJobs.
+
+Formats: k8s.io/kube-scheduler/extender/v1 (ExtenderArgs, ExtenderFilterResult, HostPriorityList),
+whose fields Go reads in any case.
+
+Formats: volcano-sh/volcano, pkg/scheduler/plugins/extender/argument.go (PredicateRequest,
+PrioritizeRequest and what answers them). A task holds its pod, a node the Kubernetes object, under
+the names of Go's fields. What refuses a node is called `errorMessage` up to Volcano 1.8, `status`
+with a `code` in later ones: both are given.
+
+Formats: admission.k8s.io/v1 AdmissionReview, trainer.kubeflow.org/v1alpha1 TrainJob
+(``spec.trainer.numNodes``), RFC 6902. Kueue then queues the job at that size.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from estimator.api import estimate
+from estimator.errors import EstimatorError, WorkloadError, quoted
+from estimator.estimates.estimate import Estimate
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.integrations.schedulers.sizes import WANTED_RATIO, sizes
+from estimator.units import parse_whole
+
+# Of a pod: the graph that it trains. Of a node: its machine type.
+GRAPH = "throughput-estimator/graph"
+MACHINE = "throughput-estimator/machine"
+DEVICES = "nvidia.com/gpu"
+MOST_SCORE = 10  # MaxExtenderPriority
+
+Content = Mapping[str, Any]
+
+
+def filtered(args: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any]:
+    """The answer to a filter call: nodes on which the pod's training fits, the reasons of others.
+
+    Pods without a graph keep all nodes. `graph_of` gives the graph that a pod names.
+    """
+    pod, kept, failed = field(args, "pod") or {}, [], {}
+    for node in _items(args):
+        if lack := lack_of(pod, node, graph_of):
+            failed[name_of(node)] = lack
+        else:
+            kept.append(node)
+    return {"nodes": {"items": kept}, "failedNodes": failed, "error": ""}
+
+
+def prioritized(args: Content, graph_of: Callable[[str], OpGraph]) -> list[dict[str, Any]]:
+    """The answer to a prioritize call: 10 for the fastest node, the others in proportion."""
+    pod = field(args, "pod") or {}
+    found = scores(pod, _items(args), graph_of, most=MOST_SCORE)
+    return [{"host": name, "score": round(score)} for name, score in found.items()]
+
+
+def lack_of(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> str:
+    """Why a pod's training cannot run on a node, in a sentence; empty where it can."""
+    try:
+        answer = _answer(pod, node, graph_of)
+    except EstimatorError as error:
+        return str(error)
+    if answer is not None and answer.fits == "no":
+        return f"{answer.model} does not fit into the memory of {answer.allocation}"
+    return ""
+
+
+def scores(
+    pod: Content, nodes: Iterable[Content], graph_of: Callable[[str], OpGraph], *, most: float
+) -> dict[str, float]:
+    """By name of the node: `most` for the fastest, the others in proportion, 0 without answer."""
+    speeds: dict[str, float] = {}
+    for node in nodes:
+        try:
+            answer = _answer(pod, node, graph_of)
+        except EstimatorError:
+            answer = None
+        speeds[name_of(node)] = 0.0 if answer is None else 1.0 / answer.step_time_s
+    fastest = max(speeds.values(), default=0.0) or 1.0
+    return {name: most * speed / fastest for name, speed in speeds.items()}
+
+
+def _answer(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> Estimate | None:
+    """The pod's training on one node; None where the pod names no graph."""
+    graph = (_metadata(pod).get("annotations") or {}).get(GRAPH)
+    if graph is None:
+        return None
+    machine = (_metadata(node).get("labels") or {}).get(MACHINE)
+    if machine is None:
+        raise WorkloadError(f"the node has no label {MACHINE}; name its machine type there")
+    return estimate(graph_of(graph), f"1x{_devices(pod)}:{machine}")
+
+
+def _devices(pod: Content) -> int:
+    """GPUs that the containers of a pod are limited to."""
+    containers = pod.get("spec", {}).get("containers", [])
+    limits = [each.get("resources", {}).get("limits", {}).get(DEVICES, 0) for each in containers]
+    try:
+        devices = sum(map(int, limits))
+    except (TypeError, ValueError):
+        raise WorkloadError(f"the pod's limits of {DEVICES} are no whole numbers") from None
+    if devices < 1:
+        raise WorkloadError(f"the pod asks for no {DEVICES}; give it a limit of 1 or more")
+    return devices
+
+
+def _items(args: Content) -> list[Content]:
+    nodes = field(args, "nodes")
+    if nodes is None:
+        raise WorkloadError(
+            "the scheduler sent names of nodes only; set nodeCacheCapable: false for this extender"
+        )
+    found: list[Content] = field(nodes, "items") or []
+    return found
+
+
+def name_of(node: Content) -> str:
+    """The name in a node's metadata."""
+    found: str = _metadata(node).get("name", "")
+    return found
+
+
+def _metadata(thing: Content) -> Content:
+    found: Content = thing.get("metadata") or {}
+    return found
+
+
+def field(content: Content, name: str) -> Any:
+    """A field in whatever case it is written, as Go reads it; None where it is missing."""
+    for key, value in content.items():
+        if key.lower() == name:
+            return value
+    return None
+
+
+# Of pkg/scheduler/api/types.go: evicting other pods would not help.
+UNSCHEDULABLE_AND_UNRESOLVABLE = 3
+VOLCANO_MOST_SCORE = 100.0  # k8s.io/kubernetes/pkg/scheduler/framework, MaxNodeScore
+
+
+def predicate(request: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any]:
+    """The answer to a predicate call: nothing, or why the task's pod cannot run on the node."""
+    lack = lack_of(_pod(request), _node(field(request, "node")), graph_of)
+    code = UNSCHEDULABLE_AND_UNRESOLVABLE if lack else 0
+    return {"status": lack, "errorMessage": lack, "code": code}
+
+
+def volcano_prioritized(request: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any]:
+    """The answer to a prioritize call: 100 for the fastest node, the others in proportion."""
+    nodes = [_node(each) for each in field(request, "nodes") or []]
+    found = scores(_pod(request), nodes, graph_of, most=VOLCANO_MOST_SCORE)
+    return {"nodeScore": found, "errorMessage": ""}
+
+
+def _pod(request: Content) -> Content:
+    return field(field(request, "task") or {}, "pod") or {}
+
+
+def _node(info: Content | None) -> Content:
+    return field(info or {}, "node") or {}
+
+
+MOST_NODES = "throughput-estimator/max-nodes"
+WANTED = "throughput-estimator/efficiency"
+ESTIMATE = "throughput-estimator/estimate"
+_MOST = 4096
+
+
+def admitted(review: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> dict[str, Any]:
+    """The answer to an AdmissionReview: a TrainJob with as many nodes as it uses well.
+
+    Jobs without the graph's annotation pass as they are; one that fits nowhere is refused with its
+    reason.
+    """
+    request = review.get("request") or {}
+    response: dict[str, Any] = {"uid": request.get("uid", ""), "allowed": True}
+    try:
+        patch = _patch(request.get("object") or {}, graph_of)
+    except EstimatorError as error:
+        response |= {"allowed": False, "status": {"code": 422, "message": str(error)}}
+        patch = []
+    if patch:
+        text = json.dumps(patch).encode()
+        response |= {"patchType": "JSONPatch", "patch": base64.b64encode(text).decode()}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "response": response,
+    }
+
+
+def _patch(job: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> list[dict[str, Any]]:
+    annotations = (job.get("metadata") or {}).get("annotations") or {}
+    if GRAPH not in annotations:
+        return []
+    machine = annotations.get(MACHINE)
+    if machine is None:
+        raise WorkloadError(f"the job has no annotation {MACHINE}; name its machine type there")
+    trainer = (job.get("spec") or {}).get("trainer") or {}
+    limits = (trainer.get("resourcesPerNode") or {}).get("limits") or {}
+    found = sizes(
+        graph_of(annotations[GRAPH]),
+        machine,
+        max_nodes=_number(annotations, MOST_NODES, trainer.get("numNodes", 1), most=_MOST),
+        devices=_number(limits, DEVICES, 0, most=_MOST) or None,
+        wanted_ratio=_ratio(annotations.get(WANTED, WANTED_RATIO)),
+    )
+    words = repr(found.most).removeprefix("Estimate(").removesuffix(")")
+    patch: list[dict[str, Any]] = []
+    if not (job.get("spec") or {}).get("trainer"):
+        patch.append({"op": "add", "path": "/spec/trainer", "value": {}})
+    # RFC 6901 writes a slash in a name as ~1.
+    path = f"/metadata/annotations/{ESTIMATE.replace('/', '~1')}"
+    return [
+        *patch,
+        {"op": "add", "path": "/spec/trainer/numNodes", "value": found.most_nodes},
+        {"op": "add", "path": path, "value": words},
+    ]
+
+
+def _number(content: Mapping[str, Any], name: str, default: Any, *, most: int) -> int:
+    try:
+        return parse_whole(str(content.get(name, default)), most=most)
+    except ValueError as error:
+        raise WorkloadError(f"{name}: {error}") from None
+
+
+def _ratio(value: Any) -> float:
+    try:
+        ratio = float(value)
+    except (TypeError, ValueError):
+        ratio = 0.0
+    if not 0 < ratio <= 1:
+        raise WorkloadError(f"{WANTED} is a ratio above 0 and up to 1, found {quoted(value)}")
+    return ratio

@@ -1,1 +1,0 @@
-"""Hand results to other tools, in their formats."""

@@ -1,0 +1,479 @@
+"""Turn probed kernel calls into seconds for calls never probed, by the terms of their cost.
+
+Each family of operators has a physical form (a constant, work and traffic terms, all ≥ 0) fitted to
+its probed points in relative error by non-negative least squares; what the form leaves is smoothed
+over the probed points in log-feature space (Nadaraya 1964, Watson 1964) and multiplied back in.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import ProfileError, printable
+from estimator.graph.costs.call_costs import Features, features_of
+from estimator.graph.memory.workspace import BLOCK, WIDEST_DEPTHWISE
+from estimator.machines.profile import Device, KernelPoint, MachineProfile
+from estimator.tensors import ITEM_BYTES, OpCall
+
+# What a kernel that is bound by memory takes goes by the bytes that it moves; between calls of as
+# many bytes, row lengths and runs of neighbouring elements count for half their logarithm.
+_SHAPE_WEIGHT = 0.5
+# One matmul for each image and group.
+_MATMULS = "matmuls by group"
+# Elements read one after the other beyond a page (4 KiB of int8, 16 KiB of fp32) gain no more.
+_LONGEST_RUN = 4096
+
+
+def terms(features: Features, kind: str = "") -> tuple[float, ...]:
+    """The physical terms whose non-negative combination is the time of a call of variant `kind`."""
+    cost = features.cost
+    if features.family == "matmul":
+        batch, rows, columns, inner = features.dims[:4]
+        return (
+            1.0,
+            batch * rows * columns * inner,
+            batch * rows * inner,
+            batch * inner * columns,
+            batch * rows * columns,
+        )
+    if features.family == "convolution":
+        images, channels_in, channels_out, groups = features.dims[:4]
+        flops_ratio, bytes_ratio = _filled_ratios(features, kind)
+        return (
+            1.0,
+            groups if kind == _MATMULS else images,
+            flops_ratio * cost.flops,
+            bytes_ratio * cost.read_bytes,
+            bytes_ratio * cost.written_bytes,
+            images * channels_in * channels_out * groups,
+        )
+    if features.family in ("attention", "recurrent"):
+        return (1.0, cost.flops, cost.read_bytes, cost.written_bytes)
+    if features.family == "reduction" and kind == "across":
+        return (1.0, 0.0, cost.flops, cost.read_bytes + cost.written_bytes)
+    rows = features.dims[0] if features.dims else 1.0
+    return (1.0, rows, cost.flops, cost.read_bytes + cost.written_bytes)
+
+
+def _filled_ratios(features: Features, kind: str) -> tuple[float, float]:
+    """How many times the flops and bytes a convolution has once its channels fill whole blocks."""
+    _, channels_in, channels_out, groups, out_positions, _, in_positions, _ = features.dims
+    if kind.startswith("depthwise"):
+        ratio = _filled(groups) / groups
+        return ratio, ratio
+    if groups > 1 or kind.startswith("matmul"):
+        return 1.0, 1.0
+    # The first layer reads its few channels as they are.
+    filled_in = channels_in if kind.startswith("first layer") else _filled(channels_in)
+    filled_out = _filled(channels_out)
+    moved = channels_in * in_positions + channels_out * out_positions
+    filled = filled_in * in_positions + filled_out * out_positions
+    return filled_in * filled_out / (channels_in * channels_out), filled / moved
+
+
+def _filled(channels: float) -> float:
+    return math.ceil(channels / BLOCK) * BLOCK
+
+
+def coordinates(features: Features) -> tuple[float, ...]:
+    """Where a call stands in log-feature space."""
+    dims = [math.log(max(value, 1.0)) for value in features.dims]
+    if features.family in ("matmul", "convolution", "attention"):
+        return tuple(dims)
+    moved = math.log(max(features.cost.moved_bytes, 1.0))
+    row = dims[-1] if len(dims) > 1 else 0.0
+    run = math.log(min(max(features.innermost_run, 1), _LONGEST_RUN))
+    return (moved, _SHAPE_WEIGHT * row, _SHAPE_WEIGHT * run)
+
+
+def variant(call: OpCall, features: Features, threads: int) -> str:
+    """Which algorithm a call runs, as far as its shape tells; other variants count as far away.
+
+    Convolutions on CPU: torch runs a 1×1 kernel as one matmul per image and group where one thread
+    and a batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`), and
+    matmuls narrower than a vector run several times slower; else oneDNN, which tells groups, first
+    layers, strides and filters too wide for its depthwise gradient apart, and copies no image whose
+    channels lie innermost into blocks.
+    Reductions: over the innermost dimension, or across rows that stay vectors.
+    """
+    if features.family == "convolution":
+        return _convolution_variant(call, features, threads)
+    if features.family == "reduction" and call.inputs:
+        over = call.arguments[1] if len(call.arguments) > 1 else None
+        last = len(call.inputs[0].shape) - 1
+        if isinstance(over, tuple) and over and last not in over and -1 not in over:
+            return "across"
+        return "along"
+    return features.layout
+
+
+def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
+    kind = _convolution_kind(call, features, threads)
+    image = call.arguments[1 if "backward" in call.target else 0]
+    channels_last = image.strides is not None and image.strides[1] == 1
+    return f"{kind}, channels last" if channels_last and "matmul" not in kind else kind
+
+
+def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
+    images, channels_in, channels_out, groups, positions, kernel, _, stride = features.dims
+    transposed = any(argument is True for argument in call.arguments[:10])
+    strided = " strided" if stride > 1 else ""
+    one_by_one = kernel == 1 == stride and not transposed
+    if one_by_one and images < 16 and threads == 1 and call.dtype == "float32":
+        if groups > 1:
+            return _MATMULS
+        return "matmul" if positions >= BLOCK else "matmul narrow"
+    if groups > 1:
+        if not channels_in == channels_out == 1:
+            return "grouped"
+        wide = "backward" in call.target and kernel > WIDEST_DEPTHWISE**2
+        return "depthwise wide" if wide else f"depthwise{strided}"
+    if transposed:
+        return "transposed"
+    if channels_in < 8:
+        return "first layer"
+    if kernel > 1:
+        return "dense"
+    return f"pointwise{strided}"
+
+
+Array = NDArray[np.float64]
+
+# Width of the smoothing kernel in natural-log units, and how far another operator of the same
+# family, or another variant of it, counts as away.
+_WIDTH = 0.8
+_OTHER_TARGET = 1.5
+_OTHER_VARIANT = 1.5
+# Emptying all caches before a call that works through blocked copies also evicts what a training
+# step keeps warm (the library's own code and tables): such a call is charged at most reading its
+# tensors and their copies from main memory on top of its time with everything in cache.
+_WITH_SCRATCH = ("convolution", "attention", "recurrent")
+_SCRATCH_PASSES = 2.0
+# Weight of "no correction" among the neighbours: far from every point the physical form stands.
+_PRIOR_WEIGHT = 0.2
+# No kernel is shorter, whatever its form says.
+_SHORTEST_S = 1e-9
+# What a call that the probe has timed is off by in a step: a median of five
+# repeats whose 10–90 % range is ±6 % (median of 676 calls probed on two cores of an EPYC server).
+_TIMED_ERROR = 0.03
+# From so many points on, a fit can be judged without one of them.
+_FEWEST_POINTS = 3
+# Several times what the probe times of a family: each is set beside every other.
+_MOST_POINTS = 2000
+# A fit through fewer points cannot be left one out: by how much it is taken to be off.
+_UNJUDGED_ERROR = 0.5
+# A family fitted in another dtype errs this many times as much: its rates are those of other units.
+_OTHER_DTYPE_ERROR_RATIO = 2.0
+
+
+# Matmuls of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
+_TF32 = "tfloat32"
+_HALVES = ("bfloat16", "float16")
+# What a graph for GPUs runs in half precision if it is traced where there is none to ask.
+_ATTENTION = "aten._scaled_dot_product_"
+_TRACED_ATTENTION = ("flash_attention", "efficient_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds with inputs in cache and from memory, and the fit's own relative error."""
+
+    warm_s: float
+    cold_s: float
+    relative_error: float
+    source: str
+
+
+# Machines are probed with the same calls.
+_features_of_grid = lru_cache(maxsize=4096)(features_of)
+
+
+def nonnegative_fit(rows: Array, seconds: Array) -> Array:
+    """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients."""
+    from scipy.optimize import nnls
+
+    scaled = rows / seconds[:, None]
+    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
+    solution, _ = nnls(scaled / norms, np.ones(len(seconds)), maxiter=50 * rows.shape[1])
+    return np.asarray(solution / norms)
+
+
+def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:
+    """The number of each distinct text, and that of each text."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
+
+
+class _Form(NamedTuple):
+    """A fitted physical form: what a unit of each term takes."""
+
+    warm: Array
+    cold: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedCall:
+    """One probed call with what its time depends on."""
+
+    features: Features
+    variant: str
+    warm_s: float
+    cold_s: float
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        return terms(self.features, self.variant)
+
+
+class FamilyFit:
+    """All probed calls of one family in one dtype; of very many, some drawn at random."""
+
+    def __init__(self, points: Sequence[ProbedCall]) -> None:
+        if len(points) > _MOST_POINTS:
+            drawn = np.random.default_rng(0).choice(len(points), _MOST_POINTS, replace=False)
+            points = [points[index] for index in np.sort(drawn)]
+        self.points = points
+        self.warm = np.array([point.warm_s for point in points])
+        self.cold = np.array([max(point.cold_s, point.warm_s) for point in points])
+        self.coordinates = np.array([coordinates(point.features) for point in points])
+        self.targets = np.array([point.features.target for point in points])
+        self.variants = np.array([point.variant for point in points])
+        # Numbers compare faster than texts; none of the points' has -1.
+        self._number_of_target, self._target_of = _numbered(self.targets.tolist())
+        self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
+        self.rows = np.array([point.terms for point in points])
+        self.whole = self._fit(np.ones(len(points), dtype=bool))
+        self.forms: dict[tuple[str, str], _Form] = {}
+        for target in sorted(set(self.targets.tolist())):
+            same = self.targets == target
+            for kind in ("", *sorted(set(self.variants[same].tolist()))):
+                mine = same & (self.variants == kind) if kind else same
+                # As many points as terms meet any form, and tell nothing of calls beyond them.
+                # So few say by how much all calls are longer.
+                if mine.sum() > self.rows.shape[1]:
+                    self.forms[target, kind] = self._fit(mine)
+                else:
+                    wider = self.forms.get((target, ""), self.whole) if kind else self.whole
+                    self.forms[target, kind] = self._scaled(wider, mine)
+        warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
+        self.warm_residual = np.log(self.warm / warm)
+        self.cold_residual = np.log(self.cold / cold)
+        self.relative_error = self._leave_one_out_error()
+
+    def _fit(self, mine: NDArray[np.bool_]) -> _Form:
+        rows = self.rows[mine]
+        return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
+
+    def _scaled(self, form: _Form, mine: NDArray[np.bool_]) -> _Form:
+        """The form times what some points are longer than it, in the geometric mean with a 1."""
+        weight = mine.sum() + 1
+
+        def scaled(unit_s: Array, seconds: Array) -> Array:
+            by_form_s = np.maximum(self.rows[mine] @ unit_s, _SHORTEST_S)
+            return np.asarray(unit_s * np.exp(np.log(seconds[mine] / by_form_s).sum() / weight))
+
+        return _Form(scaled(form.warm, self.warm), scaled(form.cold, self.cold))
+
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
+        forms = [self.forms.get(kind, self.forms.get((kind[0], ""), self.whole)) for kind in kinds]
+        warm = (rows * np.array([form.warm for form in forms])).sum(axis=1)
+        cold = (rows * np.array([form.cold for form in forms])).sum(axis=1)
+        return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
+
+    def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
+        """How close each call (row) stands to each probed point (column)."""
+        places = np.array([coordinates(each) for each in some])
+        gaps = self.coordinates - places[:, None]
+        distance = (gaps * gaps).sum(axis=2)
+        targets = np.array([self._number_of_target.get(each.target, -1) for each in some])
+        distance += np.where(self._target_of == targets[:, None], 0.0, _OTHER_TARGET**2)
+        variants = np.array([self._number_of_variant.get(kind, -1) for kind in kinds])
+        distance += np.where(self._variant_of == variants[:, None], 0.0, _OTHER_VARIANT**2)
+        return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
+
+    def predict_each(
+        self, some: Sequence[Features], kinds: Sequence[str], *, without_own: bool = False
+    ) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of variants `kinds`.
+
+        `without_own` leaves out the probed point of the same number as the call.
+        """
+        weights = self._weights(some, kinds)
+        if without_own:
+            np.fill_diagonal(weights, 0.0)
+        rows = np.array([terms(each, kind) for each, kind in zip(some, kinds, strict=True)])
+        targets = [each.target for each in some]
+        warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
+        total = weights.sum(axis=1) + _PRIOR_WEIGHT
+        warm = warm * np.exp(weights @ self.warm_residual / total)
+        cold = cold * np.exp(weights @ self.cold_residual / total)
+        return warm, np.maximum(cold, warm)
+
+    def _leave_one_out_error(self) -> float:
+        if len(self.points) < _FEWEST_POINTS:
+            return _UNJUDGED_ERROR
+        features = [point.features for point in self.points]
+        kinds = [point.variant for point in self.points]
+        warm, _ = self.predict_each(features, kinds, without_own=True)
+        return float(np.median(np.abs(np.log(warm / self.warm))))
+
+
+def _alike(dtype: str, other: str) -> bool:
+    """Whether two dtypes have elements of one size."""
+    return ITEM_BYTES.get(dtype) == ITEM_BYTES.get(other)
+
+
+def _attention_here(device: Device) -> dict[str, str]:
+    """Operators of half-precision attention as traced → those that the probed device runs."""
+    here = str(device.details.get("half_attention") or "")
+    if not here.startswith(_ATTENTION):
+        return {}
+    name = here.removeprefix(_ATTENTION).removesuffix(".default")
+    return {
+        f"{_ATTENTION}{traced}{ending}.default": f"{_ATTENTION}{name}{ending}.default"
+        for traced in _TRACED_ATTENTION
+        for ending in ("", "_backward")
+    }
+
+
+class ProbedKernels:
+    """The probed calls of a machine by family and dtype, and the fits of those asked for.
+
+    `exact` are the seconds of probed calls, `exact_tf32` of those timed again on tensor cores.
+    """
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self.threads = profile.devices[0].threads
+        self.exact: dict[OpCall, tuple[float, float]] = {}
+        self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
+        memory = profile.memory
+        self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
+        self.groups: defaultdict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
+        self._fits: dict[tuple[str, str], FamilyFit] = {}
+        self._lock = threading.Lock()
+        for kernel in profile.kernels:
+            for point in kernel.points:
+                try:
+                    self._add(point, is_tf32=kernel.dtype == _TF32)
+                except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                    raise ProfileError(
+                        f"the profile of '{profile.name}' has a probed call of "
+                        f"{printable(kernel.target)} with arguments that it cannot have; run "
+                        "'estimator probe' to write a new one"
+                    ) from None
+
+    def _add(self, point: KernelPoint, *, is_tf32: bool) -> None:
+        call = OpCall.decode(dict(point.call))
+        cold = point.cold_s if point.cold_s is not None else point.warm_s
+        exact = self.exact_tf32 if is_tf32 else self.exact
+        exact[call] = (point.warm_s, max(cold, point.warm_s))
+        features = _features_of_grid(call)
+        if features is None:
+            return
+        if is_tf32:
+            features = replace(features, dtype=_TF32)
+        kind = variant(call, features, self.threads)
+        if features.family in _WITH_SCRATCH:
+            most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
+            cold = min(cold, point.warm_s + most)
+        probed = ProbedCall(features=features, variant=kind, warm_s=point.warm_s, cold_s=cold)
+        self.groups[features.family, features.dtype].append(probed)
+
+    def fit(self, key: tuple[str, str]) -> FamilyFit:
+        """The fit of a family in a dtype that were probed."""
+        with self._lock:
+            if key not in self._fits:
+                self._fits[key] = FamilyFit(self.groups[key])
+            return self._fits[key]
+
+
+class KernelFits:
+    """Every family of a profile; predicts any call whose cost is known.
+
+    Under `precision` tf32, float32 matmuls are those that the probe timed on tensor cores.
+    `probed` are the kernels of the profile where they are at hand.
+    """
+
+    def __init__(
+        self,
+        profile: MachineProfile,
+        *,
+        precision: str = "fp32",
+        probed: ProbedKernels | None = None,
+    ) -> None:
+        self._probed = probed or ProbedKernels(profile)
+        self.threads = self._probed.threads
+        self._implementations = _attention_here(profile.devices[0])
+        self.cache_bytes = 0.0
+        self.shared_error = 0.0
+        is_tf32 = precision == "tf32"
+        # What tf32 takes replaces the same calls in float32.
+        self.exact = self._probed.exact | (self._probed.exact_tf32 if is_tf32 else {})
+        self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
+        self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
+
+    def predict(self, call: OpCall) -> Prediction | None:
+        """Seconds of a call from the probed points; None where its family was not probed."""
+        return self.predict_each([call], [features_of(call)])[0]
+
+    def predict_each(
+        self, calls: Sequence[OpCall], features: Sequence[Features | None]
+    ) -> list[Prediction | None]:
+        """The same for several calls with their features."""
+        found: list[Prediction | None] = [None] * len(calls)
+        alike: defaultdict[tuple[str, str], list[tuple[int, Features, str]]] = defaultdict(list)
+        for number, (call, each) in enumerate(zip(calls, features, strict=True)):
+            known = self.exact.get(call)
+            if known is not None:
+                warm_s, cold_s = known
+                found[number] = Prediction(
+                    warm_s=warm_s, cold_s=cold_s, relative_error=_TIMED_ERROR, source="measured"
+                )
+            elif each is not None:
+                each = self._as_probed(each)
+                kind = variant(call, each, self.threads)
+                alike[each.family, each.dtype].append((number, each, kind))
+        for (family, dtype), some in alike.items():
+            fit, error = self._fit_of(family, dtype)
+            if fit is None:
+                continue
+            numbers, given, kinds = zip(*some, strict=True)
+            warm, cold = fit.predict_each(given, kinds)
+            error *= fit.relative_error
+            for number, warm_s, cold_s in zip(numbers, warm.tolist(), cold.tolist(), strict=True):
+                found[number] = Prediction(
+                    warm_s=warm_s, cold_s=cold_s, relative_error=error, source="fitted"
+                )
+        return found
+
+    def _as_probed(self, features: Features) -> Features:
+        """The features of what runs here in place of what was traced."""
+        if features.dtype == "float32" and features.family in self._tf32_families:
+            return replace(features, dtype=_TF32)
+        if features.dtype in _HALVES and features.target in self._implementations:
+            return replace(features, target=self._implementations[features.target])
+        return features
+
+    def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:
+        """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
+        key, error = (family, dtype), 1.0
+        if key not in self._keys:
+            same_family = [known for known in self._keys if known[0] == family]
+            if not same_family:
+                return None, 1.0
+            # Halves compute and move like each other, not like float32.
+            key, error = (
+                max(same_family, key=lambda known: _alike(known[1], dtype)),
+                _OTHER_DTYPE_ERROR_RATIO,
+            )
+        return self._probed.fit(key), error

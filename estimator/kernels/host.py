@@ -1,0 +1,211 @@
+"""Say what the host does for each op of a step, and where it waits for the device.
+
+Those are what ``torch.cuda.set_sync_debug_mode("warn")`` names in a step: reading a tensor's value
+in Python, and operators whose result is as long as its values say (PyTorch, "CUDA semantics").
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.ir.collectives import is_collective
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.structure import GraphStructure
+from estimator.kernels.contention import Eviction
+from estimator.machines.profile import HostCost
+from estimator.tensors import OpCall, TensorSpec
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+# Before a library's kernel is launched, its descriptors are made and its algorithm looked up: on a
+# GPU a convolution takes the host 4 times as long as relu_, a batch norm 3 times with what wraps it
+# (112 and 51 beside 26 µs in a profile: pytorch/pytorch, issue 27058).
+_LIBRARY_CALLS = {"convolution": 4.0, "batch_norm": 3.0}
+# The backward pass of a view is a view made from C++, without Python's half of the call.
+_BACKWARD_VIEW_RATIO = 0.5
+# What torch.utils.checkpoint costs the host beside running a block again, in calls of a module:
+# states of generators, detached inputs, a nested backward pass (95 µs in its reentrant form and 0.8
+# a call, torch 2.13 on an EPYC server; 300 µs in the other form, with hooks on what is saved).
+_CHECKPOINT_CALLS = 120
+# What a torch.autograd.Function adds to the ops in it, forward and backward, in the same calls (4
+# and 7 µs there): its context, what it saves, and Python called from autograd's thread.
+_FUNCTION_CALLS, _FUNCTION_BACKWARD_CALLS = 5, 9
+
+
+def eager_host_seconds(
+    structure: GraphStructure,
+    calls: Sequence[OpCall],
+    moved_bytes: Array,
+    host: HostCost,
+    private_bytes: float,
+) -> Array:
+    """Python, dispatch and autograd seconds per op; on CUDA also the launch.
+
+    `calls` are the distinct ones of the graph, and `moved_bytes` what each reads and writes.
+
+    The forward pass, and what checkpoints run again, pay Python and module calls, the rest of the
+    backward pass only C++. A CPU kernel's own time includes its bare call; a CUDA kernel's does
+    not. On CPUs what the kernel before touched has evicted the host's code from `private_bytes` of
+    cache, or has not.
+    """
+    graph = structure.graph
+    launch = host.bare_op_s if graph.target == "cuda" else 0.0
+    moved = np.where(structure.is_view, 0.0, moved_bytes[structure.call_of])
+    before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
+    cold = Eviction.of_size(private_bytes).at(before) if private_bytes else np.ones(len(moved))
+    op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
+    view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
+    node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)
+    ratios = _library_ratios(calls)[structure.call_of] if graph.target == "cuda" else 1.0
+    forward_s = np.where(structure.is_view, view_s, (op_s + launch) * ratios)
+    backward_s = np.where(
+        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, (node_s + launch) * ratios
+    )
+    by_python = structure.is_forward | structure.is_run_again
+    per_op = np.where(by_python, forward_s, backward_s)
+    for parameter in graph.parameters:
+        if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
+            per_op[parameter.ready_after] += node_s[parameter.ready_after]
+    per_op += _dtensor_seconds(structure, calls, host)
+    if len(per_op):
+        per_op[0] += host.step_s
+        per_op += host.module_call_s * _python_calls(structure, by_python)
+    return per_op
+
+
+def _dtensor_seconds(structure: GraphStructure, calls: Sequence[OpCall], host: HostCost) -> Array:
+    """What DTensor does per call of a module that it runs, and per collective.
+
+    Where ranks divide layers without it, as Megatron-LM's do, they exchange without it, too.
+    """
+    has_dtensors = structure.enters_dtensor.any()
+    exchanges = [
+        is_collective(call) and (has_dtensors or call.arguments[1] != "tp") for call in calls
+    ]
+    module_s = np.where(structure.is_forward, host.dtensor_forward_s, host.dtensor_backward_s)
+    exchange_s = host.dtensor_exchange_s * np.array(exchanges, dtype=np.float64)
+    return np.asarray(structure.enters_dtensor * module_s + exchange_s[structure.call_of])
+
+
+def _library_ratios(calls: Sequence[OpCall]) -> Array:
+    """How many times a simple operator each distinct call takes the host."""
+    kinds = [
+        next((ratio for word, ratio in _LIBRARY_CALLS.items() if word in call.target), 1.0)
+        for call in calls
+    ]
+    return np.array(kinds)
+
+
+def _python_calls(structure: GraphStructure, by_python: Flags) -> Array:
+    """What Python does around each op, in calls of a module: these come between all its ops."""
+    graph, is_forward = structure.graph, structure.is_forward
+    calls = np.zeros(len(by_python))
+    calls[structure.checkpoints] = _CHECKPOINT_CALLS
+    functions = _FUNCTION_CALLS * graph.function_calls / max(is_forward.sum(), 1)
+    calls[by_python] += graph.module_calls / max(by_python.sum(), 1) + functions
+    calls[~by_python] += (
+        _FUNCTION_BACKWARD_CALLS * graph.function_calls / max((~by_python).sum(), 1)
+    )
+    return calls
+
+
+def _between(cached_s: float | None, cold_s: float, cold: Array) -> Array:
+    """Seconds by the share of the host's code and data that has left the private caches."""
+    return cold * cold_s + (1.0 - cold) * (cold_s if cached_s is None else cached_s)
+
+
+# Inductor's Python wrapper takes 6.5 to 6.8 µs to launch a kernel without arguments, 9.1 µs with 19
+# (meta-pytorch/tritonbench, pull requests 1016 and 1017, 2026), where the bare call of an operator
+# from Python takes 4.5 µs.
+_LAUNCH_RATIO = 1.5
+# Guards, Dynamo's cache and AOTAutograd's wrappers around one compiled graph: 39 µs where gradients
+# are wanted (pytorch/pytorch, issue 122029, 2024), 33 to 44 µs (those pull requests).
+_CALL_S = 4e-5
+# What mode="reduce-overhead" adds for one graph: checks of its tree 128 µs, cudaGraphLaunch 41 µs
+# (pytorch/pytorch, issue 150488, 2025).
+_REPLAY_S = 1.7e-4
+
+
+def compiled_host_seconds(graph: OpGraph, host: HostCost) -> Array:
+    """Host seconds per op of a compiled graph, whose forward and backward are one call each.
+
+    Modules are not called any more; autograd still hands every gradient to its parameter. A CUDA
+    graph is launched as a whole; on a CPU, calling a kernel is part of its own time.
+    """
+    on_gpu = graph.target == "cuda"
+    is_replayed = graph.execution == "cuda-graphs"
+    launch_s = _LAUNCH_RATIO * host.bare_op_s if on_gpu and not is_replayed else 0.0
+    per_op = np.full(len(graph.ops), launch_s)
+    phases = [op.phase for op in graph.ops]
+    for phase in dict.fromkeys(phases):
+        per_op[phases.index(phase)] += _CALL_S + (_REPLAY_S if is_replayed else 0.0)
+    for parameter in graph.parameters:
+        if parameter.ready_after is not None:
+            # What one call returns, autograd hands on when that call has ended.
+            per_op[-1] += host.backward_op_s
+    if len(per_op):
+        per_op[0] += host.step_s
+    return per_op
+
+
+_WAITING = frozenset(
+    {
+        "_local_scalar_dense",
+        "_unique",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+    }
+)
+# These count the elements of a mask where one indexes.
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+_MASKS = frozenset({"bool", "uint8"})
+
+
+def awaited_ops(structure: GraphStructure) -> tuple[int, ...]:
+    """The ops after which the host issues nothing before the device has done them."""
+    if structure.graph.target != "cuda":
+        return ()
+    ops = structure.graph.ops
+    waits = np.array([_waits(ops[op].call) for op in structure.first_op], dtype=np.bool_)
+    return tuple(np.flatnonzero(waits[structure.call_of]).tolist()) if len(ops) else ()
+
+
+def _waits(call: OpCall) -> bool:
+    name, _, overload = call.target.removeprefix("aten.").partition(".")
+    if name == "repeat_interleave":
+        return overload == "Tensor" and not dict(call.keywords).get("output_size")
+    if name in _INDEXING:
+        by_mask = any(spec.dtype in _MASKS for spec in _indices(call))
+        return by_mask and not _fills(call)
+    return name in _WAITING
+
+
+def _fills(call: OpCall) -> bool:
+    """Whether one number is put where a mask says: torch has masked_fill_ do that."""
+    value = call.arguments[2] if len(call.arguments) > 2 else None
+    return isinstance(value, TensorSpec) and value.numel == 1 and not any(call.arguments[3:4])
+
+
+def _indices(call: OpCall) -> list[TensorSpec]:
+    given = call.arguments[1] if len(call.arguments) > 1 else ()
+    return [spec for spec in given if isinstance(spec, TensorSpec)]
+
+
+def described(graph: OpGraph, awaited: Sequence[int]) -> str:
+    """The commonest of them by name and module, for a sentence."""
+    ops = graph.ops
+    named = Counter((ops[op].call.target, ops[op].module) for op in awaited)
+    (target, module), _ = named.most_common(1)[0]
+    return f"{target} in '{module}'" if module else target

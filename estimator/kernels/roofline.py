@@ -1,0 +1,318 @@
+"""Give operator calls their seconds on a machine known by its datasheet, by the kernel model.
+
+What the model covers by a shape of its own (matmuls, convolutions, attention) it computes on the
+chip's multiprocessors; every other operator streams its bytes. Bytes that are still in the
+last-level cache come faster, which is what `Prediction` calls warm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.costs.call_costs import Features, features_of
+from estimator.graph.costs.registry import Family
+from estimator.kernels.datasheet_model import (
+    Chip,
+    attention_seconds,
+    chip_of,
+    convolution_kind,
+    implicit_matmuls,
+    load_kernel_model,
+    matmul_seconds,
+    peak_flops_per_s,
+    sustained_ratio,
+)
+from estimator.kernels.fits import Prediction
+from estimator.machines.profile import MachineProfile
+from estimator.tensors import ITEM_BYTES, OpCall
+
+# Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
+_OTHER_COMPUTE_RATIO = 0.30
+_HALF_BYTES = 2
+# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
+# (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
+_TF32_BY_DEFAULT = ("convolution", "recurrent")
+
+
+class Roofline:
+    """Seconds of calls on a machine known by its datasheet; stands in for `KernelFits`.
+
+    With `pads_matmuls` factors whose rows start at odd elements are padded where that is faster, as
+    torch.compile does (torch/_inductor/fx_passes/pad_mm.py).
+    """
+
+    def __init__(
+        self,
+        profile: MachineProfile,
+        *,
+        precision: str = "fp32",
+        pads_matmuls: bool = False,
+        kernel_model: Path | None = None,
+    ) -> None:
+        self.threads = 1
+        self._pads_matmuls = pads_matmuls
+        self.exact: dict[OpCall, tuple[float, float]] = {}
+        self._device = profile.devices[0]
+        self._precision = precision
+        self.kernel_model = load_kernel_model(kernel_model)
+        self.shared_error = self.kernel_model.errors["model"]
+        self._matmuls = self.kernel_model.matmuls.sustained
+        self._chips: dict[str, Chip] = {}
+        self._held_ratios: dict[str, float] = {}
+        memory_bound = self.kernel_model.memory_bound
+        rate = self._device.memory_bandwidth_bytes_per_s or 0.0
+        self._bytes_per_s = rate * memory_bound.memory_ratio(self._device)
+        cache = self._device.details.get("l2_cache_bytes")
+        self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
+
+    def predict(self, call: OpCall) -> Prediction | None:
+        """Seconds of a call; None where its operator has no formula."""
+        return self.predict_each([call], [features_of(call)])[0]
+
+    def predict_each(
+        self, calls: Sequence[OpCall], features: Sequence[Features | None]
+    ) -> list[Prediction | None]:
+        """The same for several calls with their features."""
+        found: list[Prediction | None] = [None] * len(calls)
+        alike: defaultdict[tuple[Family, str], list[int]] = defaultdict(list)
+        for number, each in enumerate(features):
+            if each is not None:
+                alike[each.family, self._computed_in(each)].append(number)
+        errors, speedup = self.kernel_model.errors, self.kernel_model.memory_bound.cache_speedup
+        for (family, dtype), numbers in alike.items():
+            some = [each for number in numbers if (each := features[number]) is not None]
+            seconds = _COMPUTED.get(family, Roofline._memory_bound_s)
+            warm_s, cold_s = (
+                seconds(self, some, self._chip_in(dtype), cached) for cached in (speedup, 1.0)
+            )
+            error = errors.get(family, errors["other"])
+            for number, warm, cold in zip(numbers, warm_s, cold_s, strict=True):
+                found[number] = Prediction(
+                    warm_s=warm, cold_s=max(cold, warm), relative_error=error, source="datasheet"
+                )
+        return found
+
+    def _computed_in(self, features: Features) -> str:
+        """In which dtype a call's matmuls are, as the kernel model tells them apart."""
+        dtype = features.dtype
+        if dtype == "float32" and (
+            self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
+        ):
+            dtype = "tfloat32"
+        return dtype
+
+    def _chip_in(self, dtype: str) -> Chip:
+        if dtype not in self._chips:
+            self._chips[dtype] = chip_of(self._device, dtype)
+        return self._chips[dtype]
+
+    def _held_ratio(self, dtype: str) -> float:
+        """The share of its clock that the chip holds, computing in a dtype."""
+        if dtype not in self._held_ratios:
+            ratio = sustained_ratio(self._matmuls, self._chip_in(dtype))
+            self._held_ratios[dtype] = float(ratio)
+        return self._held_ratios[dtype]
+
+    def _matmuls_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
+        kernel_model = self._matmuls
+        batch, rows, columns, inner = np.array([each.dims[:4] for each in some], dtype=float).T
+
+        def seconds_of(unaligned: Sequence[bool]) -> NDArray[np.float64]:
+            return matmul_seconds(
+                kernel_model,
+                chip,
+                batch=batch,
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                moved_bytes=[each.cost.moved_bytes for each in some],
+                unaligned=unaligned,
+                cached=cached,
+            )
+
+        unaligned_bytes = [sum(unaligned_matrices_bytes(each)) for each in some]
+        seconds = seconds_of([size > 0 for size in unaligned_bytes])
+        if self._pads_matmuls:
+            copies_s = 2 * np.array(unaligned_bytes) / (self._bytes_per_s * cached)
+            seconds = np.minimum(seconds, seconds_of([False] * len(some)) + copies_s)
+        # A gradient of several matmuls is costed as one; its flops say how many there are.
+        flops = np.array([each.cost.flops for each in some])
+        times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
+        found: list[float] = (kernel_model.start_s + seconds * np.maximum(times, 1.0)).tolist()
+        return found
+
+    def _attentions_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
+        kernel_model = self.kernel_model.attention
+        heads, queries, _, head_size = np.array([each.dims[:4] for each in some], dtype=float).T
+        seconds = attention_seconds(
+            kernel_model,
+            chip,
+            sustained=sustained_ratio(self._matmuls, chip),
+            heads=heads,
+            queries=queries,
+            head_size=head_size,
+            flops=[each.cost.flops for each in some],
+            moved_bytes=[each.cost.moved_bytes for each in some],
+            is_backward=[phase_of(each) == "backward" for each in some],
+            waits=["cudnn_attention" not in each.target for each in some],
+            cached=cached,
+        )
+        found: list[float] = (kernel_model.start_s + seconds).tolist()
+        return found
+
+    def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
+        return [self._convolution_s(each, cached) for each in some]
+
+    def _convolution_s(self, features: Features, cached: float) -> float:
+        kind, compute_s = self.convolution(features)
+        compute, moved = self.kernel_model.convolutions.factors(
+            kind, phase_of(features), features.layout
+        )
+        bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
+        return self.kernel_model.memory_bound.start_s + compute * compute_s + moved * bytes_s
+
+    def convolution(self, features: Features) -> tuple[str, float]:
+        """(kind of convolution, seconds that its units compute at best) of a call."""
+        dtype = self._computed_in(features)
+        chip = self._chip_in(dtype)
+        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
+        if kind.endswith("depthwise"):  # too little to multiply for tensor cores
+            dtype = "float32"
+        elif chip.is_tensor or kind in ("grouped", "vector direct"):
+            return kind, self._implicit_matmuls_s(features, chip)
+        rate = float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        return kind, features.cost.flops / rate
+
+    def _implicit_matmuls_s(self, features: Features, chip: Chip) -> float:
+        matmuls = implicit_matmuls(
+            features.dims,
+            features.cost.flops,
+            is_backward=phase_of(features) == "backward",
+            is_tensor=bool(chip.is_tensor),
+        )
+        batch, rows, columns, inner = np.array(matmuls, dtype=float).T
+        # Two of image, filter and output, or their gradients, are read, and one written.
+        each_bytes = features.cost.moved_bytes * (2 / 3 if len(matmuls) > 1 else 1.0)
+        seconds = matmul_seconds(
+            self._matmuls,
+            chip,
+            batch=batch,
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            moved_bytes=[each_bytes] * len(matmuls),
+        )
+        return float(seconds.sum())
+
+    def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
+        return [self._recurrent_s(each, chip, cached) for each in some]
+
+    def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
+        """cuDNN multiplies all inputs at once, but states step by step, reading weights again.
+
+        A step is a matmul and a kernel of its gates; gradients of weights are summed at the end.
+        """
+        samples, work, chains, at_once, columns, inner, steps = features.dims
+        item_bytes = ITEM_BYTES.get(features.dtype, 4)
+        batch = samples / steps
+        weights_bytes = item_bytes * at_once * columns * inner
+        held = self.kernel_model.memory_bound.cache_speedup
+        held = held if weights_bytes <= self.cache_bytes else 1.0
+        # Gates are written and read again, the state read.
+        step_bytes = weights_bytes + item_bytes * at_once * batch * (2 * columns + inner)
+        step_s = self._matmul_s(chip, at_once, batch, columns, inner, step_bytes, held)
+        step_s += self._matmuls.start_s + self.kernel_model.memory_bound.start_s
+        recurrent = chains * at_once * columns * inner
+        times = features.cost.flops / (2 * samples * work)
+        at_input = max(times * work - recurrent, 0.0) / columns
+        rest_bytes = features.cost.moved_bytes
+        rest_s = self._matmul_s(chip, 1.0, samples, columns, max(at_input, 1.0), rest_bytes, cached)
+        return self.kernel_model.memory_bound.start_s + chains * steps * step_s + rest_s
+
+    def _matmul_s(
+        self,
+        chip: Chip,
+        batch: float,
+        rows: float,
+        columns: float,
+        inner: float,
+        moved_bytes: float,
+        cached: float,
+    ) -> float:
+        return float(
+            matmul_seconds(
+                self._matmuls,
+                chip,
+                batch=batch,
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                moved_bytes=moved_bytes,
+                cached=cached,
+            )[0]
+        )
+
+    def _memory_bound_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
+        rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
+        return self._rooflines_s(some, rate, cached)
+
+    def _rooflines_s(
+        self, some: Sequence[Features], flops_per_s: float, cached: float
+    ) -> list[float]:
+        return [
+            self.kernel_model.memory_bound.start_s
+            + max(each.cost.flops / flops_per_s, self._memory_bound_one_s(each, cached))
+            for each in some
+        ]
+
+    def _memory_bound_one_s(self, features: Features, cached: float) -> float:
+        if not self._bytes_per_s:
+            return 0.0
+        keys = memory_bound_keys(features)
+        length = features.dims[1] if len(features.dims) > 1 else 1.0
+        share = self.kernel_model.memory_bound.share(keys, length)
+        return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
+
+
+def unaligned_matrices_bytes(features: Features) -> list[float]:
+    """Bytes of a half-precision matmul's factors and result whose rows start at odd elements.
+
+    A factor stored by rows has rows of the inner dimension (the first) or of columns, else of rows
+    or of the inner one. Products with a vector run kernels of their own.
+    """
+    batch, rows, columns, inner = features.dims[:4]
+    if ITEM_BYTES.get(features.dtype) != _HALF_BYTES or min(rows, columns) <= 1:
+        return []
+    matrices = (
+        (rows if features.layout in ("tn", "tt") else inner, rows * inner),
+        (inner if features.layout in ("nt", "tt") else columns, inner * columns),
+        (columns, rows * columns),
+    )
+    return [_HALF_BYTES * batch * size for length, size in matrices if length % 2 == 1]
+
+
+def memory_bound_keys(features: Features) -> tuple[str, ...]:
+    """Under which names a call's share of the memory's rate may be known, the closest first."""
+    phase = phase_of(features)
+    kinds = (kind for kind in _OWN_SHARES if kind in features.target)
+    return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)
+
+
+def phase_of(features: Features) -> str:
+    """ "forward" or "backward", by the operator's name."""
+    return "backward" if "backward" in features.target else "forward"
+
+
+# Kinds of operators whose kernels are unlike the rest of their family.
+_OWN_SHARES = ("batch_norm", "group_norm")
+_COMPUTED: Mapping[Family, Callable[[Roofline, Sequence[Features], Chip, float], list[float]]] = {
+    "matmul": Roofline._matmuls_s,
+    "convolution": Roofline._convolutions_s,
+    "attention": Roofline._attentions_s,
+    "recurrent": Roofline._recurrents_s,
+}

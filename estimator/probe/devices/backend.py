@@ -1,0 +1,378 @@
+"""The one seam between CPU and CUDA: timing calls, caches, allocator, versions."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from estimator.errors import ProbeError
+from estimator.machines.profile import Device, DeviceKind
+
+# mallopt parameters of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_TOP_PAD_BYTES = 64 << 20
+_TOUCH_BLOCK_BYTES = 64 << 20
+
+# CUDA events bracket a call on the device; the host must run ahead of it, or the gap between two
+# launches is timed too. So a spinning kernel is queued first, for longer than the host needs.
+_CALLS_PER_FLIGHT = 64
+_HIGHEST_CLOCK_HZ = 2.5e9
+_LONGEST_SPIN_S = 0.2
+# Some launches long, so that the first call is queued before the spin ends.
+_LEAST_SPIN_S = 50e-6
+# What is kept of a sequence's host time from one flight to the next.
+_REMEMBERED_RATIO = 0.5
+_SPARE_SPIN = 2.0
+# Host time of one operator of a replayed graph, Python included, until one flight has told.
+_HOST_ALLOWANCE_S = 60e-6
+_SHORTEST_S = 1e-7
+
+
+def _nothing(_number: int) -> None:
+    pass
+
+
+class Backend(Protocol):
+    """How to time a call on one device and how to make tensors there."""
+
+    kind: DeviceKind
+    index: int
+
+    @property
+    def device(self) -> Any:
+        """The torch.device that tensors are made on."""
+
+    def synchronize(self) -> None:
+        """Wait until all work issued so far is done."""
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
+
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        """Device seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
+
+    def last_level_cache_bytes(self) -> int:
+        """Size of the cache that must be flushed before a read is cold."""
+
+    def warm_up(self, seconds: float) -> None:
+        """Work until the clocks are where sustained work keeps them."""
+
+
+class CpuBackend:
+    """Times calls with perf_counter; the calling process is expected to be pinned already."""
+
+    kind: DeviceKind = "cpu"
+
+    def __init__(
+        self, index: int = 0, *, clock: Callable[[], float] = time.perf_counter, root: str = "/"
+    ) -> None:
+        self.index = index
+        self._clock = clock
+        self._root = Path(root)
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing is in flight: every CPU operator has finished when it returns."""
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        clock, seconds = self._clock, []
+        for number in range(repeats):
+            before(number)
+            begin = clock()
+            result = call(number)
+            seconds.append(clock() - begin)
+            del result
+        return seconds
+
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        clock, seconds = self._clock, []
+        for number in range(count):
+            begin = clock()
+            call(number)
+            seconds.append(clock() - begin)
+            after(number)
+        return seconds
+
+    def last_level_cache_bytes(self) -> int:
+        from estimator.probe.devices.inventory import read_cpu
+
+        caches = read_cpu(self._root).cache_bytes
+        return max(caches.values(), default=32 << 20)
+
+    def warm_up(self, seconds: float) -> None:
+        import torch
+
+        block = torch.randn(256, 256)
+        end = self._clock() + seconds
+        while self._clock() < end:
+            torch.mm(block, block)
+
+
+class CudaBackend:
+    """Times calls with CUDA events behind a spinning kernel, so that launch gaps do not count."""
+
+    kind: DeviceKind = "cuda"
+
+    def __init__(
+        self, index: int = 0, *, cuda: Any = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if cuda is None:
+            import torch
+
+            cuda = torch.cuda
+        if not cuda.is_available():
+            raise ProbeError("torch sees no CUDA device; install a CUDA build of torch or use cpu")
+        self.index = index
+        self._cuda = cuda
+        self._clock = clock
+        self._sequence_host_s = _HOST_ALLOWANCE_S
+        # What two events add to the time between them, beyond what the kernels take back to back.
+        self.event_s = 0.0
+        cuda.set_device(index)
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", self.index)
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize()
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        begin = self._clock()
+        before(0)
+        call(0)
+        host_s = self._clock() - begin
+        self.synchronize()
+        seconds: list[float] = []
+        for flight in _flights(repeats):
+            seconds += self._fly(call, flight, host_s, before=before)[0]
+        return seconds
+
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        seconds: list[float] = []
+        for flight in _flights(count):
+            flown, host_s = self._fly(call, flight, self._sequence_host_s, after=after)
+            seconds += flown
+            # One slow flight (memory from the driver, modules loaded) is forgotten by halves.
+            self._sequence_host_s = max(host_s, _REMEMBERED_RATIO * self._sequence_host_s)
+        return seconds
+
+    def _fly(
+        self,
+        call: Callable[[int], object],
+        flight: range,
+        host_s: float,
+        *,
+        before: Callable[[int], object] = _nothing,
+        after: Callable[[int], object] = _nothing,
+    ) -> tuple[list[float], float]:
+        """(device seconds of each call, host seconds per call), queued behind a spinning kernel."""
+        spin_s = min(_LONGEST_SPIN_S, _SPARE_SPIN * host_s * len(flight) + _LEAST_SPIN_S)
+        self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
+        spans = []
+        begin = self._clock()
+        for number in flight:
+            before(number)
+            begun = self._mark()
+            call(number)
+            spans.append((begun, self._mark()))
+            after(number)
+        issued_s = (self._clock() - begin) / len(flight)
+        self.synchronize()
+        # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
+        elapsed_s = [one.elapsed_time(two) * 1e-3 for one, two in spans]
+        return [max(each - self.event_s, _SHORTEST_S) for each in elapsed_s], issued_s
+
+    def measure_events(self, call: Callable[[int], object]) -> None:
+        """Learn what a pair of events adds to a short `call`, so that it is not charged to calls.
+
+        Calls with events around each are compared with as many between two events.
+        """
+        self.event_s = 0.0
+        self.time_calls(call, repeats=_CALLS_PER_FLIGHT)
+        single_s = statistics.median(self.time_calls(call, repeats=_CALLS_PER_FLIGHT))
+
+        def several(_: int) -> None:
+            for number in range(_CALLS_PER_FLIGHT):
+                call(number)
+
+        together_s = statistics.median(self.time_calls(several, repeats=3)) / _CALLS_PER_FLIGHT
+        self.event_s = max(0.0, single_s - together_s)
+
+    def _mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def last_level_cache_bytes(self) -> int:
+        facts = self._cuda.get_device_properties(self.index)
+        return int(getattr(facts, "L2_cache_size", 0)) or 64 << 20
+
+    def warm_up(self, seconds: float) -> None:
+        import torch
+
+        block = torch.randn(4096, 4096, device=self.device)
+        end = self._clock() + seconds
+        while self._clock() < end:
+            for _ in range(10):
+                torch.mm(block, block)
+            self.synchronize()
+        tiny = torch.ones(16, device=self.device)
+        self.measure_events(lambda _: torch.neg(tiny))
+
+
+def _flights(count: int) -> Iterator[range]:
+    for first in range(0, count, _CALLS_PER_FLIGHT):
+        yield range(first, min(count, first + _CALLS_PER_FLIGHT))
+
+
+def open_backend(kind: DeviceKind, index: int = 0) -> Backend:
+    """The backend of one device of this machine; raises ProbeError where there is none."""
+    return CudaBackend(index) if kind == "cuda" else CpuBackend(index)
+
+
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+def keep_memory_resident() -> bool:
+    """Make this process keep freed memory, so that later allocations cause no page faults.
+
+    Without mmap and without trimming every block comes from the heap, and stays there once touched.
+    False where the allocator is not glibc's, or is told otherwise by the environment.
+    """
+    libc = _libc()
+    if libc is None or not hasattr(libc, "mallopt") or allocator_name() != "glibc":
+        return False
+    return all(
+        libc.mallopt(option, value) == 1
+        for option, value in (
+            (_M_MMAP_MAX, 0),
+            (_M_TRIM_THRESHOLD, -1),
+            (_M_TOP_PAD, _TOP_PAD_BYTES),
+        )
+    )
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Write to `size_bytes` of fresh memory once and free it.
+
+    In a virtual machine the first write since boot also makes the hypervisor find a page, which
+    costs several times a page fault and would otherwise be charged to whatever comes first.
+    """
+    import torch
+
+    blocks = [
+        torch.zeros(_TOUCH_BLOCK_BYTES // 8, dtype=torch.int64)
+        for _ in range(max(1, size_bytes // _TOUCH_BLOCK_BYTES))
+    ]
+    for block in blocks:
+        block.fill_(1)
+
+
+def allocator_name(maps: str | None = None) -> str:
+    """Which malloc this process uses: glibc, jemalloc, tcmalloc, mimalloc, musl or unknown."""
+    if maps is None:
+        try:
+            maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "unknown"
+    for name in ("jemalloc", "tcmalloc", "mimalloc"):
+        if name in maps:
+            return name
+    if "ld-musl" in maps:
+        return "musl"
+    return "glibc" if "libc.so" in maps or "libc-2" in maps else "unknown"
+
+
+def allocator_text(environment: Mapping[str, str] | None = None) -> str:
+    """The allocator with its version and every setting that changes it, in one line."""
+    environment = os.environ if environment is None else environment
+    name = allocator_name()
+    version = platform.libc_ver()[1] if name == "glibc" else ""
+    settings = [
+        f"{key}={environment[key]}"
+        for key in sorted(environment)
+        if key.startswith("MALLOC_") or key in ("GLIBC_TUNABLES", "LD_PRELOAD")
+    ]
+    return " ".join(filter(None, [name, version, *settings]))
+
+
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "NCCL_", "GLOO_", "CUDA_")
+
+
+def software_versions(
+    device: Device, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """By name; the threads are those of one device."""
+    environment = os.environ if environment is None else environment
+    versions = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "allocator": allocator_text(environment),
+        "threads": str(max(1, len(device.cores))),
+    }
+    for package in ("torch", "numpy", "nvidia-ml-py"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    settings = [
+        f"{key}={environment[key]}" for key in sorted(environment) if key.startswith(_SETTINGS)
+    ]
+    if settings:
+        versions["settings"] = " ".join(settings)
+    return versions

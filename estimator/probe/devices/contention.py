@@ -1,0 +1,173 @@
+"""Measure how much slower each device gets when others of the same machine are busy too."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from estimator.machines.profile import Contention, Device, DeviceKind, Provenance
+from estimator.probe.devices.backend import keep_memory_resident, open_backend
+
+Bound = Literal["compute", "memory", "update"]
+
+# Streaming sums beyond any private cache first: if time runs out, those tell the most.
+_ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
+_ADDED_FIRST = 3
+_UPDATED_PARAMETERS = 4_000_000
+_MATMUL_SIDE = 512
+_LEAST_CALLS = 3
+# Rounds of each case; of matmuls more, since they tell how unlike ranks run.
+_ROUNDS, _MATMUL_ROUNDS = 3, 10
+# Windows of several timer ticks and kernels, and no longer than a rank can wait for the others.
+_SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 0.004, 0.08
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionFindings:
+    """Contentions by bound and number of busy devices, and how unlike equal ranks run."""
+
+    contentions: tuple[Contention, ...] = ()
+    rank_jitter_ratio: float | None = None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def probe_contention(
+    devices: Sequence[Device], *, budget_s: float, at: str = ""
+) -> ContentionFindings:
+    """Time the same calls alone and with 2 and all devices busy; raises ProbeError."""
+    from estimator.probe.devices.ranks import run_on_devices
+
+    if len(devices) < 2:
+        return ContentionFindings()
+    counts = sorted({2, len(devices)})
+    contentions: list[Contention] = []
+    spreads: list[float] = []
+    for count in counts:
+        results = run_on_devices(
+            devices[:count],
+            f"{__name__}:measure_rank",
+            {"budget_s": budget_s / len(counts), "kind": devices[0].kind},
+            timeout_s=60.0 + 4.0 * budget_s,
+            world=True,
+        )
+        contentions += summarise(results, at=at)
+        spreads.append(_rank_jitter_ratio(results))
+    return ContentionFindings(contentions=tuple(contentions), rank_jitter_ratio=spreads[-1])
+
+
+def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -> list[Contention]:
+    """Contentions from what each rank measured: the mean over ranks of busy / alone.
+
+    `results[rank]` lists ``{"bound", "bytes", "alone_s", "busy_s"}``; each rank is
+    compared with itself alone.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for cases in zip(*results, strict=True):
+        ratio = statistics.fmean(case["busy_s"] / case["alone_s"] for case in cases)
+        found.setdefault(cases[0]["bound"], []).append((float(cases[0]["bytes"]), ratio))
+    return [
+        Contention(
+            bound=bound,  # type: ignore[arg-type]
+            devices_busy=len(results),
+            points=tuple(sorted(points)),
+            provenance=Provenance(source="measured", at=at, samples=len(points)),
+        )
+        for bound, points in found.items()
+    ]
+
+
+def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """One standard deviation of a rank's time beside the others, over many windows of matmuls.
+
+    A step lasts as long as many windows, whose noise it averages; what it waits for are ranks that
+    are slower for longer. By each rank's median: windows that something else disturbed are no
+    jitter.
+    """
+    medians = [
+        statistics.median(case["windows_s"])
+        for cases in results
+        for case in cases
+        if case.get("windows_s")
+    ]
+    return statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else 0.0
+
+
+def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One rank's part: each case alone, one rank after the other, then all at once; interleaved."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    kind: DeviceKind = arguments["kind"]
+    backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    if kind == "cpu":
+        keep_memory_resident()
+    rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES)) * _ROUNDS
+    window_s = arguments["budget_s"] / (rounds * (world_size + 1))
+    window_s = min(_LONGEST_WINDOW_S, max(_SHORTEST_WINDOW_S, window_s))
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + arguments["budget_s"]
+    for bound, size, call in _cases(backend.device):
+        # All ranks stop at the same case.
+        over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
+        dist.all_reduce(over)
+        if over.item():
+            break
+        backend.time_calls(call, repeats=1)
+        alone: list[float] = []
+        busy: list[float] = []
+        windows: list[float] = []
+        for _ in range(_MATMUL_ROUNDS if bound == "compute" else _ROUNDS):
+            for turn in range(world_size):
+                dist.barrier()
+                if turn == rank:
+                    alone += _window(backend, call, window_s)
+            dist.barrier()
+            together = _window(backend, call, window_s)
+            busy += together
+            windows.append(statistics.fmean(together))
+        entry = {
+            "bound": bound,
+            "bytes": size,
+            "alone_s": statistics.median(alone),
+            "busy_s": statistics.median(busy),
+        }
+        found.append({**entry, "windows_s": windows} if bound == "compute" else entry)
+    return found
+
+
+def _window(backend: Any, call: Callable[[int], object], window_s: float) -> list[float]:
+    """Seconds of each call within a window of time, at least a few."""
+    seconds: list[float] = []
+    end = time.perf_counter() + window_s
+    while len(seconds) < _LEAST_CALLS or time.perf_counter() < end:
+        seconds += backend.time_calls(call, repeats=1 if backend.kind == "cpu" else 20)
+    return seconds
+
+
+def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
+    """(bound, bytes touched, call): matmuls, streaming sums, optimizer steps."""
+    import torch
+
+    left = torch.randn(_MATMUL_SIDE, _MATMUL_SIDE, device=device)
+    matmul = torch.empty_like(left)
+    weight = torch.nn.Parameter(torch.ones(_UPDATED_PARAMETERS, device=device))
+    weight.grad = torch.full_like(weight, 0.01)
+    stepper = torch.optim.AdamW([weight], lr=1e-4)
+    stepper.step()
+
+    def sum_of(size: int) -> Callable[[int], object]:
+        a, b, c = (torch.ones(size // 12, device=device) for _ in range(3))
+        return lambda _: torch.add(a, b, out=c)
+
+    # What most of a step runs at first, since a busy machine may not come to the end.
+    yield "compute", 3 * 4 * _MATMUL_SIDE**2, lambda _: torch.mm(left, left, out=matmul)
+    for size in _ADDED_BYTES[:_ADDED_FIRST]:
+        yield "memory", size, sum_of(size)
+    # Weight, gradient and two moments in float32.
+    yield "update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()
+    for size in _ADDED_BYTES[_ADDED_FIRST:]:
+        yield "memory", size, sum_of(size)

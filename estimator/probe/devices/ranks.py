@@ -1,0 +1,450 @@
+"""Run a function once per device, each in a fresh process pinned to that device's cores.
+
+Importing torch takes a second or two. The server imports it and does nothing else: no tensor, no
+thread, no process group; a rank forked from it behaves as a newly started process would.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from estimator import errors
+from estimator.errors import EstimatorError, ProbeError, cause
+from estimator.machines.profile import Device
+
+_connection: socket.socket | None = None
+
+
+def report(value: Any) -> None:
+    """Send a partial result (JSON values) from inside a rank to the `on_report` of its run."""
+    if _connection is not None:
+        send(_connection, {"report": value})
+
+
+def send(link: socket.socket, message: Mapping[str, Any]) -> None:
+    """One message of the conversation between a rank and whoever asked for it: a line of JSON."""
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def serve(control_number: int, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork a rank for every pair of descriptors received."""
+    control = socket.socket(fileno=control_number)
+    # Asking the CUDA runtime for its devices, as some modules do when imported, would keep every
+    # forked rank from using them; asking NVML does not (torch.cuda.is_available, "fork poisoning").
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for module in modules:
+        importlib.import_module(module)
+    children: set[int] = set()
+
+    def bury(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while child := os.waitpid(-1, os.WNOHANG)[0]:
+                children.discard(child)
+
+    signal.signal(signal.SIGCHLD, bury)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
+            break
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        child = os.fork()
+        if child == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _be_rank(*descriptors)
+        children.add(child)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        for descriptor in descriptors:
+            os.close(descriptor)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    # Tearing down what was imported takes seconds, and whoever asked waits for this process.
+    os._exit(0)
+
+
+class _LastWords:
+    """Carries whatever ends a rank to the process that asked for it, then ends the rank."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and _connection is not None:
+            text = " ".join(str(error).split())[:400] or "no message"
+            with contextlib.suppress(OSError):
+                send(_connection, {"error": kind.__name__, "text": text})
+        os._exit(0 if kind is None else 1)
+
+
+def _be_rank(link_number: int, log: int) -> None:
+    """The whole life of a forked process."""
+    global _connection
+    _connection = socket.socket(fileno=link_number)
+    with _LastWords():
+        _die_with_parent()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        send(_connection, {"pid": os.getpid()})
+        with _connection.makefile("rb") as stream:
+            order = json.loads(stream.readline())
+        sys.path[:] = order["path"]
+        os.chdir(order["folder"])
+        threads = _pin(order["cores"])
+        import torch
+
+        torch.set_num_threads(threads)
+        module, _, name = order["function"].partition(":")
+        with _process_group(order):
+            function = getattr(importlib.import_module(module), name)
+            result = function(order["rank"], order["world_size"], order["arguments"])
+        send(_connection, {"result": result})
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        # PR_SET_PDEATHSIG (prctl(2)): a rank does not outlive the server, however that ends.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _pin(cores: Sequence[int]) -> int:
+    """Bind this process to `cores`; the number of threads it shall compute with."""
+    # Without cores (accelerators) one thread, as torchrun sets it for its workers.
+    threads = max(1, len(cores))
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+    return threads
+
+
+@contextlib.contextmanager
+def _process_group(order: Mapping[str, Any]) -> Iterator[None]:
+    """A torch.distributed world around the call, if the run asked for one."""
+    import torch
+
+    device = None
+    if order["kind"] == "cuda":
+        torch.cuda.set_device(order["index"])
+        device = torch.device("cuda", order["index"])
+    if order["store"] is None:
+        yield
+        return
+    from datetime import timedelta
+
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    # Gloo otherwise looks up the host's own name, which fails on machines without a name service.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(
+        "nccl" if order["kind"] == "cuda" else "gloo",
+        store=dist.FileStore(order["store"], order["world_size"]),
+        rank=order["rank"],
+        world_size=order["world_size"],
+        timeout=timedelta(seconds=max(1.0, order["timeout_s"])),
+        device_id=device,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+__all__ = ["pretouch_memory", "report", "run_on_devices"]
+
+RankReport = Callable[[int, Any], None]
+
+ALWAYS_IMPORTED = ("torch", "torch.distributed")
+# torch.optim and DDP import it on first use, which takes longer than torch itself.
+IMPORTED_TO_TRAIN = ("torch._dynamo",)
+# Forked processes share the server's address layout; a new server now and then keeps one lucky or
+# unlucky layout from colouring a whole benchmark.
+FORKS_PER_SERVER = 32
+
+
+def run_on_devices(
+    devices: Sequence[Device],
+    function: str,
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    world: bool = False,
+    on_report: RankReport | None = None,
+    imported: Sequence[str] = (),
+    trains: bool = True,
+) -> list[Any]:
+    """Call ``function(rank, world_size, arguments)`` in one fresh process per device; the results.
+
+    `function` is ``module:name``; arguments and results are JSON values. With `world` a process
+    group (gloo on cpu, NCCL on cuda) is up around the call. `on_report(rank, value)` gets what the
+    ranks `report` as it comes. `imported` names more modules for the server to import beforehand;
+    without `trains` what only optimizers and DDP need is left out.
+    Raises ProbeError, or the EstimatorError that a rank raised, if a rank fails, dies or the time
+    is over; no process outlives the call.
+    """
+    if not devices:
+        raise ProbeError("there is no device to run on; name at least one")
+    modules = frozenset((*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported))
+    with tempfile.TemporaryDirectory(prefix="estimator-ranks-") as folder:
+        orders = [
+            {
+                "rank": rank,
+                "world_size": len(devices),
+                "function": function,
+                "arguments": dict(arguments),
+                "kind": device.kind,
+                "index": device.index,
+                "cores": list(device.cores),
+                "store": os.path.join(folder, "store") if world else None,
+                "timeout_s": timeout_s,
+                "path": sys.path,
+                "folder": os.getcwd(),
+            }
+            for rank, device in enumerate(devices)
+        ]
+        with _counted_run(modules), _Run(orders, modules, Path(folder)) as run:
+            return run.results(timeout_s, on_report)
+
+
+class _Run:
+    """The ranks of one call: started on entry, gone after exit."""
+
+    def __init__(
+        self, orders: Sequence[dict[str, Any]], modules: frozenset[str], folder: Path
+    ) -> None:
+        self.orders, self.modules, self.folder = orders, modules, folder
+        self.links: list[socket.socket] = []
+        self.pending = [bytearray() for _ in orders]
+        self.living: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self.found: dict[int, Any] = {}
+        self.failures: dict[int, EstimatorError] = {}
+
+    def __enter__(self) -> _Run:
+        try:
+            for order in self.orders:
+                log = os.open(self.log_path(order["rank"]), os.O_CREAT | os.O_WRONLY, 0o600)
+                ours, theirs = socket.socketpair()
+                self.links.append(ours)
+                self.living.add(order["rank"])
+                with theirs:
+                    _fork(self.modules, theirs, log)
+                os.close(log)
+        except OSError as error:
+            self.stop()
+            raise ProbeError(
+                f"cannot start processes to measure in ({cause(error)}); check process and memory "
+                "limits"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def stop(self) -> None:
+        """Kill what has not ended; a rank that has not said its pid yet ends for lack of orders."""
+        for rank in self.living & self.pids.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
+        for rank in self.living & self.pids.keys():
+            self.links[rank].settimeout(5.0)
+            with contextlib.suppress(OSError):
+                while self.links[rank].recv(1 << 16):
+                    pass
+        for link in self.links:
+            link.close()
+
+    def results(self, timeout_s: float, on_report: RankReport | None) -> list[Any]:
+        """Every rank's result in rank order, once every rank has ended and freed its memory."""
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for rank, link in enumerate(self.links):
+                selector.register(link, selectors.EVENT_READ, rank)
+            while self.living:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                for key, _ in ready:
+                    self._receive(key.data, on_report)
+                    if key.data not in self.living:
+                        selector.unregister(key.fileobj)
+                if self.failures:
+                    raise self._cause()
+                if not ready and time.monotonic() >= deadline:
+                    raise ProbeError(
+                        f"measuring on {len(self.links)} devices did not end within "
+                        f"{timeout_s:g} s and was stopped; close other programs or allow longer"
+                    )
+        return [self.found[rank] for rank in range(len(self.links))]
+
+    def _receive(self, rank: int, on_report: RankReport | None) -> None:
+        """Take what a rank sent; the kernel closes its end only after it has freed its memory."""
+        try:
+            piece = self.links[rank].recv(1 << 16)
+        except ConnectionResetError:
+            piece = b""
+        if not piece:
+            self.living.discard(rank)
+            if rank not in self.found and rank not in self.failures:
+                self.failures[rank] = ProbeError(self._obituary(rank))
+        *lines, rest = (bytes(self.pending[rank]) + piece).split(b"\n")
+        self.pending[rank][:] = rest
+        for line in lines:
+            message = json.loads(line)
+            if "pid" in message:
+                self.pids[rank] = message["pid"]
+                send(self.links[rank], self.orders[rank])
+            elif "report" in message and on_report is not None:
+                on_report(rank, message["report"])
+            elif "result" in message:
+                self.found[rank] = message["result"]
+            elif "error" in message:
+                self.failures[rank] = _error_from(rank, message)
+
+    def _obituary(self, rank: int) -> str:
+        text = self.log_path(rank).read_text(encoding="utf-8", errors="replace").strip()
+        last = f" (its last words: {text.splitlines()[-1][:200]})" if text else ""
+        return (
+            f"the process of rank {rank} died without a result{last}, as when memory runs out; "
+            "free memory, or measure something smaller"
+        )
+
+    def _cause(self) -> EstimatorError:
+        """The failure that made the others fail: a lost peer is a consequence, not a cause."""
+        for rank in self.living - self.failures.keys() - self.found.keys():
+            self.links[rank].settimeout(0.3)
+            with contextlib.suppress(TimeoutError):
+                self._receive(rank, None)
+        return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
+
+
+def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:
+    kind = getattr(errors, message["error"], None)
+    if isinstance(kind, type) and issubclass(kind, EstimatorError):
+        return kind(message["text"])
+    return ProbeError(f"rank {rank} failed with {message['error']}: {message['text']}")
+
+
+class _Server:
+    """The process that ranks are forked from; it ends when this process does."""
+
+    def __init__(self, modules: frozenset[str]) -> None:
+        self.modules = modules
+        self.owner = os.getpid()
+        self.forks = 0
+        self.control, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from estimator.probe.devices.ranks import serve\n"
+            f"serve({theirs.fileno()}, {sorted(modules)!r})"
+        )
+        with theirs:
+            # A session of its own: Ctrl-C reaches this process, which stops the ranks in order.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def fork(self, link: socket.socket, log: int) -> None:
+        """Fork a rank that speaks through `link` and writes its output to `log`."""
+        self.forks += 1
+        socket.send_fds(self.control, [b"f"], [link.fileno(), log])
+
+    def close(self) -> None:
+        """End the server and, should any still live, its ranks."""
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.wait()
+
+    def usable(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+
+_servers: list[_Server] = []
+_servers_lock = threading.Lock()
+_runs = 0
+
+
+def _fork(modules: frozenset[str], link: socket.socket, log: int) -> None:
+    """Fork a rank from a server that has imported `modules` or more."""
+    with _servers_lock:
+        fitting = [s for s in _servers if s.usable() and modules <= s.modules]
+        if not fitting:
+            fitting = [_Server(modules)]
+            _servers.append(fitting[0])
+        fitting[0].fork(link, log)
+
+
+@contextlib.contextmanager
+def _counted_run(modules: frozenset[str]) -> Iterator[None]:
+    """A run of ranks; when none is on, servers that are outdone or have served long end."""
+    global _runs
+    with _servers_lock:
+        if _runs == 0:
+            for server in list(_servers):
+                if (
+                    not server.usable()
+                    or server.forks >= FORKS_PER_SERVER
+                    or server.modules < modules
+                ):
+                    server.close()
+                    _servers.remove(server)
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _servers_lock:
+            _runs -= 1
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers:
+        server.close()
+
+
+def pretouch_memory(size_bytes: int, *, timeout_s: float = 120.0) -> float:
+    """Touch that much memory once in a throw-away process; the seconds it took.
+
+    A virtual machine's memory gets its real pages when it is first touched after boot, several
+    times slower than ever after; measurements should not be the first. Where the host takes free
+    pages back (free page reporting of the virtio balloon, within seconds) this holds only briefly.
+    """
+    anywhere = Device(kind="cpu", index=0, name="any core", memory_bytes=max(1, size_bytes))
+    (seconds,) = run_on_devices(
+        [anywhere], f"{__name__}:_touch", {"size_bytes": size_bytes}, timeout_s=timeout_s
+    )
+    return float(seconds)
+
+
+def _touch(rank: int, world_size: int, arguments: Mapping[str, Any]) -> float:
+    from estimator.probe.devices.backend import touch_memory
+
+    start = time.perf_counter()
+    touch_memory(int(arguments["size_bytes"]))
+    return time.perf_counter() - start

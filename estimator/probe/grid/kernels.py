@@ -1,0 +1,371 @@
+"""Time every call of the probe's fixed grid on one device: inputs in cache, and in main memory.
+
+A family is a list of calls that vary size and layout; the grid interleaves the families and spreads
+each one, so that any prefix of it covers every family from small to large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from estimator.errors import ProbeError
+from estimator.machines.profile import DeviceKind, KernelPoint
+from estimator.probe.devices.backend import Backend, keep_memory_resident, touch_memory
+from estimator.probe.devices.calls import (
+    GridCall,
+    TensorSource,
+    find_operator,
+    in_dtype,
+    interleave,
+    output_tensors,
+    real_arguments,
+    spec_of,
+)
+from estimator.probe.devices.interference import Watch
+from estimator.probe.devices.jobs import Emit
+from estimator.probe.grid import cuda, matmuls, memory_bound
+from estimator.tensors import OpCall, TensorSpec
+
+
+def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
+    """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
+    dense, light = _dense(), _light()
+    if kind == "cuda":
+        return _cuda_grid(dense, light)
+    own = [matmuls.attention_on_cpu(), matmuls.recurrent_on_cpu()]
+    grid = interleave([*dense, *own, *light])
+    if not thorough:
+        return grid
+    return grid + interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
+
+
+def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list[GridCall]:
+    """The sizes that fill a GPU in every dtype that its matmuls take; then every other small one.
+
+    Small calls are bound by their launch, which is alike for all of them.
+    """
+    matmuls = cuda.large_matmuls()
+    large = [
+        matmuls,
+        cuda.large_convolutions(),
+        cuda.large_convolutions(gradient=True),
+        cuda.pointwise(),
+        cuda.rows(),
+        cuda.strided(),
+        cuda.lookups(),
+        cuda.pools(),
+    ]
+    own = [
+        cuda.matmuls_in_tf32(),
+        cuda.attention(),
+        cuda.recurrent(),
+        cuda.batch_norms_by_cudnn(),
+    ]
+    low = [in_dtype(family, "bfloat16") for family in [*large, cuda.recurrent()]]
+    low.append(in_dtype(matmuls[::3], "float16"))
+    small = [family[::2] for family in [*dense, *light]]
+    small_low = [in_dtype(family, "bfloat16") for family in [*small[:4], *small[4:12]]]
+    return interleave([interleave([*large, *own, *low]), interleave([*small, *small_low])])
+
+
+def _dense() -> list[list[GridCall]]:
+    return [
+        matmuls.matmuls(),
+        matmuls.batched_matmuls(),
+        matmuls.convolutions(),
+        matmuls.convolutions(gradient=True),
+    ]
+
+
+def _light() -> list[list[GridCall]]:
+    return [
+        memory_bound.pointwise(),
+        memory_bound.pointwise_gradients(),
+        memory_bound.in_place(),
+        memory_bound.broadcasts(),
+        memory_bound.strided(),
+        memory_bound.reductions(),
+        memory_bound.softmaxes(),
+        memory_bound.normalisations(),
+        memory_bound.lookups(),
+        memory_bound.joins(),
+        memory_bound.fills(),
+        memory_bound.pools(),
+        memory_bound.losses(),
+        memory_bound.orders(),
+    ]
+
+
+# Until a GPU's clocks are those of work; cores need only threads and caches.
+_WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
+# Calls of a CUDA device are timed in flights of 64, and disturbed far less.
+_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 64}
+# A long call is long compared with what disturbs it: fewer repeats agree as well.
+_FEW_REPEATS, _LONG_CALL_S = 3, 0.004
+# Cold calls take several times as long as warm ones, and their inputs are cut anew for each.
+_WARM_S, _COLD_S = 0.004, 0.002
+# Below this a call is all dispatch; below that share of its time, reading its bytes from main
+# memory (no device takes longer than this for one, most a third) is lost in the noise.
+_NO_COLD_BELOW_BYTES = 16 << 10
+_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.10
+# These make blocked copies of their tensors in memory of their own, which a training step has used
+# for something else meanwhile: the caches are flushed before each call.
+_WITH_SCRATCH = (
+    *("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rnn", "aten._cudnn_rnn"),
+)
+# Results and scratch lie in what a step has freed some kernels ago, since allocators hand out first
+# what was freed last: so much traffic lies between, however large the last cache is. Emptying an L3
+# of 480 MiB each time took 50 ms of the 90 of a call, and outputs were written 1 % slower for it.
+_FREED_AGO_BYTES = 128 << 20
+# Argument sets that must be made beforehand: integers, masks, tensors to be written to.
+_MOST_SETS = 6
+# Outputs kept beyond the repeats: a CUDA device is called once more.
+_SPARE_OUTPUTS = 2
+# The ring of outputs stays within memory that was touched when the process began.
+_RING_BYTES = 192 << 20
+# What torch says of an error after which a process cannot use its GPU any more.
+_LOST_DEVICE = "CUDA error:"
+# Between two looks at what others do; CPU times of Linux advance in ticks of 10 ms.
+_PIECE_S = 1.0
+# A repeat that took this much longer than the quickest quarter was held up by others.
+_HELD_UP_RATIO = 1.5
+_TOUCHED_BYTES = 896 << 20
+
+
+def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
+    """Make this process time calls as a long-running step does: memory resident, clocks steady."""
+    import torch
+
+    # Kernels are timed on normal numbers; what long chains of them leave may be none.
+    torch.set_flush_denormal(True)
+    if backend.kind == "cpu":
+        resident = keep_memory_resident()
+        touch_memory(_TOUCHED_BYTES)
+        emit({"memory_resident": resident})
+    warm_up_s = _WARM_UP_S[backend.kind]
+    backend.warm_up(min(warm_up_s, budget_s) if backend.kind == "cuda" else warm_up_s)
+
+
+def measure_kernels(
+    backend: Backend,
+    emit: Emit,
+    *,
+    budget_s: float,
+    thorough: bool = False,
+    least_share: int = 1,
+    watch: Watch | None = None,
+) -> None:
+    """Emit a point for each call of the grid until the budget is over, then how many are left.
+
+    `least_share` n keeps only every n-th call, for machines and tests that have little time. Calls
+    that others disturbed are emitted again once `watch` has seen these end.
+    """
+    grid = kernel_grid(backend.kind, thorough=thorough)[::least_share]
+    source, watch, end = TensorSource(backend), watch or Watch(), time.monotonic() + budget_s
+    waited_s = watch.seen.waited_s
+    lacking: dict[str, None] = {}
+    first, done, is_lost = 0, 0, False
+
+    def measure_piece() -> None:
+        nonlocal done, is_lost
+        stop_at = min(time.monotonic() + _PIECE_S, end + watch.seen.waited_s - waited_s)
+        for done in range(first + 1, len(grid) + 1):
+            grid_call = grid[done - 1]
+            try:
+                emit(_measured(backend, source, grid_call))
+            # An operator that this build or device does not have, or calls otherwise.
+            except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
+                reason = str(error).splitlines()[0][:120]
+                lacking[f"{grid_call.call.target}: {reason}"] = None
+                is_lost = _LOST_DEVICE in str(error)
+            if is_lost or time.monotonic() >= stop_at:
+                return
+
+    while done < len(grid) and not is_lost:
+        if time.monotonic() >= end + watch.seen.waited_s - waited_s:
+            break
+        first = done
+        watch.run(measure_piece)
+    emit({"done": done, "grid": len(grid), "lacking": list(lacking)})
+
+
+def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> dict[str, Any]:
+    with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
+        point = measure_call(backend, source, grid_call)
+    return {
+        "call": dict(point.call),
+        "warm_s": point.warm_s,
+        "cold_s": point.cold_s,
+        "noise_ratio": point.noise_ratio,
+        "math": grid_call.math,
+    }
+
+
+@contextlib.contextmanager
+def float32_matmuls(*, on_tensor_cores: bool) -> Iterator[None]:
+    """Let float32 matmuls round to TF32 within, if asked for."""
+    import torch
+
+    if not on_tensor_cores:
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) -> KernelPoint:
+    """Time one call of the grid warm and, where it makes a difference, cold."""
+    import torch
+
+    # Grad mode is on as in training (oneDNN's LSTM runs another primitive without it), but no input
+    # requires a gradient, so nothing is recorded.
+    with torch.enable_grad():
+        operator = find_operator(grid_call.call.target)
+        grid_call, workspace = _with_workspace(source, grid_call)
+
+        def arguments() -> tuple[list[Any], dict[str, Any]]:
+            tensors = source.arguments(grid_call)
+            if workspace is not None:
+                tensors[-1] = workspace
+            return real_arguments(grid_call.call, iter(tensors), device=backend.device)
+
+        positional, keywords = arguments()
+        outputs = [spec_of(t) for t in output_tensors(operator(*positional, **keywords))]
+        warm = _repeat(backend, lambda _: operator(*positional, **keywords), _WARM_S)
+        warm_s = agreed_s(warm)
+        written = sum(spec.storage_bytes for spec in outputs)
+        cold_s = None
+        if _cold_matters(grid_call, written, warm_s):
+            if grid_call.read_bytes + written >= source.block_bytes:
+                cold_s = warm_s  # it does not fit the cache: warm is as cold as it gets
+            else:
+                cold_s = _cold_s(backend, source, grid_call, operator, arguments, outputs, warm_s)
+    return KernelPoint(
+        call=replace(grid_call.call, outputs=tuple(outputs)).encode(),
+        warm_s=warm_s,
+        cold_s=cold_s,
+        noise_ratio=noise_ratio(warm),
+    )
+
+
+def agreed_s(seconds: list[float]) -> float:
+    """The median of repeats, without those that others held up: up to three quarters of them.
+
+    >>> agreed_s([1.0, 1.1, 1.2, 5.0, 5.0, 9.0])
+    1.1
+    """
+    quickest = sorted(seconds)[: max(1, (len(seconds) + 3) // 4)][-1]
+    return statistics.median(each for each in seconds if each <= _HELD_UP_RATIO * quickest)
+
+
+def noise_ratio(seconds: list[float]) -> float:
+    """Half the 10–90 % range of repeats over their median."""
+    if len(seconds) < 2:
+        return 0.0
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / 2 / statistics.median(seconds)
+
+
+def _cold_matters(grid_call: GridCall, written_bytes: int, warm_s: float) -> bool:
+    moved = grid_call.read_bytes + written_bytes
+    if grid_call.call.target.startswith(_WITH_SCRATCH):
+        return warm_s < _LONG_CALL_S
+    return moved >= _NO_COLD_BELOW_BYTES and moved * _COLD_S_PER_BYTE > _COLD_SHARE * warm_s
+
+
+def _repeat(backend: Backend, call: Callable[[int], object], wanted_s: float) -> list[float]:
+    first = backend.time_calls(call, repeats=1)
+    repeats = _repeats(backend, max(first[0], 1e-7), wanted_s)
+    if repeats > _FEW_REPEATS:
+        return backend.time_calls(call, repeats=repeats)
+    # The first of a long call counts: the operator has run before.
+    return first + backend.time_calls(call, repeats=repeats - 1)
+
+
+def _repeats(backend: Backend, one_s: float, wanted_s: float) -> int:
+    least = _LEAST_REPEATS if one_s <= _LONG_CALL_S else _FEW_REPEATS
+    return min(_MOST_REPEATS[backend.kind], max(least, math.ceil(wanted_s / one_s)))
+
+
+def _cold_s(
+    backend: Backend,
+    source: TensorSource,
+    grid_call: GridCall,
+    operator: Callable[..., Any],
+    arguments: Callable[[], tuple[list[Any], dict[str, Any]]],
+    outputs: list[TensorSpec],
+    warm_s: float,
+) -> float:
+    """Median with every input read from main memory and outputs in memory left alone for a while.
+
+    A ring of outputs is kept; the oldest is dropped just before a call, which gets its memory. The
+    caches are flushed once all are made; from then on each call meets inputs and outputs that were
+    not touched since. Results that are views or in-place hold no memory of their own.
+    """
+    repeats = _repeats(backend, warm_s, _COLD_S)
+    sets = None
+    has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
+    if has_scratch:
+        repeats = _FEW_REPEATS
+    written = max(1, sum(spec.storage_bytes for spec in outputs))
+    repeats = max(_FEW_REPEATS, min(repeats, _RING_BYTES // written - _SPARE_OUTPUTS))
+    if not source.is_cheap(grid_call):
+        repeats = min(repeats, _MOST_SETS)
+        sets = [arguments() for _ in range(repeats)]
+    ring = repeats + _SPARE_OUTPUTS
+    kept: deque[Any] = deque(_touched_like(outputs, backend) for _ in range(ring))
+    ready: list[tuple[list[Any], dict[str, Any]]] = [([], {})]
+
+    def before(number: int) -> None:
+        if has_scratch:
+            source.flush(_FREED_AGO_BYTES)
+        kept.popleft()
+        ready[0] = sets[number] if sets else arguments()
+
+    def call(_: int) -> None:
+        positional, keywords = ready[0]
+        kept.append(operator(*positional, **keywords))
+
+    source.flush(_FREED_AGO_BYTES)
+    return agreed_s(backend.time_calls(call, repeats=repeats, before=before))
+
+
+def _touched_like(specs: list[TensorSpec], backend: Backend) -> list[Any]:
+    import torch
+
+    from estimator.probe.devices.calls import torch_dtype
+
+    # Written once, or the first call to get this memory would pay for fresh pages.
+    return [
+        torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=backend.device)
+        for spec in specs
+    ]
+
+
+def _with_workspace(source: TensorSource, grid_call: GridCall) -> tuple[GridCall, Any]:
+    """The call with the workspace that only its forward call can make, and that workspace."""
+    if grid_call.follows is None:
+        return grid_call, None
+    forward = grid_call.follows.call
+    positional, keywords = real_arguments(
+        forward, iter(source.arguments(grid_call.follows)), device=source.backend.device
+    )
+    made = output_tensors(find_operator(forward.target)(*positional, **keywords))
+    workspace, call = made[grid_call.handed], grid_call.call
+    last = max(n for n, value in enumerate(call.arguments) if isinstance(value, TensorSpec))
+    described = OpCall(
+        target=call.target,
+        arguments=(*call.arguments[:last], spec_of(workspace), *call.arguments[last + 1 :]),
+        keywords=call.keywords,
+    )
+    return replace(grid_call, call=described), workspace

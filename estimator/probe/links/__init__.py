@@ -1,0 +1,1 @@
+"""Measure what joins devices: `copies`, `collectives` with their `overlap`, the `network`."""

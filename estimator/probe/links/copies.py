@@ -1,0 +1,408 @@
+"""Time copies between host and devices and between devices; fit latency and bandwidth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import ProbeError
+from estimator.machines.profile import Device, Link, LinkKind, Provenance
+from estimator.probe.devices.backend import Backend, open_backend
+from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.units import KIB
+
+_ITERATIONS = 30
+# Errors beyond this many typical ones count by their size, not by its square (soft L1).
+_TYPICAL_ERRORS = 2.0
+_LEAST_TYPICAL_ERROR = 1e-3
+# Where times do not rise with size, the slope is this small part of the mean rise instead of zero.
+_LEAST_SLOPE_RATIO = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineFit:
+    """n bytes take latency_s + n / bandwidth_bytes_per_s, give or take `relative_error`.
+
+    `relative_error` is the median of |fitted − measured| / measured over the samples.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    relative_error: float
+
+    def time_s(self, size_bytes: float) -> float:
+        """Fitted seconds for `size_bytes` bytes."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+def fit_line(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LineFit:
+    """Fit the line that errs least in relative terms, with a latency that is not negative.
+
+    Errors are |log(fitted / measured)|, so that twice too long weighs as much as half as long.
+    Starts from the best of the lines through two sizes (least absolute deviations) and refines it
+    by re-weighted least squares with a soft-L1 loss: neither a few wild samples nor the largest
+    sizes decide, nor messages so small that a shaper or a cache lets them pass at another rate.
+    Raises ProbeError on fewer than two sizes.
+
+    >>> round(fit_line([0, 1000, 2000], [0.001, 0.002, 0.003]).bandwidth_bytes_per_s)
+    1000000
+    """
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    if sizes.shape != times.shape or len(set(sizes.tolist())) < 2:
+        raise ProbeError(
+            f"cannot fit latency and bandwidth to {len(set(sizes.tolist()))} sizes; "
+            "measure at least two"
+        )
+    if not (np.all(np.isfinite(times)) and np.all(times > 0)):
+        raise ProbeError("cannot fit times that are not positive; measure again")
+    latency, slope = _best_pair(sizes, times)
+    error = float(np.median(np.abs(np.log((latency + slope * sizes) / times))))
+    scale = _TYPICAL_ERRORS * max(error, _LEAST_TYPICAL_ERROR)
+    for _ in range(_ITERATIONS):
+        weights = _weights(latency + slope * sizes, times, scale)
+        latency, slope = _weighted_line(sizes, times, weights)
+    errors = np.abs(latency + slope * sizes - times) / times
+    return LineFit(
+        latency_s=latency,
+        bandwidth_bytes_per_s=1 / slope,
+        relative_error=float(np.median(errors)),
+    )
+
+
+def _least_slope(sizes: NDArray[np.float64], times: NDArray[np.float64]) -> float:
+    return float(_LEAST_SLOPE_RATIO * np.median(times) / sizes.max())
+
+
+def _best_pair(sizes: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, float]:
+    """The line through the medians of two sizes from which all samples deviate least."""
+    medians = [(size, float(np.median(times[sizes == size]))) for size in np.unique(sizes)]
+    least_slope = _least_slope(sizes, times)
+    lines = []
+    for (size, time_s), (larger, longer_s) in itertools.combinations(medians, 2):
+        slope = max((longer_s - time_s) / (larger - size), least_slope)
+        latency = time_s - slope * size
+        lines.append((latency, slope) if latency >= 0 else (0.0, longer_s / larger))
+
+    def deviation(line: tuple[float, float]) -> float:
+        # A line through the origin takes no time for no bytes: bounded, or its log is infinite.
+        fitted = np.maximum(line[0] + line[1] * sizes, 1e-3 * times)
+        return float(np.abs(np.log(fitted / times)).sum())
+
+    return min(lines, key=deviation)
+
+
+def _weights(
+    fitted: NDArray[np.float64], times: NDArray[np.float64], scale: float
+) -> NDArray[np.float64]:
+    """Weights under which least squares on seconds descend the soft-L1 loss of log errors."""
+    fitted = np.maximum(fitted, 1e-3 * times)
+    errors = np.log(fitted / times)
+    # log(f / m) / (f − m), which is 1 / m where both meet.
+    near = np.abs(errors) < 1e-6
+    ratio = np.where(near, 1 / times, errors / np.where(near, 1.0, fitted - times))
+    return np.asarray(ratio / fitted / np.sqrt(1 + (errors / scale) ** 2))
+
+
+def _weighted_line(
+    sizes: NDArray[np.float64], times: NDArray[np.float64], weights: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Weighted least squares with latency ≥ 0 and slope > 0."""
+    total = weights.sum()
+    mean_size, mean_time = (weights * sizes).sum() / total, (weights * times).sum() / total
+    spread = (weights * (sizes - mean_size) ** 2).sum()
+    slope = (weights * (sizes - mean_size) * (times - mean_time)).sum() / spread
+    slope = max(float(slope), _least_slope(sizes, times))
+    latency = float(mean_time - slope * mean_size)
+    if latency < 0:
+        latency, slope = 0.0, float((weights * sizes * times).sum() / (weights * sizes**2).sum())
+    return latency, slope
+
+
+# Larger messages than one that takes this long add little but waiting.
+LONGEST_S = 1.5
+# A size is tried where a warm-up and two more fit into the time that is left.
+_FEWEST_CALLS = 3
+# Short calls are cheap and noisy, long ones dear and steady: (seconds at most, repeats at least).
+_FEWEST_REPEATS_OF_SIZES = ((0.02, 10), (0.25, 3), (math.inf, 2))
+_MOST_REPEATS_OF_SIZES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A plan for calls of rising `sizes_bytes`, whose time rises no faster than their size.
+
+    All ranks that decide by equal numbers decide alike.
+
+    >>> Pace((1 << 20, 4 << 20, 16 << 20)).goes_on(2, 4 << 20, call_s=0.4, left_s=3.0)
+    False
+    """
+
+    sizes_bytes: Sequence[int]
+
+    def goes_on(self, number: int, last_bytes: int, call_s: float, left_s: float) -> bool:
+        """Whether size `number` comes next, after calls of `last_bytes` that take `call_s`.
+
+        Two sizes at least, or there is no line.
+        """
+        expected_s = call_s * self.sizes_bytes[number] / last_bytes
+        is_in_time = call_s <= LONGEST_S and _FEWEST_CALLS * expected_s <= left_s
+        return number < 2 or is_in_time
+
+    def repeats(self, number: int, call_s: float, left_s: float) -> int:
+        """How often to repeat size `number`, leaving time for the larger ones to be tried."""
+        fewest = next(least for longest_s, least in _FEWEST_REPEATS_OF_SIZES if call_s <= longest_s)
+        size = self.sizes_bytes[number]
+        larger_s, expected_s = 0.0, call_s
+        for larger in self.sizes_bytes[number + 1 :]:
+            if expected_s > LONGEST_S:
+                break
+            expected_s = call_s * larger / size
+            larger_s += _FEWEST_CALLS * expected_s
+        # Where there is no time for all of them, the larger ones share what is left.
+        own_s = max(left_s - larger_s, 0.0) / (len(self.sizes_bytes) - number)
+        return max(fewest, min(_MOST_REPEATS_OF_SIZES, math.floor(own_s / max(call_s, 1e-6))))
+
+
+COPY_SIZES_BYTES = tuple(4 * KIB * 8**power for power in range(6))  # 4 KiB to 128 MiB
+MESSAGE_SIZES_BYTES = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
+_FEWEST_REPEATS, _MOST_REPEATS = 3, 50
+_WARM_UPS = 2
+# A pageable copy over PCIe 3 beside its launch: no copy that is timed takes much longer.
+_SLOW_COPY_S, _SLOW_LINK_BYTES_PER_S = 50e-6, 2e9
+_START_ALLOWANCE_S = 60.0
+
+Points = list[tuple[float, float]]
+
+
+def probe_copies(
+    devices: Sequence[Device],
+    *,
+    budget_s: float,
+    report: Callable[[Link | str], None] | None = None,
+) -> tuple[Link, ...]:
+    """The links of this machine: `report` gets each as it is known, or a sentence on what is not.
+
+    Accelerators: host to device and back, pinned and pageable, one device alone and all at once,
+    and device to device. Groups of cores: messages between two of them through the loopback, which
+    is how gloo moves bytes inside a machine.
+    """
+    links: list[Link] = []
+
+    def keep(finding: Link | str) -> None:
+        if isinstance(finding, Link):
+            links.append(finding)
+        if report is not None:
+            report(finding)
+
+    try:
+        if devices[0].kind == "cuda":
+            _probe_accelerators(devices, budget_s, keep)
+        elif len(devices) > 1:
+            windows = run_on_devices(
+                devices[:2],
+                f"{__name__}:time_messages",
+                {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": budget_s},
+                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+                world=True,
+            )
+            keep(link_from("loopback", message_points(windows), note="gloo send and receive"))
+    except ProbeError as error:
+        keep(f"copies were not measured in full: {error}")
+    return tuple(links)
+
+
+def link_from(
+    kind: LinkKind, points: Points, *, pinned: bool = False, flows: int = 1, note: str = ""
+) -> Link:
+    """A Link fitted to (bytes, seconds) samples; the points kept are medians by size."""
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in points:
+        by_size.setdefault(size, []).append(seconds)
+    medians = tuple((size, statistics.median(by_size[size])) for size in sorted(by_size))
+    line = fit_line([size for size, _ in medians], [seconds for _, seconds in medians])
+    return Link(
+        kind=kind,
+        latency_s=line.latency_s,
+        bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
+        pinned=pinned,
+        flows=flows,
+        points=medians,
+        provenance=Provenance(
+            source="measured",
+            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            samples=len(points),
+            relative_error=line.relative_error,
+            note=note,
+        ),
+    )
+
+
+def message_points(windows: Sequence[Sequence[Sequence[float]]]) -> Points:
+    """(bytes, seconds) from what sender and receiver saw: (bytes, entered, left) per message.
+
+    A message takes from when both were there to when the receiver had it; their clock is one.
+    """
+    return [
+        (sent[0], max(1e-9, received[2] - max(sent[1], received[1])))
+        for sent, received in zip(*windows, strict=True)
+    ]
+
+
+def time_messages(
+    rank: int, world_size: int, arguments: Mapping[str, Any]
+) -> list[tuple[float, float, float]]:
+    """(bytes, entered, left) of messages from rank 0 to rank 1, largest size last."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    sizes = arguments["sizes_bytes"]
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8).fill_(1)
+    end = time.perf_counter() + arguments["budget_s"]
+
+    def move(size: int) -> tuple[float, float, float]:
+        dist.barrier()
+        entered = time.perf_counter()
+        if rank == 0:
+            dist.send(buffer[:size], dst=1)
+        else:
+            dist.recv(buffer[:size], src=0)
+        return size, entered, time.perf_counter()
+
+    windows: list[tuple[float, float, float]] = []
+    for number, size in enumerate(sizes):
+        warm = [move(size) for _ in range(_WARM_UPS)][-1]
+        slice_s = (end - time.perf_counter()) / (len(sizes) - number)
+        limits = torch.tensor([warm[2] - warm[1], -slice_s], dtype=torch.float64)
+        dist.all_reduce(limits, op=dist.ReduceOp.MAX)
+        wanted = int(-float(limits[1]) / max(float(limits[0]), 1e-6))
+        repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, wanted))
+        windows += [move(size) for _ in range(repeats)]
+    return windows
+
+
+def _probe_accelerators(
+    devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
+) -> None:
+    groups = [1] if len(devices) == 1 else [1, len(devices)]
+    shares = len(groups) + (len(devices) > 1)
+    for flows in groups:
+        gathered: dict[tuple[str, bool], Points] = {}
+
+        def take(
+            _rank: int, message: dict[str, Any], into: dict[tuple[str, bool], Points] = gathered
+        ) -> None:
+            key = (message["kind"], message["pinned"])
+            into.setdefault(key, []).extend((size, s) for size, s in message["points"])
+
+        run_on_devices(
+            devices[:flows],
+            f"{__name__}:time_host_copies",
+            {"kind": devices[0].kind, "budget_s": budget_s / shares},
+            timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+            world=flows > 1,
+            on_report=take,
+        )
+        for (kind, pinned), points in gathered.items():
+            host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
+            keep(link_from(host_kind, points, pinned=pinned, flows=flows))
+    if len(devices) > 1:
+        _probe_peers(devices, budget_s / shares, keep)
+
+
+def _probe_peers(
+    devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
+) -> None:
+    def take(_rank: int, message: dict[str, Any]) -> None:
+        points = [(size, seconds) for size, seconds in message["points"]]
+        keep(link_from("d2d", points, note=f"device {message['from']} to {message['to']}"))
+
+    run_on_devices(
+        devices[:1],
+        f"{__name__}:time_peer_copies",
+        {"indices": [device.index for device in devices], "budget_s": budget_s},
+        timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+        on_report=take,
+    )
+
+
+def time_host_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
+    """Report the host copies of this rank's device; in a world, all ranks copy at once."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    index = torch.cuda.current_device() if arguments["kind"] == "cuda" else 0
+    backend = open_backend(arguments["kind"], index)
+
+    def meet() -> None:
+        if world_size > 1:
+            dist.barrier()
+            backend.synchronize()
+
+    for message in host_copies(backend, torch, meet=meet, budget_s=arguments["budget_s"]):
+        report(message)
+
+
+def host_copies(
+    backend: Backend,
+    torch: Any,
+    *,
+    meet: Callable[[], None],
+    budget_s: float,
+    sizes_bytes: Sequence[int] = COPY_SIZES_BYTES,
+) -> list[dict[str, Any]]:
+    """Host-to-device and device-to-host samples, pinned and pageable, through `backend`'s clock.
+
+    `meet` is called before each size, so that several processes copy at the same time; how often
+    a size is repeated follows from the budget and not from the clock, alike in all of them.
+    """
+    found = []
+    cases = list(itertools.product(("h2d", "d2h"), (True, False)))
+    for kind, pinned in cases:
+        points: Points = []
+        for size in sizes_bytes:
+            there = torch.ones(size, dtype=torch.uint8, device=backend.device)
+            here = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
+            target, source = (there, here) if kind == "h2d" else (here, there)
+            meet()
+            slice_s = budget_s / len(cases) / len(sizes_bytes)
+            points += _time_copy(backend, target, source, size, slice_s)
+        found.append({"kind": kind, "pinned": pinned, "points": points})
+    return found
+
+
+def _time_copy(
+    backend: Backend, target: Any, source: Any, size_bytes: int, slice_s: float
+) -> Points:
+    # As often as fits into the slice on a slow link.
+    wanted = int(slice_s / (_SLOW_COPY_S + size_bytes / _SLOW_LINK_BYTES_PER_S))
+    repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, wanted))
+    seconds = backend.time_calls(
+        lambda _: target.copy_(source, non_blocking=True), repeats=_WARM_UPS + repeats
+    )
+    return [(size_bytes, each) for each in seconds[_WARM_UPS:]]
+
+
+def time_peer_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
+    """Report the copies between every ordered pair of devices, all from this one process."""
+    import torch
+
+    pairs = list(itertools.permutations(arguments["indices"], 2))
+    for origin, goal in pairs:
+        backend = open_backend("cuda", origin)
+        points: Points = []
+        for size in COPY_SIZES_BYTES:
+            source = torch.ones(size, dtype=torch.uint8, device=f"cuda:{origin}")
+            target = torch.ones(size, dtype=torch.uint8, device=f"cuda:{goal}")
+            slice_s = arguments["budget_s"] / len(pairs) / len(COPY_SIZES_BYTES)
+            points += _time_copy(backend, target, source, size, slice_s)
+        report({"from": origin, "to": goal, "points": points})

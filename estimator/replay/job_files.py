@@ -1,0 +1,339 @@
+"""Read jobs from a file or from a published trace of a cluster, or draw an experiment's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import WorkloadError, cause, quoted
+from estimator.files import parse_json, read_csv, read_text
+from estimator.graph.files import is_saved_graph
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.summary import is_summary_file
+from estimator.replay.jobs import Job, check_names
+from estimator.replay.nodes import Nodes
+from estimator.replay.speeds import EngineSpeeds, Speeds
+
+Row = Mapping[str, str]
+# More than a replay plays in a day.
+_MOST_JOBS = 500_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedJob:
+    """One job of a trace; arrivals count from its first. Pollux' workloads have no run times."""
+
+    name: str
+    arrival_s: float
+    devices: int
+    run_s: float | None
+
+
+def read_trace(path: Path) -> list[TracedJob]:
+    """Jobs of a trace in any known form, in the order of arrival.
+
+    Philly's JSON (`jobid, submitted_time, attempts[start_time, end_time, detail[ip, gpus]]`), CSVs
+    of Helios (`job_id, gpu_num, submit_time, duration`), of Alibaba PAI (`job_name, plan_gpu,
+    inst_num, start_time, end_time`; plan_gpu in percent of a GPU) and of Pollux' workloads (`name,
+    time, application, num_replicas, batch_size`). Jobs without devices, or that ran for no time,
+    are left out. Raises WorkloadError.
+    """
+    try:
+        is_philly = path.suffix == ".json"
+        found = list(_philly(parse_json(read_text(path))) if is_philly else _csv(path))
+    except OSError as error:
+        raise WorkloadError(
+            f"cannot read the trace {path} ({error.strerror}); check the path"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise WorkloadError(
+            f"{path} is no trace that is known ({cause(error)}); give Philly's JSON or a "
+            "CSV of Helios, Alibaba PAI or Pollux"
+        ) from None
+    jobs = [job for job in found if job.devices >= 1 and job.run_s != 0]
+    if not jobs:
+        raise WorkloadError(f"{path} has no job with devices and a run time; give another trace")
+    first = min(job.arrival_s for job in jobs)
+    shifted = [replace(job, arrival_s=job.arrival_s - first) for job in jobs]
+    return sorted(shifted, key=lambda job: job.arrival_s)
+
+
+def _philly(entries: Any) -> Iterable[TracedJob]:
+    """The run time of a job is that of all its attempts; its devices are the last attempt's."""
+    for entry in entries:
+        attempts = [a for a in entry["attempts"] if a.get("start_time") and a.get("end_time")]
+        if not attempts:
+            continue
+        run_s = sum(_seconds(a["end_time"]) - _seconds(a["start_time"]) for a in attempts)
+        devices = sum(len(node["gpus"]) for node in attempts[-1].get("detail", []))
+        yield TracedJob(
+            name=str(entry["jobid"]),
+            arrival_s=_seconds(entry["submitted_time"]),
+            devices=devices,
+            run_s=run_s,
+        )
+
+
+def _csv(path: Path) -> Iterable[TracedJob]:
+    lines = read_csv(path, most_rows=_MOST_JOBS)
+    names = next(lines, [])
+    for needed, read in _FORMS:
+        if needed <= set(names):
+            rows = (dict(zip(names, cells, strict=False)) for cells in lines)
+            return (read(row) for row in rows if _is_complete(row, needed))
+    raise ValueError(f"its columns are {', '.join(sorted(names)) or 'none'}")
+
+
+def _is_complete(row: Row, needed: frozenset[str]) -> bool:
+    return all(row.get(column) not in (None, "", "None") for column in needed)
+
+
+def _helios(row: Row) -> TracedJob:
+    return TracedJob(
+        name=row["job_id"],
+        arrival_s=_seconds(row["submit_time"]),
+        devices=int(float(row["gpu_num"])),
+        run_s=float(row["duration"]),
+    )
+
+
+def _pai(row: Row) -> TracedJob:
+    # A share of a GPU takes a whole one here: jobs do not share devices.
+    instances = int(float(row.get("inst_num") or 1))
+    return TracedJob(
+        name=row["job_name"],
+        arrival_s=float(row["start_time"]),
+        devices=instances * math.ceil(float(row["plan_gpu"]) / 100),
+        run_s=float(row["end_time"]) - float(row["start_time"]),
+    )
+
+
+def _pollux(row: Row) -> TracedJob:
+    return TracedJob(
+        name=row["name"],
+        arrival_s=float(row["time"]),
+        devices=int(row["num_replicas"]),
+        run_s=None,
+    )
+
+
+_FORMS: tuple[tuple[frozenset[str], Callable[[Row], TracedJob]], ...] = (
+    (frozenset({"job_id", "gpu_num", "submit_time", "duration"}), _helios),
+    (frozenset({"job_name", "plan_gpu", "start_time", "end_time"}), _pai),
+    (frozenset({"name", "time", "application", "num_replicas"}), _pollux),
+)
+
+
+def _seconds(text: str) -> float:
+    """A time stamp such as ``2017-10-09 10:33:15``, of UTC unless it says otherwise, in seconds."""
+    found = datetime.fromisoformat(text)
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
+MEDIAN_RUN_S = 3600.0
+RUN_SPREAD = 1.3
+
+
+def drawn_run_s(rng: np.random.Generator, jobs: int) -> NDArray[np.float64]:
+    """Run times at the request: log-normal, median `MEDIAN_RUN_S`, spread `RUN_SPREAD`."""
+    return MEDIAN_RUN_S * np.exp(RUN_SPREAD * rng.standard_normal(jobs))
+
+
+def drawn_jobs(
+    graphs: Mapping[str, Sequence[OpGraph]],
+    nodes: Nodes,
+    *,
+    jobs: int,
+    arrivals_every_s: float,
+    seed: int,
+) -> list[Job]:
+    """Jobs of models drawn evenly over kinds, then over the kind's models.
+
+    Arrivals are Poisson; requests go by `REQUESTS`; the run time at the request is log-normal with
+    median `MEDIAN_RUN_S` and spread `RUN_SPREAD`. The global batch is the traced batch on every
+    device asked for.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = list(graphs)
+    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
+    counts = rng.choice(list(REQUESTS), jobs, p=list(REQUESTS.values()))
+    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
+    found = []
+    for number in range(jobs):
+        models = graphs[kinds[int(rng.integers(len(kinds)))]]
+        graph = models[int(rng.integers(len(models)))]
+        found.append(
+            job_of_run_time(
+                graph,
+                nodes,
+                name=f"{number}-{graph.name}",
+                arrival_s=float(arrivals_s[number]),
+                devices=int(counts[number]),
+                run_s=float(run_s[number]),
+                speeds=speeds,
+            )
+        )
+    return found
+
+
+def job_of_run_time(
+    graph: OpGraph,
+    nodes: Nodes,
+    *,
+    name: str,
+    arrival_s: float,
+    devices: int,
+    run_s: float,
+    speeds: Speeds,
+) -> Job:
+    """A job that takes `run_s` at these speeds on the devices asked for."""
+    batch = (graph.batch or 1) * devices
+    job = Job(
+        name=name,
+        arrival_s=arrival_s,
+        graph=graph,
+        samples=batch,
+        devices=devices,
+        global_batch=batch,
+    )
+    (step_s,) = speeds.step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
+    return replace(job, samples=run_s / step_s * batch)
+
+
+_NUMBERS = {
+    *("arrival_s", "samples", "devices", "global_batch", "most_devices", "most_batch_per_gpu"),
+    *("most_global_batch", "gradient_noise_samples", "epoch_samples"),
+}
+_WHOLE = {"devices", "global_batch", "most_devices", "most_batch_per_gpu", "most_global_batch"}
+
+
+def is_job_file(path: Path) -> bool:
+    """Whether a file is one of jobs, a JSON object: Philly's trace is an array."""
+    return isinstance(_read_json(path), dict) if path.suffix == ".json" else False
+
+
+def read_jobs(
+    path: Path, graph_of: Callable[[str], OpGraph], *, allow_code: bool = False
+) -> list[Job]:
+    """The jobs of a file ``{"jobs": [{"name", "arrival_s", "model", "samples", "devices", …}]}``.
+
+    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each: a
+    saved graph, a summary or an ``hf:`` type, with `allow_code` also a function, which is run. The
+    global batch is by default the model's own on every device asked for. Raises WorkloadError.
+    """
+    content = _read_json(path)
+    entries = content.get("jobs") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise WorkloadError(f'{path} lists no jobs; write {{"jobs": [{{"name": …}}, …]}}')
+    graphs: dict[str, OpGraph] = {}
+    jobs = []
+    for number, entry in enumerate(entries):
+        model = _checked_entry(entry, number, path)
+        if model not in graphs:
+            if not allow_code:
+                _check_no_code(model, f"{path}, job {number}")
+            graphs[model] = graph_of(model)
+        graph = graphs[model]
+        known = {key: value for key, value in entry.items() if key != "model"}
+        known.setdefault("global_batch", (graph.batch or 1) * entry["devices"])
+        try:
+            jobs.append(Job(graph=graph, **{"name": str(number), **known}))
+        except WorkloadError as error:
+            raise WorkloadError(f"{path}: {error}") from None
+    return jobs
+
+
+def jobs_of_trace(
+    rows: Sequence[TracedJob], graphs: Sequence[OpGraph], nodes: Nodes, *, seed: int
+) -> list[Job]:
+    """Jobs for what a trace says, which names no models: each takes one drawn by the seed.
+
+    Samples are run time × the engine's throughput at the request; run times that the trace lacks
+    are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
+    WorkloadError.
+    """
+    check_names(row.name for row in rows)
+    rng, machine = np.random.default_rng(seed), nodes.machines[0]
+    speeds = EngineSpeeds(nodes.cluster)
+    jobs = []
+    for row in rows:
+        if row.devices > nodes.total(machine):
+            raise WorkloadError(
+                f"job '{row.name}' of the trace asks for {row.devices} devices and the cluster has "
+                f"{nodes.total(machine)} {machine}; give a larger cluster"
+            )
+        graph = graphs[int(rng.integers(len(graphs)))]
+        drawn_s = float(drawn_run_s(rng, 1)[0])
+        jobs.append(
+            job_of_run_time(
+                graph,
+                nodes,
+                name=row.name,
+                arrival_s=row.arrival_s,
+                devices=row.devices,
+                run_s=drawn_s if row.run_s is None else row.run_s,
+                speeds=speeds,
+            )
+        )
+    return jobs
+
+
+def job_entries(jobs: Sequence[Job], models: Mapping[str, str]) -> dict[str, Any]:
+    """The content of a job file; `models` has the MODEL text of each graph by its name."""
+    entries = []
+    for job in jobs:
+        given = {item.name: getattr(job, item.name) for item in fields(job) if item.name != "graph"}
+        kept = {key: value for key, value in given.items() if value is not None}
+        entries.append({**kept, "model": models[job.graph.name]})
+    return {"jobs": entries}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return parse_json(read_text(path))
+    except OSError as error:
+        raise WorkloadError(f"cannot read {path} ({error.strerror}); check the path") from None
+    except ValueError as error:
+        raise WorkloadError(f"{path} is damaged ({error}); correct it") from None
+
+
+def _check_no_code(model: str, where: str) -> None:
+    if not (model.startswith("hf:") or is_saved_graph(model) or is_summary_file(model)):
+        raise WorkloadError(
+            f"{where}: model {quoted(model)} is no saved graph, summary or hf: type, and a file is "
+            "not let run code; name a graph that 'estimator trace' saved, or trust the file with "
+            "--allow-code"
+        )
+
+
+def _checked_entry(entry: Any, number: int, path: Path) -> str:
+    where = f"{path}, job {number}"
+    if not isinstance(entry, dict):
+        raise WorkloadError(f"{where} is not an object; write {{'name': …, 'model': …}}")
+    unknown = set(entry) - _NUMBERS - {"name", "model"}
+    if unknown:
+        raise WorkloadError(
+            f"{where} has an unknown key '{min(unknown)}'; see `estimator replay -h`"
+        )
+    for key in ("arrival_s", "model", "samples", "devices"):
+        if key not in entry:
+            raise WorkloadError(f"{where} has no {key}; add it")
+    for key in _NUMBERS & set(entry):
+        value = entry[key]
+        kinds: tuple[type, ...] = (int,) if key in _WHOLE else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            noun = "a whole number" if key in _WHOLE else "a number"
+            raise WorkloadError(f"{where}: {key} must be {noun}, found {quoted(value)}")
+    for key in ("name", "model"):
+        if not isinstance(entry.get(key, ""), str):
+            raise WorkloadError(f"{where}: {key} must be text, found {quoted(entry[key])}")
+    model: str = entry["model"]
+    return model

@@ -1,0 +1,513 @@
+"""Replay jobs on a cluster: arrivals, allocations, progress at true speeds, failures, metrics."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from estimator.errors import WorkloadError, quoted
+from estimator.estimates.table.chunks import map_shared
+from estimator.replay.jobs import Job, check_names
+from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.speeds import Speeds
+from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting, counts_up_to
+from estimator.user_code import UserCode
+
+Steps = Generator[Any, Any, None]
+Report = Callable[[str, float], None]
+_MOST_IDLE_PLANS = 1000
+# Three years: the longest stay on devices. Policies that plan in rounds plan all through it.
+_MOST_RUN_S = 1e8
+# Of nodes, in a row, without the end of a job.
+_MOST_FAILURES = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What starting again costs, and what fails.
+
+    A job that has run before spends `restart_s` on its devices before it trains again. It keeps a
+    checkpoint when a policy takes its devices, else one every `checkpoint_s` of training (0: at
+    all times); a failed node loses what came after the last. Each node fails after `node_mtbf_s` of
+    its time on average (None: never) and is back `repair_s` later.
+    """
+
+    restart_s: float = 30.0
+    checkpoint_s: float = 600.0
+    node_mtbf_s: float | None = None
+    repair_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A job on the same devices from start to end; it trains from `trains_from_s` on."""
+
+    job: str
+    start_s: float
+    trains_from_s: float
+    end_s: float
+    shape: Shape
+    given: Mapping[int, int]
+    samples: float
+    lost_samples: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ran:
+    """What became of a job."""
+
+    job: Job
+    finish_s: float = 0.0
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def completion_s(self) -> float:
+        """From arrival to end."""
+        return self.finish_s - self.job.arrival_s
+
+    @property
+    def waited_s(self) -> float:
+        """Time without devices."""
+        return self.completion_s - sum(s.end_s - s.start_s for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Running:
+    """A job's hold on devices: where, how fast, since when."""
+
+    process: Any
+    given: Mapping[int, int]
+    shape: Shape
+    grant: Grant
+    useful_batch: float
+    step_s: float
+    start_s: float
+    trains_from_s: float
+
+    def trained_s(self, until_s: float) -> float:
+        """Time spent training, restart apart."""
+        return max(until_s - self.trains_from_s, 0.0)
+
+    def samples(self, seconds: float) -> float:
+        """What is trained in some time."""
+        return seconds * self.useful_batch / self.step_s
+
+
+class Replay:
+    """One replay; `run` plays it to the end of the last job and says what became of each.
+
+    The same jobs, speeds, policy and seed give the same result. `true` advances jobs, `believed` is
+    what the policy sees; if it has `observe`, it is told the step times of running jobs before
+    every plan. Raises WorkloadError where SimPy is missing or a policy plans the impossible.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        nodes: Nodes,
+        policy: Policy,
+        *,
+        true: Speeds,
+        believed: Speeds,
+        costs: Costs | None = None,
+        seed: int = 0,
+        report: Report | None = None,
+    ) -> None:
+        check_names(job.name for job in jobs)
+        self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
+        self.nodes, self.policy = nodes, policy
+        self.true, self.believed = true, believed
+        self.costs = costs or Costs()
+        self.ran = {job.name: Ran(job=job) for job in self.jobs}
+        self._report = report
+        self._simpy = _simpy()
+        self._env = self._simpy.Environment()
+        self._waiting: dict[str, Waiting] = {}
+        self._running: dict[str, _Running] = {}
+        self._due = self._env.event()
+        self._rng = np.random.default_rng(seed)
+        self._left = len(self.jobs)
+        self._idle_plans = 0
+        self._failed = 0
+        self._known: dict[str, dict[CurveKey, dict[int, float]]] = {}
+
+    def run(self) -> list[Ran]:
+        """Play until every job has ended."""
+        if self.jobs:
+            self._env.process(self._arrivals())
+            planner = self._env.process(self._planner())
+            if self.costs.node_mtbf_s is not None:
+                for index in range(len(self.nodes.nodes)):
+                    self._env.process(self._failures(index, self.costs.node_mtbf_s))
+            self._env.run(until=planner)
+        return list(self.ran.values())
+
+    # What happens by itself
+
+    def _arrivals(self) -> Steps:
+        for job in self.jobs:
+            if job.arrival_s > self._env.now:
+                yield self._env.timeout(job.arrival_s - self._env.now)
+            self._waiting[job.name] = Waiting(job=job, remaining_samples=job.samples)
+            self._wake()
+
+    def _failures(self, index: int, mtbf_s: float) -> Steps:
+        while True:
+            yield self._env.timeout(self._rng.exponential(mtbf_s))
+            self._count_failure(mtbf_s)
+            for name in list(self.nodes.holders[index]):
+                self._stop(name, planned=False)
+            self.nodes.set_down(index, True)
+            self._wake()
+            yield self._env.timeout(self.costs.repair_s)
+            self.nodes.set_down(index, False)
+            self._wake()
+
+    def _count_failure(self, mtbf_s: float) -> None:
+        self._failed += 1
+        if self._failed > _MOST_FAILURES:
+            raise WorkloadError(
+                f"nodes that fail every {mtbf_s:g} s let no job end; raise that time"
+            )
+
+    def _training(self, name: str, seconds: float) -> Steps:
+        try:
+            yield self._env.timeout(seconds)
+        except self._simpy.Interrupt:
+            return
+        self._keep_segment(name, self._waiting[name].remaining_samples, 0.0)
+        del self._waiting[name]
+        self._forget(name)
+        self.ran[name].finish_s = self._env.now
+        self._left -= 1
+        self._failed = 0
+        if self._report is not None:
+            done = len(self.jobs) - self._left
+            self._report(f"{done} of {len(self.jobs)} jobs", done / len(self.jobs))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._due.triggered:
+            self._due.succeed()
+
+    # What the policy does
+
+    def _planner(self) -> Steps:
+        interval_s = self.policy.interval_s
+        while self._left:
+            yield self._due
+            if interval_s:
+                # Sums of times are rounded: what is a round's start is not the next one's.
+                turn = math.ceil(self._env.now / interval_s - 1e-6)
+                yield self._env.timeout(max(turn * interval_s - self._env.now, 0.0))
+            # After everything else that happens at this time.
+            yield self._env.timeout(0)
+            self._due = self._env.event()
+            self._plan()
+            self._check_progress()
+            if interval_s and self._waiting:
+                self._env.process(self._next_round(interval_s))
+
+    def _next_round(self, interval_s: float) -> Steps:
+        yield self._env.timeout(interval_s)
+        self._wake()
+
+    def _plan(self) -> None:
+        view = self._view()
+        with UserCode("the policy failed", advice="correct it", error=WorkloadError):
+            grants = self.policy.plan(view)
+        self._check(grants)
+        for name in [n for n, held in self._running.items() if grants.get(n) != held.grant]:
+            self._stop(name, planned=True)
+        # The largest first: what is left between them has room for the small ones.
+        starting = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        settled: set[str] = set()
+        number = itertools.count()
+        for name, grant in starting:
+            if grant.on is not None:
+                self._start(name, grant)
+                settled.add(name)
+        queue = [(-g.count, next(number), name, g) for name, g in starting if g.on is None]
+        heapq.heapify(queue)
+        while queue:
+            _, _, name, grant = heapq.heappop(queue)
+            for moved in self._in_the_way(grant, settled):
+                held = self._running[moved].grant
+                heapq.heappush(queue, (-held.count, next(number), moved, held))
+                self._stop(moved, planned=True)
+            self._start(name, grant)
+            settled.add(name)
+
+    def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
+        """Jobs to move so that the granted devices are on one node, where that can be."""
+        whole = min(grant.count, self.nodes.per_node(grant.machine))
+        if not self.policy.moves_jobs or self.nodes.rule == "spread":
+            return []
+        if self.nodes.most_free_on_a_node(grant.machine) >= whole:
+            return []
+        return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
+
+    def _view(self) -> View:
+        now = self._env.now
+        observe = getattr(self.believed, "observe", None)
+        jobs = []
+        for name, waiting in self._waiting.items():
+            held = self._running.get(name)
+            if held is None:
+                jobs.append(waiting)
+                continue
+            trained_s = held.trained_s(now)
+            seen = held.shape, held.step_s, held.grant.global_batch
+            if observe is not None and trained_s:
+                for changed in observe(waiting.job, *seen):
+                    self._forget(changed)
+            jobs.append(
+                Waiting(
+                    job=waiting.job,
+                    remaining_samples=waiting.remaining_samples - held.samples(trained_s),
+                    attained_device_s=waiting.attained_device_s
+                    + held.grant.count * (now - held.start_s),
+                    grant=held.grant,
+                )
+            )
+        return View(
+            now_s=now, jobs=jobs, nodes=self.nodes, believed=self.believed, known=self._known
+        )
+
+    def _forget(self, name: str) -> None:
+        """Drop a job's believed curves: speeds were observed, or it has ended."""
+        self._known.pop(name, None)
+
+    def _check(self, grants: Mapping[str, Grant]) -> None:
+        if not isinstance(grants, Mapping):
+            raise WorkloadError(
+                f"the policy answers a {type(grants).__name__}; return the Grant of each job's name"
+            )
+        given = dict.fromkeys(self.nodes.machines, 0)
+        for name, grant in grants.items():
+            if not (isinstance(grant, Grant) and isinstance(grant.count, int)):
+                raise WorkloadError(
+                    f"the policy grants {quoted(grant)}; give a Grant of a whole number of devices"
+                )
+            if name not in self._waiting:
+                raise WorkloadError(
+                    f"the policy grants devices to '{name}', which is not waiting; "
+                    "grant only to jobs of the view"
+                )
+            job = self._waiting[name].job
+            most = min(job.highest_count, grant.global_batch or job.global_batch)
+            if not 1 <= grant.count <= most:
+                raise WorkloadError(
+                    f"the policy grants {grant.count} devices to '{name}', which can use 1 to "
+                    f"{most}; leave out jobs that get none"
+                )
+            if grant.machine not in given:
+                raise WorkloadError(
+                    f"the policy grants devices of '{grant.machine}', which the cluster does not "
+                    f"have; use {' or '.join(given)}"
+                )
+            given[grant.machine] += grant.count
+        for machine, count in given.items():
+            if count > self.nodes.total(machine):
+                raise WorkloadError(
+                    f"the policy grants {count} devices of {machine} and the cluster has "
+                    f"{self.nodes.total(machine)}; plan within the cluster"
+                )
+
+    def _check_progress(self) -> None:
+        """A policy that lets an empty cluster wait would be replayed for ever."""
+        is_idle = bool(self._waiting) and not self._running and not any(self.nodes.is_down)
+        self._idle_plans = self._idle_plans + 1 if is_idle else 0
+        nothing_comes = not self.policy.interval_s and self._env.peek() == math.inf
+        if is_idle and (nothing_comes or self._idle_plans > _MOST_IDLE_PLANS):
+            raise WorkloadError(
+                f"the policy leaves {len(self._waiting)} jobs waiting on an empty cluster, such as "
+                f"'{next(iter(self._waiting))}'; grant devices to jobs that fit, or ask for fewer"
+            )
+
+    # Progress
+
+    def _start(self, name: str, grant: Grant) -> None:
+        waiting, now = self._waiting[name], self._env.now
+        given = self.nodes.take(name, grant.count, grant.machine, grant.on)
+        shape = self.nodes.shape(given)
+        (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
+        restart_s = self.costs.restart_s if self.ran[name].segments else 0.0
+        batch = waiting.job.useful_samples(grant.global_batch)
+        seconds = restart_s + waiting.remaining_samples * step_s / batch
+        if not seconds <= _MOST_RUN_S:
+            raise WorkloadError(
+                f"job '{name}' would train for {seconds:.3g} s on {shape}, and a replay plays at "
+                f"most {_MOST_RUN_S:g} s of one job; check its samples"
+            )
+        self._running[name] = _Running(
+            process=self._env.process(self._training(name, seconds)),
+            given=given,
+            shape=shape,
+            grant=grant,
+            useful_batch=batch,
+            step_s=step_s,
+            start_s=now,
+            trains_from_s=now + restart_s,
+        )
+
+    def _stop(self, name: str, *, planned: bool) -> None:
+        """Take a job's devices; unplanned, it falls back to its last checkpoint."""
+        held, waiting = self._running[name], self._waiting[name]
+        held.process.interrupt()
+        trained_s = held.trained_s(self._env.now)
+        every_s = self.costs.checkpoint_s
+        lost_s = 0.0 if planned or not every_s else trained_s % every_s
+        samples = min(held.samples(trained_s - lost_s), waiting.remaining_samples)
+        self._keep_segment(name, samples, held.samples(lost_s))
+        waiting.remaining_samples -= samples
+
+    def _keep_segment(self, name: str, samples: float, lost_samples: float) -> None:
+        held = self._running.pop(name)
+        now = self._env.now
+        self.nodes.release(name, held.given)
+        self._waiting[name].attained_device_s += held.grant.count * (now - held.start_s)
+        self.ran[name].segments.append(
+            Segment(
+                job=name,
+                start_s=held.start_s,
+                trains_from_s=min(held.trains_from_s, now),
+                end_s=now,
+                shape=held.shape,
+                given=held.given,
+                samples=samples,
+                lost_samples=lost_samples,
+            )
+        )
+
+
+def _simpy() -> Any:
+    """SimPy, an extra of the package; raises WorkloadError without it."""
+    try:
+        import simpy
+    except ImportError:
+        raise WorkloadError(
+            "a replay needs SimPy, which is not installed; install throughput-estimator[replay]"
+        ) from None
+    return simpy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One replay in numbers; JCT is a job's completion time, from arrival to end.
+
+    `utilization_ratio` is the share of device time held by jobs until the makespan,
+    `worst_unfairness` the highest finish-time fairness ρ (Themis, NSDI 2020): a job's completion
+    time over what it would have had alone on an equal share of the cluster; `unfair_ratio` the
+    share of jobs with ρ above 1.
+    """
+
+    jobs: int
+    average_jct_s: float
+    median_jct_s: float
+    p90_jct_s: float
+    p99_jct_s: float
+    makespan_s: float
+    utilization_ratio: float
+    average_queue_s: float
+    average_fairness: float
+    worst_unfairness: float
+    unfair_ratio: float
+    restarts_per_job: float
+    lost_samples_ratio: float
+
+
+def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
+    """Sum a replay up; all jobs have ended."""
+    jct = np.array([each.completion_s for each in ran])
+    makespan_s = max(each.finish_s for each in ran) - min(each.job.arrival_s for each in ran)
+    held_s = sum(s.shape.ranks * (s.end_s - s.start_s) for each in ran for s in each.segments)
+    offered_s = sum(node.devices for node in nodes.nodes) * makespan_s
+    fairness = finish_time_fairness(ran, nodes, true)
+    trained = sum(each.job.samples for each in ran)
+    lost = sum(segment.lost_samples for each in ran for segment in each.segments)
+    return Outcome(
+        jobs=len(ran),
+        average_jct_s=float(jct.mean()),
+        median_jct_s=float(np.median(jct)),
+        p90_jct_s=float(np.quantile(jct, 0.9)),
+        p99_jct_s=float(np.quantile(jct, 0.99)),
+        makespan_s=makespan_s,
+        utilization_ratio=held_s / offered_s if offered_s else 0.0,
+        average_queue_s=float(np.mean([each.waited_s for each in ran])),
+        average_fairness=float(fairness.mean()),
+        worst_unfairness=float(fairness.max()),
+        unfair_ratio=float((fairness > 1).mean()),
+        restarts_per_job=float(np.mean([len(each.segments) - 1 for each in ran])),
+        lost_samples_ratio=lost / trained,
+    )
+
+
+def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.ndarray:
+    """ρ of each job: completion time over that alone on 1/N of the cluster.
+
+    N is the mean number of unfinished jobs over the job's life; its share counts down to the next
+    count that a job uses, and is at most what the job asked for.
+    """
+    starts = np.array([each.job.arrival_s for each in ran])
+    ends = np.array([each.finish_s for each in ran])
+    total = sum(node.devices for node in nodes.nodes)
+    found = []
+    for each, start, end in zip(ran, starts, ends, strict=True):
+        overlap = np.minimum(ends, end) - np.maximum(starts, start)
+        # A job may be too short for the digits that a late arrival leaves of a second.
+        unfinished = np.maximum(overlap, 0.0).sum() / (end - start) if end > start else 1.0
+        share = max(min(int(total / unfinished), each.job.devices), 1)
+        count = [c for c in counts_up_to(share, each.job.devices) if c <= share][-1]
+        fastest_s = min(
+            true.step_times_s(each.job, [nodes.packed(machine, min(count, nodes.total(machine)))])[
+                0
+            ]
+            for machine in nodes.machines
+        )
+        found.append((end - start) / (each.job.samples * fastest_s / each.job.global_batch))
+    return np.array(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """What one replay has of its own; see `Replay`."""
+
+    policy: Policy
+    true: Speeds
+    believed: Speeds
+    costs: Costs = field(default_factory=Costs)
+    seed: int = 0
+
+
+def replay_many(
+    jobs: Sequence[Job], nodes: Nodes, cases: Iterable[Case], *, executor: Executor | None = None
+) -> Iterator[list[Ran]]:
+    """What became of the jobs in each case, in order.
+
+    With an `executor` (a process pool, ``dask.distributed``'s ``Client.get_executor()``,
+    ``mpi4py.futures``) each of its workers is sent the jobs once; what a worker that died had is
+    done again. Raises WorkloadError where a case cannot be sent, and what a replay raises.
+    """
+    for _, ran in map_shared(executor, _ran, (tuple(jobs), nodes), cases):
+        yield ran
+
+
+def _ran(shared: tuple[tuple[Job, ...], Nodes], kept: dict[str, Any], case: Case) -> list[Ran]:
+    jobs, nodes = shared
+    return Replay(
+        jobs,
+        nodes,
+        case.policy,
+        true=case.true,
+        believed=case.believed,
+        costs=case.costs,
+        seed=case.seed,
+    ).run()

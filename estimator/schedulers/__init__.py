@@ -1,1 +1,0 @@
-"""Speak the formats of schedulers and launchers: what they ask, and what they are told."""

@@ -1,0 +1,362 @@
+"""Cost the algorithms of collectives: rings, and all that NCCL has, of which it takes the fastest.
+
+A message cut into chunks goes down a chain of hops in α + βS + k·√(α·βS) seconds: small chunks
+cost a hop's latency each, large ones keep later hops waiting. With the best chunk size k is 2
+(Pjesivac-Grbovic et al.: Performance Analysis of MPI Collective Operations, 2007).
+
+Devices are taken in the order of their indices, which is that of NCCL on the machines of the
+catalogue: neighbours first. A ring runs at the pace of its slowest hop.
+
+Latencies are those of NCCL's own cost table (NVIDIA/nccl, src/graph/tuning.cc): a collective has a
+start (baseLat: 6.6 µs with the LL protocol), and hops on top (hwLat: 0.6 µs over NVLink). A new
+algorithm is one entry of `ALGORITHMS`; a collective without one goes around its ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.elementwise import anywhere, maximum, sqrt, where
+from estimator.machines.profile import CollectiveName, Link, MachineProfile
+from estimator.machines.typical import achieved_bytes_per_s
+from estimator.placement.mesh import ProcessGroup
+
+
+def levels(count: Any) -> Any:
+    """The logarithm to base 2, rounded up, of one number or of an array of them."""
+    return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()
+
+
+# Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
+# latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
+# gloo takes the ring for an all-reduce of any size (gloo/allreduce.cc, UNSPECIFIED → RING).
+# Each holds for one n and for an array of them.
+RING_SHARE: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "broadcast": levels,
+    "all_to_all": lambda n: n - 1,
+}
+
+Array = NDArray[np.float64]
+
+
+class Line(NamedTuple):
+    """Seconds of one algorithm by bytes, over one group or a row for each.
+
+    `alpha_s` + `beta_s_per_byte` · S + `root_s` · √S.
+    """
+
+    alpha_s: Any
+    beta_s_per_byte: Any
+    root_s: Any = 0.0
+
+    @classmethod
+    def pipelined(cls, alpha_s: Any, beta_s_per_byte: Any, pipelining: Any) -> Line:
+        """A transfer through a pipeline whose chunks are `pipelining`/2 as good as the best."""
+        return cls(alpha_s, beta_s_per_byte, pipelining * sqrt(alpha_s * beta_s_per_byte))
+
+
+def powers(sizes_bytes: Array) -> Array:
+    """What the terms of a line are multiplied by for each size: (sizes, 3)."""
+    return np.stack([np.ones_like(sizes_bytes), sizes_bytes, np.sqrt(sizes_bytes)], axis=-1)
+
+
+def as_array(lines: Sequence[Line]) -> Array:
+    """(lines, 3) of one group, (lines, 3, rows) of many."""
+    if not any(isinstance(term, np.ndarray) for line in lines for term in line):
+        return np.array(lines, dtype=np.float64)
+    return np.array([np.broadcast_arrays(*line) for line in lines], dtype=np.float64)
+
+
+def fastest_s(factors: Array, lines: Array) -> Array:
+    """Seconds by the fastest line for each size: (sizes,) of one group, (sizes, rows) of many.
+
+    `factors` are those of `powers` times what was measured over the formula: (sizes, 3), or
+    (rows, sizes, 3) where rows differ in that.
+    """
+    if factors.ndim == 3:
+        return np.asarray(np.einsum("rst,ltr->lsr", factors, lines).min(axis=0))
+    if lines.ndim == 2:
+        return np.asarray((factors @ lines.T).min(axis=1))
+    return np.asarray(np.minimum.reduce(factors @ lines))
+
+
+# Links that carry collectives between devices of a node.
+DEVICE_LINKS = ("d2d", "nvlink", "infinity_fabric", "pcie")
+
+
+# The start of one of NCCL's collectives: published all-reduce, all-gather and reduce-scatter of 512
+# bytes over 2, 4 and 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop.
+START_S = 7.9e-6
+# k of α + βS + k·√(α·βS): fitted to published nccl-tests and profilers, and judged on systems that
+# were left out (benchmarks/collective_accuracy.py). Over NVLink of A100 and later chunks are short
+# beside a hop's latency; over PCIe, and the slower NVLink before, they hardly wait for it.
+PIPELINING = {"quick": 1.9, "slow": 0.5}
+
+
+class InnerLinks(NamedTuple):
+    """One hop of a ring within a node, or a row for each: its latency, rate and pipelining.
+
+    `reduces` says that the switch between devices adds what they send; `start_s` is what a
+    collective takes before its first hop. `keeps_order` says that the node's network writes bytes
+    in the order in which they were sent, on which NCCL's LL and LL128 protocols rely.
+    """
+
+    latency_s: Any
+    bytes_per_s: Any
+    pipelining: Any = 0.0
+    reduces: Any = False
+    start_s: Any = START_S
+    keeps_order: Any = True
+
+
+NO_LINKS = InnerLinks(0.0, math.inf)
+
+
+def pace_of(profile: MachineProfile, link: Link | None) -> str:
+    """Whether hops between devices are short or long beside NCCL's chunks: see `PIPELINING`."""
+    capability = profile.devices[0].compute_capability
+    is_quick = link is not None and link.kind in ("nvlink", "infinity_fabric")
+    return "quick" if is_quick and (capability is None or capability >= 8) else "slow"
+
+
+def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
+    """The hops over a link that some devices reach each other by."""
+    return InnerLinks(
+        latency_s=link.latency_s,
+        bytes_per_s=achieved_bytes_per_s(link),
+        pipelining=PIPELINING[pace_of(profile, link)],
+        reduces=link.reduces,
+        keeps_order=keeps_order(profile),
+    )
+
+
+def keeps_order(profile: MachineProfile) -> bool:
+    """Whether NCCL may run its LL and LL128 protocols over a machine's network.
+
+    EFA did not keep the order of bytes before P5 (aws/aws-ofi-nccl, issue 76 and pull request 280).
+    """
+    capability = profile.devices[0].compute_capability
+    over_efa = any(link.kind == "efa" for link in profile.network)
+    return not over_efa or capability is None or capability >= 9
+
+
+def widest_link(profile: MachineProfile, devices: int) -> Link | None:
+    """What the first `devices` devices of a node reach each other over.
+
+    Of the links that join that many, those that join the fewest others: an NVLink bridge for two,
+    the switch of a socket for its half of the node.
+    """
+    found = [link for link in profile.links if link.kind in DEVICE_LINKS]
+    if not found:
+        return None
+    joined = [link.ring_devices or math.inf for link in found]
+    enough = [number for number in joined if number >= devices]
+    near = min(enough) if enough else max(joined)
+    return max(
+        (link for link, number in zip(found, joined, strict=True) if number == near),
+        key=achieved_bytes_per_s,
+    )
+
+
+class LinksByDevices:
+    """The inner links of some profiles, by the number of a profile and of devices in use."""
+
+    def __init__(self, found: Sequence[Sequence[InnerLinks | None]]) -> None:
+        most = max((len(row) for row in found), default=1)
+        self._most = most - 1
+        self._plain = [[*row, *[row[-1]] * (most - len(row))] for row in found]
+        known = [[tuple(each or NO_LINKS) for each in row] for row in self._plain]
+        self._columns = np.array(known, dtype=np.float64).transpose(2, 0, 1).copy()
+        self._unknown = np.array([[each is None for each in row] for row in self._plain])
+
+    def at(self, profile: Any, devices: Any) -> tuple[InnerLinks, Any]:
+        """(links, whether nothing is known of them), of one group or of each row."""
+        if type(profile) is int and type(devices) is int:
+            found = self._plain[profile][min(devices, self._most)]
+            return found or NO_LINKS, found is None
+        used = np.minimum(devices, self._most)
+        links = InnerLinks(*self._columns[:, profile, used])
+        links = links._replace(reduces=links.reduces != 0, keeps_order=links.keeps_order != 0)
+        return links, self._unknown[profile, used]
+
+
+# k of α + βS + k·√(α·βS) of a tree between nodes: see `inner_links.PIPELINING`.
+TREE_PIPELINING = 2.2
+# A hop over NVLink, beside which `START_S` was measured.
+USUAL_HOP_S = 1.05e-6
+# What a tree gets of the links that a ring fills: 2 nodes of p4d.24xlarge all-reduce 1 GiB in
+# 35.2 ms (NVIDIA/nccl, issue 527), 26.8 ms at 0.8 of four 100 Gbit/s cards.
+TREE_RATIO = 0.76
+# 8 H100 all-reduce at a bus bandwidth of 475 GB/s in the switch (H100_NVLS_BW of
+# aliyun/SimAI's astra-sim), each sending 9/8 of its buffer: 0.87 of what a ring gets of NVLink.
+IN_SWITCH_RATIO = 0.87
+
+
+class Shape(NamedTuple):
+    """How many ranks a group has, on how many nodes, and on the node with most: numbers or rows."""
+
+    ranks: Any
+    nodes: Any
+    per_node: Any
+
+
+class Cost(NamedTuple):
+    """Of one algorithm: inside nodes and between them."""
+
+    inside: Any
+    across: Any
+
+
+class Protocol(NamedTuple):
+    """How NCCL moves data between nodes: its start and hops beyond LL's, and its share of the rate.
+
+    `pipelining` is k of α + βS + k·√(α·βS).
+    """
+
+    start_s: float = 0.0
+    hop: Cost = Cost(0.0, 0.0)
+    ratio: float = 1.0
+    pipelining: float = TREE_PIPELINING
+    most_bytes_per_s: float = math.inf
+
+
+# Of a ring, baseLat and hwLat of NVLink and the network in tuning.cc: LL 6.6, 0.6 and 2.7 µs, LL128
+# 14, 1.9 and 4, Simple 8.4, 3.4 and 14. Of 8 bytes LL spends 4 on a flag that says that the others
+# have arrived, LL128 8 of 128, so data goes on at once; LL sends no faster than its llMaxBws, 22.5
+# GB/s of A100s on two nodes. Simple waits for whole chunks at each hop; k = 2 with the best ones.
+_LL = Protocol(ratio=0.5, pipelining=0.0, most_bytes_per_s=22.5e9)
+_LL128 = Protocol(7.4e-6, Cost(1.3e-6, 1.3e-6), 120 / 128, 0.0)
+_SIMPLE = Protocol(1.8e-6, Cost(2.8e-6, 11.3e-6), 1.0, 2.0)
+
+
+class Algorithm(NamedTuple):
+    """How a collective is carried out.
+
+    `rounds` are hops of latency in a row; `share` is what one device sends over its links inside a
+    node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
+    gets of the rates that a ring gets, inside and across. `runs` says where NCCL has it. Of its
+    `protocols`, those after the first need a network that keeps the order of bytes.
+    """
+
+    rounds: Callable[[Shape], Cost]
+    share: Callable[[Shape], Cost]
+    ratio: Cost = Cost(1.0, 1.0)
+    runs: Callable[[Shape, InnerLinks], Any] = lambda shape, links: True
+    protocols: tuple[Protocol, ...] = (Protocol(),)
+
+
+def _ring(op: CollectiveName) -> Algorithm:
+    """Through every rank, node by node."""
+    rounds, share = RING_ROUNDS[op], RING_SHARE[op]
+    return Algorithm(
+        rounds=lambda g: Cost(rounds(g.ranks) - rounds(g.nodes), rounds(g.nodes)),
+        share=lambda g: Cost(share(g.ranks), share(g.ranks)),
+        protocols=(_SIMPLE, _LL, _LL128),
+    )
+
+
+# A chain in each node, a tree over the nodes: up and down. Of two trees, each with half of the
+# data, a node is inside one and a leaf of the other (Sanders, Speck, Träff: Two-tree algorithms
+# for full bandwidth broadcast, reduction and scan, 2009).
+_TREE = Algorithm(
+    rounds=lambda g: Cost(2 * (g.per_node - 1), 2 * levels(g.nodes)),
+    share=lambda g: Cost(2.0, 2 * (g.nodes - 1) / g.nodes),
+    ratio=Cost(0.9, TREE_RATIO),  # busBw · .9, tuning.cc
+    runs=lambda g, links: g.nodes > 1,
+)
+# The switch adds what devices send, and sends each sum to all of them (NVLS, NCCL 2.17); between
+# nodes as the tree.
+_IN_SWITCH = Algorithm(
+    rounds=lambda g: Cost(2, 2 * levels(g.nodes)),
+    share=lambda g: Cost((g.per_node + 1) / g.per_node, 2 * (g.nodes - 1) / g.nodes),
+    ratio=Cost(IN_SWITCH_RATIO, TREE_RATIO),
+    runs=lambda g, links: links.reduces & (g.per_node > 2),
+)
+# Every rank sends its part to each of the others, those on other nodes over the node's network.
+_ALL_TO_ALL = Algorithm(
+    rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
+    share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
+)
+ALGORITHMS: dict[CollectiveName, tuple[Algorithm, ...]] = {
+    "all_reduce": (_ring("all_reduce"), _TREE, _IN_SWITCH),
+    "all_to_all": (_ALL_TO_ALL,),
+}
+
+
+def algorithms_of(op: CollectiveName) -> tuple[Algorithm, ...]:
+    """How a collective is carried out: as `ALGORITHMS` lists, else around its ring."""
+    return ALGORITHMS.get(op) or (_ring(op),)
+
+
+def nccl_lines(
+    op: CollectiveName,
+    group: ProcessGroup,
+    links: InnerLinks,
+    *,
+    algorithms: Sequence[Algorithm] | None = None,
+) -> tuple[Line, ...]:
+    """What each algorithm and protocol takes over one group, or over that of each row.
+
+    Where NCCL does not have one, in some rows, those have the first's.
+    """
+    shape = Shape(group.ranks, group.nodes, group.per_node)
+    lines: list[Line] = []
+    for algorithm in algorithms or algorithms_of(op):
+        for number, protocol in enumerate(algorithm.protocols):
+            runs = algorithm.runs(shape, links)
+            if number > 0:
+                runs = runs & (group.nodes > 1) & links.keeps_order
+            if not anywhere(runs):
+                continue
+            found = _line(algorithm, protocol, group, links)
+            if lines:
+                found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
+            lines.append(found)
+    return tuple(lines)
+
+
+def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
+    shape = Shape(group.ranks, group.nodes, group.per_node)
+    rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
+    inside, across = group.per_node > 1, group.nodes > 1
+    # Inside one node the latency is that of all protocols together, and so is k.
+    beyond = where(across, 1.0, 0.0)
+    hop_s = links.latency_s + beyond * protocol.hop.inside
+    alpha_s = links.start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
+    network_s = group.latency_s + protocol.hop.across
+    alpha_s = alpha_s + where(across, rounds.across * network_s, 0.0)
+    beta_inside = where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0)
+    beta = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
+    # The slower of both sets the pace: where that is the node's own links, with their pipelining.
+    pipelining = where(
+        beta > beta_inside,
+        protocol.pipelining,
+        maximum(where(across, protocol.pipelining, 0.0), links.pipelining),
+    )
+    beta = maximum(beta_inside, beta)
+    slowed = maximum(beta / protocol.ratio, share.across / protocol.most_bytes_per_s)
+    return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
+
+
+def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
+    """Seconds of a hop where a small collective over one node takes `latency_s`.
+
+    Its start and its hops are in the same proportion as usual.
+    """
+    hops = algorithms_of(op)[0].rounds(Shape(ranks, 1, ranks)).inside
+    return latency_s / float(hops + START_S / USUAL_HOP_S)

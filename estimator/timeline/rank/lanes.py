@@ -1,0 +1,415 @@
+"""Turn host and device seconds per op into the times at which ops end, with FSDP's additions.
+
+Source of the order: torch.distributed.fsdp.fully_shard (torch 2.13), _fsdp_param_group.py. The
+parameters of a block are gathered before each of its passes and copied out of the buffer; its
+gradients are copied into a buffer and reduce-scattered after its backward pass. The root, which is
+the rest of the model, is gathered once in a micro-batch and reduced at the end of it.
+
+torch.distributed.fsdp's CPUOffloadPolicy (torch 2.13, _fsdp_param.py): a unit's shard is copied to
+the device before it is gathered, on the stream of the gather, and the shard of its gradient back to
+the host once it is reduced. Both are in the dtype of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.elementwise import maximum, where
+from estimator.errors import ProfileError
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
+from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import LINK_RATIOS
+from estimator.placement.mesh import ProcessGroup
+from estimator.timeline.collectives.costs import CollectiveCosts, Lookup, SizedCollective
+from estimator.timeline.rank.updates import copies_s
+from estimator.workload import ShardDtypes, Strategy
+
+Array = NDArray[np.float64]
+
+
+def _waits(host_s: Array, device_s: Array) -> Array:
+    """How long the device would idle before each op if it waited for that op alone."""
+    done = np.cumsum(device_s)
+    return np.asarray(np.cumsum(host_s) - (done - device_s))
+
+
+def _ends_s(host_s: Array, device_s: Array, awaited: Sequence[int]) -> Array:
+    """End of each op where the host issues nothing more before each `awaited` one has ended."""
+    ends_s = np.empty(len(host_s))
+    begin_s, bounds = 0.0, [0, *(op + 1 for op in awaited), len(host_s)]
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            host, device = host_s[start:stop], device_s[start:stop]
+            run_s = np.maximum.accumulate(_waits(host, device)) + np.cumsum(device)
+            ends_s[start:stop] = begin_s + run_s
+            begin_s = float(ends_s[stop - 1])
+    return ends_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatches:
+    """The ops of `count` micro-batches, one after the other; the last one does something more.
+
+    An op ends at max(end of the one before, issued by the host) + its time on the device, written
+    as a running maximum; where `is_shared` says that host and device are the same cores, both add
+    up. Ends do not depend on how many there are but for a sum: those in the middle advance by the
+    period of the slower lane. `lead_s` is how much earlier ops end than in a step that is begun on
+    an idle device. The host waits for the device after each `awaited` op of a micro-batch: from
+    there on both begin together again.
+    """
+
+    host_s: Array
+    device_s: Array
+    last_host_s: Array
+    last_device_s: Array
+    count: int
+    is_shared: bool
+    lead_s: float = 0.0
+    awaited: tuple[int, ...] = ()
+
+    def ends_s(self, number: int) -> Array:
+        """End of each op in one of the micro-batches, counted from 0."""
+        host_s, device_s = self._spent_s(number)
+        host, device = float(self.host_s.sum()), float(self.device_s.sum())
+        if self.is_shared or not len(host_s):
+            return np.cumsum(host_s + device_s) + number * (host + device)
+        if self.awaited:
+            return self._ends_with_waits_s(number)
+        done = np.cumsum(device_s) + number * device
+        waits = _waits(host_s, device_s) + number * (host - device)
+        if number:
+            longest = float(_waits(self.host_s, self.device_s).max())
+            waits[0] = max(waits[0], longest + max((number - 1) * (host - device), 0.0))
+        end = np.maximum.accumulate(waits) + done
+        return np.asarray(np.maximum(end - self.lead_s, done) if self.lead_s else end)
+
+    def _spent_s(self, number: int) -> tuple[Array, Array]:
+        """Seconds of host and device per op of one of the micro-batches."""
+        if number == self.count - 1:
+            return self.last_host_s, self.last_device_s
+        return self.host_s, self.device_s
+
+    def _ends_with_waits_s(self, number: int) -> Array:
+        """Ends where the host waits: a micro-batch is felt no further than in the next one.
+
+        The lead is felt up to the first wait, and all that comes later is earlier by what the wait
+        ends earlier.
+        """
+        ops, first, last = len(self.host_s), self.awaited[0], self.awaited[-1]
+        begun_s = _ends_s(*self._spent_s(0), self.awaited)
+        done_s = np.cumsum(self._spent_s(0)[1])
+        led_s = np.maximum(begun_s - self.lead_s, done_s)
+        earlier_s = float(begun_s[first] - led_s[first])
+        if not number:
+            return np.concatenate([led_s[:first], begun_s[first:] - earlier_s])
+        both = self.awaited + tuple(ops + op for op in self.awaited)
+        host_s, device_s = (
+            np.concatenate(two) for two in zip(self._spent_s(0), self._spent_s(number), strict=True)
+        )
+        ends_s = _ends_s(host_s, device_s, both)[ops:]
+        if number > 1:
+            twice = _ends_s(np.tile(self.host_s, 2), np.tile(self.device_s, 2), both)
+            ends_s += (number - 1) * float(twice[ops + last] - twice[last])
+        return ends_s - earlier_s
+
+    @property
+    def end_s(self) -> float:
+        """When the last op of all ends."""
+        return float(self.ends_s(self.count - 1)[-1]) if len(self.host_s) else 0.0
+
+    def slower_host_s(self, error: float) -> float:
+        """How much later the last op ends if the host takes longer by that share of its time."""
+        times = 1.0 + error
+        slower = replace(self, host_s=times * self.host_s, last_host_s=times * self.last_host_s)
+        return slower.end_s - self.end_s
+
+    def looped(self, update_host_s: float, update_device_s: float) -> tuple[MicroBatches, float]:
+        """(the same, seconds of the update behind them) where step follows step unawaited.
+
+        In a loop the host issues the next step while the device still works on this one, so that a
+        step takes what the busier of the two has to do in it, and ops end earlier by the lead that
+        the host then has, if the device can keep up.
+        """
+        before = self.count - 1
+        host_s = before * float(self.host_s.sum()) + float(self.last_host_s.sum())
+        device_s = before * float(self.device_s.sum()) + float(self.last_device_s.sum())
+        step_s = max(host_s + update_host_s, device_s + update_device_s)
+        if not len(self.host_s):
+            return self, step_s
+        if self.awaited and not self.is_shared:
+            lead_s, step_s = self._loop_with_waits(update_host_s, update_device_s)
+        else:
+            lead_s = float(self.ends_s(before)[-1]) + update_device_s - step_s
+        found = replace(self, lead_s=max(lead_s, 0.0))
+        return found, step_s - float(found.ends_s(before)[-1])
+
+    def _loop_with_waits(self, update_host_s: float, update_device_s: float) -> tuple[float, float]:
+        """(lead of the host where a step begins, seconds from a step to the next).
+
+        From its last wait on, a step is played with the update and what the next one does up to its
+        first wait. The update is ready when both lanes are through with it.
+        """
+        first, rest = self.awaited[0] + 1, self.awaited[-1] + 1
+        (head_host_s, head_device_s), (host_s, device_s) = map(self._spent_s, (0, self.count - 1))
+        tail = len(host_s) - rest + 2
+        both_s = _ends_s(
+            np.concatenate([host_s[rest:], [0.0, update_host_s], head_host_s[:first]]),
+            np.concatenate([device_s[rest:], [update_device_s, 0.0], head_device_s[:first]]),
+            (),
+        )
+        lead_s = float(both_s[tail - 1] - host_s[rest:].sum()) - update_host_s
+        awaited_s = self.ends_s(self.count - 1)[rest - 1] - self.ends_s(0)[first - 1]
+        return lead_s, float(awaited_s + both_s[-1])
+
+
+ROOT = ""
+_AS_THEY_ARE = ShardDtypes()
+
+
+class ExpertBytes(NamedTuple):
+    """What of each unit is of experts that ranks divide: gathered, and reduced.
+
+    The ranks that shard all else have `parts` unlike ones.
+    """
+
+    gathered: Array
+    reduced: Array
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedPasses:
+    """The passes of a micro-batch through the units of a graph, in order, by number of unit.
+
+    Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `gradient_bytes` those of
+    them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
+    `backward_ends` are the ops up to which the segments between passes go: one before the first
+    pass, one for each, and one behind the last. `regathers` says whether a backward pass gathers
+    what a forward pass has gathered before; shards are `stored_ratio` times as wide. `experts` are
+    gathered and reduced apart, right after the rest of their unit.
+    """
+
+    gathered_bytes: Array
+    gradient_bytes: Array
+    reduced_bytes: Array
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    forward_ends: tuple[int, ...]
+    backward_ends: tuple[int, ...]
+    regathers: bool = True
+    stored_ratio: int = 1
+    experts: ExpertBytes | None = None
+
+    @classmethod
+    def of(
+        cls, graph: OpGraph, dtypes: ShardDtypes = _AS_THEY_ARE, *, regathers: bool = True
+    ) -> ShardedPasses:
+        """The units of a graph: every repeated block that has parameters, and the root."""
+        gathered = {ROOT: 0, **dict.fromkeys(map(parameter_unit, graph.parameters), 0)}
+        reduced = dict(gathered)
+        for parameter in graph.parameters:
+            unit = parameter_unit(parameter)
+            gathered[unit] += parameter.spec.nbytes
+            reduced[unit] += parameter.spec.nbytes if parameter.gradient is not None else 0
+        for unit, size in frozen_unit_bytes(graph).items():
+            gathered[unit] = gathered.get(unit, 0) + size
+            reduced.setdefault(unit, 0)
+        number = {unit: place for place, unit in enumerate(gathered)}
+        blocks = {unit for unit, size in gathered.items() if size and unit != ROOT}
+        forward = unit_runs(graph, blocks, "forward")
+        backward = unit_runs(graph, blocks, "backward")
+        turn = sum(op.phase == "forward" for op in graph.ops)
+        gradients = np.array([reduced[unit] for unit in gathered], dtype=np.float64)
+        return cls(
+            gathered_bytes=np.array(list(gathered.values()), dtype=np.float64),
+            gradient_bytes=gradients,
+            reduced_bytes=gradients * dtypes.reduced_ratio,
+            forward=tuple(number[run.path] for run in forward),
+            backward=tuple(number[run.path] for run in backward),
+            forward_ends=_ends(forward, 0, turn),
+            backward_ends=_ends(backward, turn, len(graph.ops)),
+            regathers=regathers,
+            stored_ratio=dtypes.stored_ratio,
+            experts=_experts(graph, number, dtypes.reduced_ratio),
+        )
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The units that a micro-batch gathers, each as often as it does, the root first."""
+        return (0, *self.forward, *(self.backward if self.regathers else ()))
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The units that a backward pass reduces, each with its last pass, the root apart."""
+        seen: dict[int, None] = {}
+        for unit in reversed(self.backward):
+            seen.setdefault(unit)
+        return tuple(reversed(seen))
+
+
+def _experts(graph: OpGraph, number: Mapping[str, int], reduced_ratio: float) -> ExpertBytes | None:
+    own = [parameter for parameter in graph.parameters if parameter.is_expert]
+    if not own:
+        return None
+    gathered, reduced = np.zeros(len(number)), np.zeros(len(number))
+    for parameter in own:
+        unit = number[parameter_unit(parameter)]
+        gathered[unit] += parameter.spec.nbytes
+        reduced[unit] += parameter.spec.nbytes * reduced_ratio
+    return ExpertBytes(gathered, reduced, own[0].expert_parts)
+
+
+def sharded_passes(graph: OpGraph, strategy: Strategy, cache: Cache) -> ShardedPasses:
+    """The passes of a graph, worked out once. Raises StrategyError, see `Strategy.shard_dtypes`."""
+    dtypes, regathers = strategy.shard_dtypes(graph.precision), strategy.reshard_after_forward
+    return cache.get(
+        "sharded passes",
+        (graph,),
+        lambda: ShardedPasses.of(graph, dtypes, regathers=regathers),
+        *(dtypes, regathers),
+    )
+
+
+def _ends(runs: Sequence[UnitRun], start: int, end: int) -> tuple[int, ...]:
+    """Where the segments of a phase end, as numbers of ops; `runs` is what they lie between."""
+    if not runs:
+        return (end, end)
+    return (max(runs[0].first, start), *(run.first for run in runs[1:]), runs[-1].last + 1, end)
+
+
+def hook_seconds(bound: BoundGraph, passes: ShardedPasses, profile: MachineProfile) -> Array:
+    """Seconds of FSDP's hooks on the host, for each op."""
+    host_s = np.zeros(len(bound.calls))
+    if profile.host is None or not len(host_s):
+        return host_s
+    for end in (0, *passes.forward_ends[: len(passes.forward)]):
+        host_s[min(end, len(host_s) - 1)] += profile.host.shard_unit_s
+    return host_s
+
+
+def segment_seconds(lanes: MicroBatches, passes: ShardedPasses) -> Array:
+    """Seconds that the lane advances in each segment of a micro-batch, forward then backward.
+
+    That is less than its host's and its device's seconds together where these overlap.
+    """
+    ends_s = np.concatenate([np.zeros(1), lanes.ends_s(0)])
+    marks = (0, *passes.forward_ends, *passes.backward_ends)
+    return np.maximum(np.diff(ends_s[list(marks)]), 0.0)
+
+
+def unit_copies_s(
+    passes: ShardedPasses, profile: MachineProfile, devices_busy: int, cache: Cache
+) -> tuple[Array, Array]:
+    """Seconds of copying each unit's parameters out of a buffer, and its gradients into one.
+
+    A copy into another dtype reads and writes as much as one of the mean size.
+    """
+
+    def seconds(sizes_bytes: Array) -> Array:
+        sizes = [int(size) for size in sizes_bytes]
+        return np.where(sizes_bytes > 0, copies_s(profile, sizes, devices_busy, cache), 0.0)
+
+    copied_in = (passes.gradient_bytes + passes.reduced_bytes) / 2
+    return seconds(passes.gathered_bytes), seconds(copied_in)
+
+
+class SlowestGroup(NamedTuple):
+    """A collective of each unit over the slowest of some groups; the largest error of any."""
+
+    times_s: Any
+    relative_error: Any
+    unknown: Any
+
+
+def slowest_of(
+    sized: tuple[CollectiveCosts, SizedCollective], groups: Sequence[ProcessGroup], ratio: Any
+) -> SlowestGroup:
+    """A collective over the slowest of some groups; `ratio` scales its seconds."""
+    costs, sizes = sized
+    found: Any = np.zeros(len(sizes.factors[0]))
+    relative_error: Any = 0.0
+    unknown: Any = False
+    for group in groups:
+        model, several = costs.model(group), np.greater(group.ranks, 1)
+        times_s = np.where(several, sizes.times_s(model), 0.0)
+        found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
+        relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
+        unknown = unknown | (model.unknown & several)
+    return SlowestGroup(found * ratio if groups else found, relative_error, unknown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopies:
+    """What each unit's shards take over the link between a device and its host, by machine."""
+
+    parameters_bytes: Array
+    gradients_bytes: Array
+    h2d: tuple[Lookup, Lookup]
+    d2h: tuple[Lookup, Lookup]
+
+    @classmethod
+    def of(cls, profiles: Sequence[MachineProfile], passes: ShardedPasses) -> HostCopies:
+        """The copies of all units; raises ProfileError for a machine without such links."""
+        stored_ratio = passes.stored_ratio
+        return cls(
+            parameters_bytes=passes.gathered_bytes * stored_ratio,
+            gradients_bytes=passes.gradient_bytes * stored_ratio,
+            h2d=_links(profiles, "h2d"),
+            d2h=_links(profiles, "d2h"),
+        )
+
+    def to_device_s(self, groups: Sequence[ProcessGroup]) -> Any:
+        """Seconds of each unit before it is gathered, on the slowest group's devices."""
+        return _slowest_s(self.parameters_bytes, groups, *self.h2d)
+
+    def to_host_s(self, groups: Sequence[ProcessGroup]) -> Any:
+        """Seconds of each unit's gradients after they are reduced."""
+        return _slowest_s(self.gradients_bytes, groups, *self.d2h)
+
+
+def copies_of_one_rank_s(profile: MachineProfile, passes: ShardedPasses) -> float:
+    """Seconds of a micro-batch's copies on a rank that holds everything, one after the other."""
+    copies = HostCopies.of([profile], passes)
+    alone = [ProcessGroup(ranks=1, nodes=1, per_node=1)]
+    to_device_s, to_host_s = copies.to_device_s(alone), copies.to_host_s(alone)
+    return float(to_device_s[list(passes.gathered)].sum() + to_host_s[[0, *passes.reduced]].sum())
+
+
+def _links(
+    profiles: Sequence[MachineProfile], kind: Literal["h2d", "d2h"]
+) -> tuple[Lookup, Lookup]:
+    """(latency, bytes a second) of each machine's pinned copies."""
+    latencies_s, rates = [], []
+    for profile in profiles:
+        found = [link for link in profile.links if link.kind == kind]
+        if not found:
+            raise ProfileError(
+                f"profile '{profile.name}' has no {kind} link, over which shards reach the host; "
+                "run 'estimator probe' on a machine with GPUs"
+            )
+        link = max(found, key=lambda each: each.pinned)
+        datasheet = link.provenance.source == "datasheet"
+        latencies_s.append(link.latency_s)
+        rates.append(link.bandwidth_bytes_per_s * (LINK_RATIOS["pcie"] if datasheet else 1.0))
+    return Lookup(latencies_s), Lookup(rates)
+
+
+def _slowest_s(
+    sizes_bytes: Array, groups: Sequence[ProcessGroup], latency_s: Lookup, rate: Lookup
+) -> Any:
+    found: Any = np.zeros(len(sizes_bytes))
+    for group in groups:
+        per_byte_s = 1.0 / (rate[group.network] * group.ranks)
+        rows = np.ndim(per_byte_s) > 0
+        sizes = sizes_bytes[:, None] if rows else sizes_bytes
+        seconds = np.where(sizes > 0, latency_s[group.network] + sizes * per_byte_s, 0.0)
+        found = maximum(found[:, None] if rows and found.ndim == 1 else found, seconds)
+    return found

@@ -1,0 +1,199 @@
+"""Cost the collectives inside a micro-batch, of ranks that share its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.errors import ProfileError
+from estimator.graph.ir.collectives import Collective, collectives_of
+from estimator.graph.ir.op_graph import BoundGraph
+from estimator.kernels.durations import Durations
+from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.mesh import Mesh, ProcessGroup
+from estimator.placement.topology import Cluster
+from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
+from estimator.workload import Strategy
+from estimator.workload.optimizers import RULES
+
+Array = NDArray[np.float64]
+_DDP = Strategy()
+
+
+class ExchangeSeconds(NamedTuple):
+    """Seconds of the collectives of a micro-batch, by operator, and what they are off together.
+
+    `hidden_by` are (operator of a collective, kernel that runs meanwhile). `summed_again` are the
+    gradients that DTensor sums for each operator of the update that reads them.
+    """
+
+    each_s: Array
+    error_s: float
+    source: str
+    hidden_by: tuple[tuple[int, int], ...] = ()
+    summed_again: int = 0
+
+    def exposed(self, durations: Durations) -> ExchangeSeconds:
+        """What is left of those that run beside a kernel."""
+        if not self.hidden_by:
+            return self
+        each_s, kernels_s = self.each_s.copy(), durations.device_s.copy()
+        for place, kernel in self.hidden_by:
+            hidden_s = min(each_s[place], kernels_s[kernel])
+            each_s[place] -= hidden_s
+            kernels_s[kernel] -= hidden_s
+        return self._replace(each_s=each_s)
+
+    @property
+    def total_s(self) -> float:
+        return float(self.each_s.sum())
+
+    def beside(self, durations: Durations) -> Durations:
+        """The durations with what ranks exchange, which they wait for as for a kernel."""
+        return replace(durations, device_s=durations.device_s + self.each_s)
+
+    @property
+    def relative_error(self) -> float | None:
+        return self.error_s / self.total_s if self.total_s else None
+
+
+class Exchanges:
+    """The process groups along the axes that share a micro-batch, on their links.
+
+    Where nothing `merges` gradients before the update, DTensor sums those of vectors that ranks
+    have in parts for each operator of the update that reads them. Compared by identity, and kept in
+    the engine's cache: one object for equal groups.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[tuple[str, ProcessGroup], ...],
+        profile: MachineProfile,
+        cluster: Cluster | None,
+        cache: Cache,
+        *,
+        merges: bool = True,
+    ) -> None:
+        self.groups, self.merges = dict(groups), merges
+        self._profile, self._cluster, self._cache = profile, cluster, cache
+        self._host_s = profile.host.dtensor_exchange_s if profile.host else 0.0
+
+    def seconds(
+        self, bound: BoundGraph, durations: Durations | None = None, micro_batches: int = 1
+    ) -> ExchangeSeconds:
+        """What ranks wait for every collective of a graph, in one of the micro-batches of a step.
+
+        The operators between two collectives are the computing before the second; none is known
+        to stand shortly before the first. Without durations each takes the least that it does after
+        any computing, and those that run beside a kernel are not hidden by it. Raises ProfileError
+        where nothing tells what one costs.
+        """
+        each_s = np.zeros(len(bound.calls))
+        of_groups: dict[tuple[CollectiveName, str], list[Collective]] = {}
+        beside = []
+        every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
+        # A group of one rank exchanges nothing.
+        collectives = [each for each in every if each.axis in self.groups]
+        places = [each.op_index for each in collectives]
+        windows_s = None if durations is None else _before_s(places, durations)
+        for collective in collectives:
+            # On CPUs a collective is work for the cores that compute.
+            if collective.beside is not None and bound.graph.target == "cuda":
+                beside.append((collective.op_index, collective.beside))
+            of_groups.setdefault((collective.op, collective.axis), []).append(collective)
+        error_s, sources = 0.0, {"measured"}
+        reads, summed_again = RULES[bound.graph.optimizer].gradient_reads, 0
+        for (op, axis), some in of_groups.items():
+            group, kind = self.groups[axis], bound.graph.target
+            costs = CollectiveCosts((self._profile,), op, kind, self._cluster, self._cache)
+            model = costs.model(group)
+            if model.unknown:
+                raise ProfileError(
+                    f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
+                    f"{axis} needs; run 'estimator probe' with a larger --budget"
+                )
+            sizes = np.array([float(each.size_bytes) for each in some])
+            own = [each.op_index for each in some]
+            before_s = None if windows_s is None else windows_s[own]
+            times_s = _blocking_s(costs, model, sizes, before_s)
+            times_s = times_s * np.array([each.share for each in some])
+            of_update = np.array([each.of_update for each in some])
+            if durations is None:
+                # One sum for many micro-batches.
+                times_s = np.where(of_update, 0.0, times_s)
+            elif not self.merges:
+                sums = np.where(of_update, reads / micro_batches, 1.0)
+                times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * self._host_s
+                summed_again += int(of_update.sum()) if reads > 1 else 0
+            each_s[own] = times_s
+            error_s += float(times_s.sum()) * float(model.relative_error)
+            sources.add(costs.source(group))
+        source = max(sources - {"measured"}, default="measured")
+        found = ExchangeSeconds(each_s, error_s, source, tuple(beside), summed_again)
+        return found if durations is None else found.exposed(durations)
+
+
+def _before_s(places: Sequence[int], durations: Durations) -> Array:
+    """For each of `places`, in order, how long a rank computes before it since the one before."""
+    computed_s = np.cumsum(durations.device_s + durations.host_s)
+    windows_s = np.zeros(len(computed_s))
+    windows_s[list(places)] = np.diff(computed_s[list(places)], prepend=-np.inf)
+    return windows_s
+
+
+def _blocking_s(
+    costs: CollectiveCosts, model: CollectiveModel, sizes_bytes: Array, windows_s: Array | None
+) -> Array:
+    """Seconds of collectives over one group that ranks wait for, each after computing so long.
+
+    Between the windows that were measured on a line, after longer ones as after the longest; after
+    any (None) the least of all. As calls in a row where the nearest measured group has no blocking
+    ones.
+    """
+    known = model.reference < len(costs.references)
+    blocking = costs.references[model.reference].blocking if known else ()
+    if not blocking:
+        return SizedCollective(costs.corrections, sizes_bytes).times_s(model)
+    alone = model._replace(reference=0)
+    # (windows, sizes)
+    times_s = np.array(
+        [SizedCollective((each,), sizes_bytes).times_s(alone) for _, each in blocking]
+    )
+    if windows_s is None:
+        return np.asarray(times_s.min(axis=0))
+    measured_s, rows = [window_s for window_s, _ in blocking], np.arange(len(blocking))
+    after, size = np.interp(windows_s, measured_s, rows), np.arange(len(sizes_bytes))
+    before = after.astype(np.intp)
+    shorter_s, longer_s = times_s[before, size], times_s[np.minimum(before + 1, rows[-1]), size]
+    return np.asarray(shorter_s + (after - before) * (longer_s - shorter_s))
+
+
+def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchanges:
+    """Those of a mesh: of the groups along an axis, which work at once, the slowest counts.
+
+    Gradients of experts are exchanged among the operators, but where FSDP does it with all others.
+    """
+    axes = ["tp", "cp"] + ["ep"] * (mesh.parallelism.ep > 1)
+    axes += ["expert_dp"] * (mesh.parallelism.ep > 1 and strategy.kind != "fsdp")
+    found = [
+        (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
+        for axis in axes
+        if (groups := mesh.groups(axis))
+    ]
+    named = tuple((axis, group) for axis, group, _ in found)
+    merges = strategy.kind == "fsdp" or mesh.parallelism.dp > 1
+    profile, cluster = found[0][2].profile, mesh.placement.cluster
+    return cache.get(
+        "exchanges",
+        (profile, cluster),
+        lambda: Exchanges(named, profile, cluster, cache, merges=merges),
+        *(named, merges),
+    )
+
+
+NO_EXCHANGES = ExchangeSeconds(np.zeros(0), 0.0, "measured")

@@ -1,0 +1,295 @@
+"""Say what a data-parallel strategy has to answer, and find the rules of one by its name.
+
+The queue is work-conserving: however many are in flight, together they advance one second per
+second alone, and 1/s beside compute, which meanwhile advances at 1 − e/s. So in lane time, work
+arrives at the ready times and drains at 1/(s − e), and the backlog W when compute ends is Lindley's
+recursion written as a maximum over buckets k,
+
+    W = max(0, max_k(t_k + … + t_K − (lane − ready_k) / (s − e))),
+
+and the step ends e seconds per second of drained work after the lane, plus W alone on the network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.elementwise import maximum
+from estimator.errors import ProfileError
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.mesh import ProcessGroup
+from estimator.placement.topology import Cluster
+from estimator.timeline.collectives.algorithms import fastest_s
+from estimator.timeline.collectives.costs import CollectiveModel, Corrections, SizedCollective
+from estimator.timeline.collectives.overlap import Overlap
+from estimator.timeline.rank.ranks import RankKind, StepShape
+from estimator.timeline.simulator.tasks import TaskList
+from estimator.workload import StrategyKind
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+# Stands for a drain of nothing: any slack then clears the backlog, and no slack leaves all of it.
+_NO_DRAIN = 1e-300
+# Rows worked on at once, so that their arrays stay in a core's cache.
+_ROWS_AT_ONCE = 512
+
+
+class Ready(Protocol):
+    """When the buckets of some steps are ready.
+
+    `alike` tells rows apart that are to be asked for one after the other; None for one step.
+    """
+
+    @property
+    def alike(self) -> Indices | None: ...
+
+    def slack_s(self, rows: Indices | None) -> Array:
+        """Seconds of the slowest lane that are left then: (buckets,) of one, (buckets, rows)."""
+        ...
+
+
+class BucketQueue:
+    """The collectives of buckets of some sizes, sent in order as they get ready.
+
+    Seconds of each bucket by one algorithm are linear in the terms of its line, by the reference of
+    the collective: `sized` holds the factors.
+    """
+
+    def __init__(self, corrections: Sequence[Corrections], sizes_bytes: Array) -> None:
+        self.sizes_bytes = sizes_bytes
+        self.sized = SizedCollective(corrections, sizes_bytes)
+        sizes = np.where(sizes_bytes > 0, sizes_bytes, 1.0)
+        ratios = np.array([each.latency_at(sizes) for each in corrections])
+        self.latency_ratio = ratios.reshape(len(corrections), len(sizes_bytes))
+        # For bucket k, the factors of a line's terms in what the link has to do for k and all after
+        # it, and in the part of the bucket's own time before that: (references, buckets, 3).
+        factors, ratio = self.sized.factors, self.latency_ratio[:, :, None]
+        self._behind = np.cumsum((factors * (1.0 - ratio))[:, ::-1], axis=1)[:, ::-1]
+        self._latency = factors * ratio
+        self._has_latency: list[bool] = [bool(each.any()) for each in self.latency_ratio]
+
+    def exposed_s(self, ready: Ready, model: CollectiveModel, ratio: Any, overlap: Overlap) -> Any:
+        """Seconds from the end of the undisturbed lane to the end of the last collective.
+
+        `ratio` scales the collectives. Of one step, or a row for each.
+        """
+        if not len(self.sizes_bytes):
+            return 0.0
+        lines = model.coefficients(ratio)
+        if isinstance(model.reference, int):
+            return float(self._exposed_s(model.reference, ready.slack_s(None), lines, overlap))
+        exposed = np.broadcast_to(overlap.exposed_ratio, len(model.reference))
+        slowdown = np.broadcast_to(overlap.slowdown, len(model.reference))
+        found = np.zeros(len(model.reference))
+        for reference, rows in _alike(model.reference, ready.alike):
+            some = Overlap(exposed[rows], slowdown[rows])
+            found[rows] = self._exposed_s(reference, ready.slack_s(rows), lines[..., rows], some)
+        return found
+
+    def _exposed_s(self, reference: int, slack_s: Array, lines: Array, overlap: Overlap) -> Any:
+        """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
+        behind_s = self._behind_s(reference, lines)
+        drain = maximum(overlap.drain, _NO_DRAIN)
+        sent_s = 1.0 * behind_s[0]
+        if not self._has_latency[reference]:
+            slack_s /= drain
+            behind_s -= slack_s
+            backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
+            return overlap.exposed_ratio * (sent_s - backlog_s) + backlog_s
+        # A bucket that can be sent only after the lane's end has negative slack.
+        slack_s -= self._latency[reference] @ lines[0]
+        beside_s = np.maximum(slack_s, 0.0)
+        behind_s -= beside_s / drain
+        backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
+        after_s = maximum(np.maximum.reduce(behind_s + (beside_s - slack_s)), 0.0)
+        return overlap.exposed_ratio * (sent_s - backlog_s) + after_s
+
+    def _behind_s(self, reference: int, lines: Array) -> Array:
+        """What the link has to do for each bucket and all after it, each by its fastest line."""
+        if len(lines) == 1 or self._has_latency[reference]:
+            return np.asarray(self._behind[reference] @ lines[0])
+        each_s = fastest_s(self.sized.factors[reference], lines)
+        return np.cumsum(each_s[::-1], axis=0)[::-1]
+
+
+def _alike(reference: Indices, others: Indices | None) -> Iterator[tuple[int, Indices]]:
+    """(reference, some rows that have it and are alike), together all rows."""
+    code = reference * 2 if others is None else reference * 2 + others
+    order = np.argsort(code.astype(np.int16), kind="stable")
+    in_order = code[order]
+    ends = np.append(np.flatnonzero(np.diff(in_order)) + 1, len(order)).tolist()
+    first = 0
+    for end in ends:
+        for start in range(first, end, _ROWS_AT_ONCE):
+            yield int(in_order[first]) // 2, order[start : min(start + _ROWS_AT_ONCE, end)]
+        first = end
+
+
+# The axes of a mesh along which data-parallel ranks communicate: all of them, those that hold
+# shards of one replica, and those that hold the same shard.
+DP, DP_SHARD, DP_REPLICATE = "dp", "dp_shard", "dp_replicate"
+# Of those that hold shards of one replica, the ranks with the same experts.
+EXPERT_SHARD = "expert_shard"
+Groups = Mapping[str, tuple[ProcessGroup, ...]]
+
+
+class Ranks(NamedTuple):
+    """What the ranks of one step bring to its collectives, or those of a step in each row.
+
+    `groups` are the unlike process groups along each axis, `lane_s` the slowest rank's compute,
+    `ready` when the buckets of all are, and `segments_s` what FSDP computes between its collectives
+    (see `program`), its last axes those of `Task.cost_s`. `compute_ratio` is in these already;
+    `ratio` scales all collectives.
+    """
+
+    groups: Groups
+    ready: Ready
+    segments_s: Any
+    lane_s: Any
+    compute_ratio: Any
+    ratio: Any
+
+
+class Communication(NamedTuple):
+    """What ranks wait for in one step, or in a step of each row.
+
+    `exposed_s` is what the step is longer than the slowest rank's compute; `relative_error` is that
+    of what reduces gradients, and `slower_s` how much longer it is if that is slower by as much:
+    what hides behind compute may not, where it takes longer. `unknown` says that nothing tells
+    what one of the collectives costs.
+    """
+
+    exposed_s: Any
+    relative_error: Any
+    overlap: Overlap
+    unknown: Any
+    slower_s: Any = 0.0
+
+
+class Network(ABC):
+    """What a strategy's collectives cost by some profiles; a group names one by its number."""
+
+    @abstractmethod
+    def communication(self, ranks: Ranks) -> Communication:
+        """What the ranks of a step, or of a step in each row, wait for."""
+
+    @abstractmethod
+    def alone_s(self, ranks: Ranks) -> Any:
+        """Seconds of all collectives of a step one after the other, as if nothing overlapped."""
+
+    @abstractmethod
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        """(what reduces gradients, over which group, where its cost comes from) of one step."""
+
+    @abstractmethod
+    def missing(self, groups: Groups) -> ProfileError:
+        """Why the collectives of one step have no cost."""
+
+    @abstractmethod
+    def add_tasks(self, tasks: TaskList, ranks: Ranks, overlap: Overlap) -> None:
+        """Add one step's compute and collectives up to the update, the last task their end."""
+
+    @abstractmethod
+    def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
+        """Add the collectives that follow the update."""
+
+
+class Rules(ABC):
+    """How a strategy divides the work of a graph's step, whatever the ranks and machines."""
+
+    kind: ClassVar[StrategyKind]
+    axes: ClassVar[tuple[str, ...]] = (DP,)
+    # Those of them along which it exchanges experts that ranks divide.
+    expert_axes: ClassVar[tuple[str, ...]] = ()
+    unmeasured: ClassVar[str] = (
+        "a ring over the slowest link, corrected by the nearest measured group if there is one"
+    )
+    """What stands for a collective that was not measured, in words."""
+
+    def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
+        self.graph, self.shape, self.cache = graph, shape, cache
+
+    @property
+    def segments(self) -> int:
+        """How many numbers say what a rank computes between collectives that it waits for."""
+        return 0
+
+    @abstractmethod
+    def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
+        """What its collectives cost by some profiles."""
+
+    @abstractmethod
+    def shards(self, ranks: Any) -> Any:
+        """Over how many of a step's ranks the strategy shards: a number, or one for each row."""
+
+    def update_share(self, ranks: Any) -> Any:
+        """The part of the update that one rank does or waits for, its launch apart."""
+        return 1.0 / self.shards(ranks)
+
+    def op_ends_s(self, ranks: Ranks, kind: RankKind) -> Iterator[tuple[Array, Array]]:
+        """(end of each op in compute alone, its device's seconds unscaled) of some micro-batches.
+
+        Of many micro-batches the first and the last ones are told. Ends count what the rank has
+        computed by then, whatever it waited for.
+        """
+        program = kind.program
+        scale = ranks.compute_ratio * kind.slowdown_ratio
+        last = program.lanes.count - 1
+        for number in listed(program.lanes.count):
+            end_s = program.lanes.ends_s(number) + (program.accumulate_s if number == last else 0.0)
+            device_s = program.lanes.last_device_s if number == last else program.lanes.device_s
+            yield end_s * scale, device_s
+
+    @abstractmethod
+    def words(self, ranks: int) -> str:
+        """What a step that is bound by communication waits for."""
+
+
+# More micro-batches than a timeline lists one by one.
+_MOST_LISTED = 8
+
+
+def listed(count: int) -> tuple[int, ...]:
+    """The micro-batches that a timeline lists: all, or of many the first two and the last."""
+    return tuple(range(count)) if count <= _MOST_LISTED else (0, 1, count - 1)
+
+
+_Registered = type[Rules]
+_RULES: dict[str, _Registered] = {}
+
+
+def strategy(kind: StrategyKind) -> Callable[[_Registered], _Registered]:
+    """Register the rules of a strategy by its name."""
+
+    def register(rules: _Registered) -> _Registered:
+        rules.kind = kind
+        _RULES[kind] = rules
+        return rules
+
+    return register
+
+
+def rules_of(graph: OpGraph, shape: StepShape, cache: Cache) -> Rules:
+    """The rules of a step's strategy, kept from one estimate to the next."""
+    return cache.get(
+        "strategy",
+        (graph, shape.strategy),
+        lambda: _RULES[shape.strategy.kind](graph, shape, cache),
+        shape.accumulation_steps,
+    )
+
+
+def without_cost(profile: MachineProfile, op: CollectiveName) -> ProfileError:
+    """A profile that says nothing of a collective which a strategy needs."""
+    return ProfileError(
+        f"profile '{profile.name}' has no {op.replace('_', '-')} costs; run 'estimator probe' "
+        "with a larger --budget"
+    )

@@ -1,0 +1,177 @@
+"""Play a planned step as events and list its spans, one track per class of ranks and lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
+from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
+from estimator.timeline.rank.ranks import RankKind
+from estimator.timeline.simulator.simulation import Played, simulate
+from estimator.timeline.simulator.tasks import (
+    COMPUTE,
+    LANES,
+    Label,
+    Lane,
+    SpanColumns,
+    TaskList,
+    Timeline,
+)
+
+Array = NDArray[np.float64]
+
+# torch/csrc/distributed/c10d/ProcessGroupGloo.hpp: two threads take collectives off the queue;
+# ProcessGroupNCCL runs one stream per communicator.
+BACKEND_SLOTS = {"cpu": 2, "cuda": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedStep:
+    """The tasks of a plan's step and their simulation; a class of ranks has a column each."""
+
+    tasks: TaskList
+    played: Played
+    kinds: tuple[RankKind, ...]
+
+
+def played_step(plan: StepPlan) -> PlayedStep:
+    """The event simulation of a whole step: it ends when `answer_of` says."""
+    answer = answer_of(plan)
+    kinds = tuple(dict.fromkeys(plan.kinds))
+    tasks = TaskList()
+    overlap: Overlap = NO_OVERLAP
+    if plan.network is None or answer.communication is None:
+        tasks.add(COMPUTE, plan.ranks(answer.slowest).lane_s)
+    else:
+        overlap = answer.communication.overlap
+        plan.network.add_tasks(tasks, _ranks(plan, answer, kinds), overlap)
+    _add_update(tasks, plan, answer, kinds)
+    slots = BACKEND_SLOTS[plan.members.table.graph.target]
+    return PlayedStep(tasks=tasks, played=simulate(tasks.tasks, overlap, slots=slots), kinds=kinds)
+
+
+def _ranks(plan: StepPlan, answer: StepAnswer, kinds: tuple[RankKind, ...]) -> Any:
+    """What the ranks bring to their tasks; of bucketed ones when each bucket is ready, and all."""
+    ranks = plan._replace(members=plan.members._replace(kinds=kinds)).ranks(answer.slowest)
+    if ranks.segments_s:
+        return ranks
+    ratio = plan.coefficients.compute_ratio
+    ready_s = _by_class([kind.ready_s * ratio for kind in kinds])
+    lane_s = _by_class([kind.lane.length_s(plan.shards) * ratio for kind in kinds])
+    return ranks._replace(segments_s=(ready_s, lane_s))
+
+
+def _by_class(values: Sequence[Any]) -> Any:
+    """The value of the only class, or all along the last axis."""
+    return values[0] if len(values) == 1 else np.array(values).T
+
+
+def _add_update(
+    tasks: TaskList, plan: StepPlan, answer: StepAnswer, kinds: tuple[RankKind, ...]
+) -> None:
+    """What follows the last collective: waiting for the slowest rank, copies, the update."""
+    ratios = plan.ratios
+    if answer.parts.straggler_s > 0:
+        waiting = Label("wait for the slowest rank")
+        tasks.add(COMPUTE, answer.parts.straggler_s, label=waiting)
+    copies_s = [kind.update.copy_back_s * ratios.compute for kind in kinds]
+    if any(copies_s):
+        tasks.add(COMPUTE, _by_class(copies_s), label=Label("copy back"))
+    update_s = [kind.update.update_s(plan.share) * ratios.update for kind in kinds]
+    updated = tasks.add(COMPUTE, _by_class(update_s), label=Label("update", phase="update"))
+    assert updated == len(tasks.tasks) - 1
+    if plan.network is not None:
+        plan.network.add_after_update(tasks, plan.ranks(answer.slowest))
+    if answer.parts.input_stall_s > 0:
+        last = len(tasks.tasks) - 1
+        tasks.add(COMPUTE, answer.parts.input_stall_s, last, label=Label("load the next batch"))
+
+
+def timeline_of(plan: StepPlan) -> Timeline:
+    """The spans of one step; every rank of a class is listed as its first rank."""
+    step = played_step(plan)
+    listed = _Listed(plan, step)
+    ranks_by_kind = plan.ranks_by_kind
+    like = np.zeros(plan.placement.ranks, dtype=np.intp)
+    for number, ranks in enumerate(ranks_by_kind):
+        first = ranks.ranks[0]
+        like[list(ranks.ranks)] = first
+        listed.add_class(number, first)
+    return Timeline(
+        step_time_s=step.played.step_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
+    )
+
+
+def op_times_s(plan: StepPlan, step: PlayedStep, number: int) -> Iterator[tuple[Array, Array]]:
+    """(start, end) of each op of a class of ranks in some micro-batches, from the step's start.
+
+    Of many micro-batches the first and the last ones are told.
+    """
+    kind, track = step.kinds[number], step.played.tracks[number]
+    scale = kind.slowdown_ratio * plan.coefficients.compute_ratio
+    for end_s, device_s in plan.rules.op_ends_s(plan.ranks(kind), kind):
+        start_s = _at(end_s - device_s * scale, track, side="right")
+        yield start_s, np.maximum(_at(end_s, track, side="left"), start_s)
+
+
+class _Listed:
+    """The spans of a plan listed so far, as pieces of columns."""
+
+    def __init__(self, plan: StepPlan, step: PlayedStep) -> None:
+        self._plan, self._step = plan, step
+        graph = plan.members.table.graph
+        self._labels = [Label(op.call.target, op.module, op.phase) for op in graph.ops]
+        self._ops = np.arange(len(self._labels))
+        tasks = step.tasks.tasks
+        # What ranks compute in tasks without a name is listed operator by operator.
+        self._named = [n for n, task in enumerate(tasks) if task.label.name]
+        self._task_labels = self._new_labels([tasks[number].label for number in self._named])
+        self._pieces: list[tuple[NDArray[np.intp], int, ArrayLike, ArrayLike, ArrayLike]] = []
+
+    def _new_labels(self, labels: Sequence[Label]) -> NDArray[np.intp]:
+        self._labels += labels
+        return np.arange(len(self._labels) - len(labels), len(self._labels))
+
+    def add_class(self, number: int, rank: int) -> None:
+        """The spans of one class of ranks, listed as those of its first rank."""
+        tasks, played = self._step.tasks.tasks, self._step.played
+        lanes = [_lane(tasks[each].lane) for each in self._named]
+        start_s, end_s = played.start_s[self._named, number], played.end_s[self._named, number]
+        self._add_ops(number, rank)
+        self._pieces.append((self._task_labels, rank, lanes, start_s, end_s - start_s))
+
+    def _add_ops(self, number: int, rank: int) -> None:
+        for start_s, end_s in op_times_s(self._plan, self._step, number):
+            lane = [LANES.index("compute")] * len(start_s)
+            self._pieces.append((self._ops, rank, lane, start_s, end_s - start_s))
+
+    def columns(self) -> SpanColumns:
+        label, rank, lane, start_s, duration_s = zip(*self._pieces, strict=True)
+        return SpanColumns(
+            labels=self._labels,
+            label=np.concatenate(label),
+            rank=np.repeat(rank, [len(each) for each in label]),
+            lane=np.concatenate(lane),
+            start_s=np.concatenate(start_s),
+            duration_s=np.concatenate(duration_s),
+        )
+
+
+def _lane(lane: str) -> int:
+    shown: Lane = "compute" if lane == COMPUTE else "network"
+    return LANES.index(shown)
+
+
+def _at(work_s: Array, track: tuple[Array, Array], *, side: Literal["left", "right"]) -> Array:
+    """When a rank has done some work: before it then waits (left), or after that (right)."""
+    done, time = track
+    after = np.clip(np.searchsorted(done, work_s, side=side), 1, len(done) - 1)
+    before = after - 1
+    length = done[after] - done[before]
+    share = np.divide(work_s - done[before], length, out=np.ones_like(work_s), where=length > 0)
+    return np.asarray(time[before] + np.clip(share, 0.0, 1.0) * (time[after] - time[before]))

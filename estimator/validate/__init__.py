@@ -1,0 +1,1 @@
+"""Train a model for real (`training`) and set predictions beside it (`validation`)."""

@@ -1,0 +1,251 @@
+"""Name how ranks are laid out along the axes of a mesh, in the text that people write."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from estimator.errors import StrategyError, quoted
+from estimator.units import parse_knobs, parse_whole
+from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
+from estimator.workload.strategies import Parallelism, Strategy
+
+_AXES = ("tp", "cp", "ep", "pp", "dp")
+_FLAGS = ("sp", "vocab", "megatron", "ring", "all-reduce")
+_MOST_RANKS = 10**7
+_MOST_IMBALANCE = 1e4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Ranks along each axis; `dp` None takes what the others leave.
+
+    `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
+    `vocabulary` the rows of the embedding, the last layer and its loss; `tp` and `pp` ranks
+    exchange as torch's do, or as those of `megatron`. `cp` ranks share the tokens of every sample;
+    keys and values are gathered, or go around a `ring`. `ep` of the data-parallel ranks share the
+    experts, the ranks of `tp` among them; tokens go to them by all-to-all, or stay where they are
+    and results are summed (`sums_experts`, of ranks that share a batch: ep = tp); the busiest has
+    `imbalance` times the mean of tokens. `pp` pipeline ranks hold stages
+    of the model, which `schedule` has them compute; they begin at the modules of `cut`, by default
+    so that the slowest takes least.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    imbalance: float = 1.0
+    sums_experts: bool = False
+    pp: int = 1
+    schedule: Schedule = DEFAULT_SCHEDULE
+    dp: int | None = None
+    sequence: bool = False
+    vocabulary: bool = False
+    megatron: bool = False
+    ring: bool = False
+    cut: tuple[str, ...] = ()
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether ranks share a micro-batch's computing."""
+        return self.tp * self.cp * self.ep > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every rank has batches of its own."""
+        return self.tp * self.cp * self.ep * self.pp == 1
+
+    @property
+    def of_layers(self) -> Layout:
+        """What of the layout divides layers: the ranks that share a micro-batch's computing."""
+        return replace(self, pp=1, schedule=DEFAULT_SCHEDULE, cut=(), dp=None)
+
+    @property
+    def apart_from_data(self) -> str | None:
+        """The layout whatever the number of data-parallel ranks; None where all ranks are such."""
+        return None if self.is_data_parallel else str(replace(self, dp=None))
+
+    def __str__(self) -> str:
+        parts = [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += ["ring"] if self.ring else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
+        parts += ["all-reduce"] if self.sums_experts else []
+        parts += [f"imbalance={self.imbalance:g}"] if self.imbalance != 1.0 else []
+        parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
+        parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
+        parts += ["sp"] if self.sequence else []
+        parts += ["vocab"] if self.vocabulary else []
+        parts += ["megatron"] if self.megatron else []
+        parts.append(f"dp={'*' if self.dp is None else self.dp}")
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str | Layout) -> Layout:
+        """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,pp=2,schedule=interleaved:2,dp=2``.
+
+        What is left out is 1, the schedule 1f1b. ``pp=3,cut=layers.10+layers.20`` names the modules
+        at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
+        data-parallel. Raises StrategyError.
+
+        >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy()).dp
+        4
+        """
+        if isinstance(text, Layout):
+            return text
+        if not isinstance(text, str) or not text.strip():
+            raise StrategyError(
+                f"a layout is text such as tp=2,dp=*, found {quoted(text)}; write one or leave it "
+                "out"
+            )
+        return _read(text)
+
+    def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:
+        """All ranks along the axes; raises StrategyError where these do not multiply to them."""
+        each = self.tp * self.cp * self.pp
+        dp = ranks // each if self.dp is None else self.dp
+        if dp * each != ranks:
+            some = f"a multiple of {each}" if self.dp is None else f"{dp * each}"
+            raise StrategyError(
+                f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
+                "allocation"
+            )
+        shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
+        if self.ep > 1:
+            # FSDP shards over ranks that have all experts together.
+            self._check_experts(dp if shard is None else shard, strategy)
+            shard = dp if shard is None else shard
+        data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
+        axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
+        found = replace(data, **axes, megatron=self.megatron)  # type: ignore[arg-type]
+        return replace(found, ep=self.ep)
+
+    def _check_experts(self, dp: int, strategy: Strategy) -> None:
+        if strategy.kind not in ("ddp", "fsdp") or strategy.offload:
+            raise StrategyError(
+                f"layout '{self}' divides experts, which is estimated with ddp and fsdp without "
+                f"offload, found '{strategy}'; leave ep or the strategy out"
+            )
+        shared = dp * self.cp * self.tp
+        if shared % self.ep:
+            raise StrategyError(
+                f"layout '{self}' divides experts over {self.ep} of the {shared} ranks of dp, cp "
+                "and tp that hold a model together; choose a divisor"
+            )
+
+    def _shard(self, dp: int, shard: int | None) -> int:
+        """Of the ranks that FSDP shards over, those with batches of their own."""
+        if shard is not None and shard % self.cp:
+            raise StrategyError(
+                f"'fsdp:shard={shard}' shards over all cp={self.cp} ranks that share samples; "
+                f"choose a multiple of {self.cp}"
+            )
+        return dp if shard is None else shard // self.cp
+
+
+DATA_PARALLEL = Layout()
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> Layout:
+    sizes: dict[str, int | None] = {}
+    schedule: Schedule | None = None
+    cut: tuple[str, ...] = ()
+    imbalance = 1.0
+    try:
+        knobs = parse_knobs(text)
+        flags = {name for name in _FLAGS if knobs.get(name) == ""}
+        for name, value in knobs.items():
+            if name in flags:
+                continue
+            if name == "imbalance":
+                imbalance = _imbalance(value)
+            elif name == "schedule":
+                schedule = Schedule.parse(value)
+            elif name == "cut" and value:
+                cut = tuple(module.strip() for module in value.split("+"))
+            else:
+                sizes[name] = _size(name, value)
+        free = [name for name, size in sizes.items() if size is None]
+        if free not in ([], ["dp"]):
+            raise ValueError(f"only dp may be *, found {', '.join(free)}; give a number")
+    except ValueError as error:
+        raise StrategyError(f"layout {quoted(text)}: {error}") from None
+    tp, cp, ep, pp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "pp"))
+    found = Layout(
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        imbalance=imbalance,
+        pp=pp,
+        schedule=schedule or DEFAULT_SCHEDULE,
+        dp=sizes.get("dp"),
+        sequence="sp" in flags,
+        vocabulary="vocab" in flags,
+        megatron="megatron" in flags,
+        ring="ring" in flags,
+        sums_experts="all-reduce" in flags,
+        cut=cut,
+    )
+    if why := _reason_against(found, has_schedule=schedule is not None):
+        raise StrategyError(f"layout {quoted(text)}: {why}")
+    return found
+
+
+def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
+    """What cannot be of a layout; nothing if it can."""
+    stages = layout.schedule.model_stages(layout.pp)
+    reasons = {
+        f"the {stages} stages of {layout.pp} ranks begin at {stages - 1} modules after the first "
+        f"stage, found {len(layout.cut)} in cut": (
+            bool(layout.cut) and len(layout.cut) != stages - 1
+        ),
+        f"tp={layout.tp} ranks that share a batch are among those that share experts, found "
+        f"ep={layout.ep}; choose a multiple of tp": layout.ep > 1 and layout.ep % layout.tp > 0,
+        "all-reduce sums the experts of ranks that share a batch; write ep and tp alike, as in "
+        "tp=8,ep=8,all-reduce": layout.sums_experts and not layout.ep == layout.tp > 1,
+        "imbalance is that of ranks with experts; write ep=2 or more": (
+            layout.ep == 1 and layout.imbalance != 1.0
+        ),
+        "keys and values of cp ranks go around a ring; write cp=2 or more": (
+            layout.cp == 1 and layout.ring
+        ),
+        "sp and vocab divide what tp ranks share; write tp=2 or more": (
+            layout.tp == 1 and (layout.sequence or layout.vocabulary)
+        ),
+        "megatron is how tp and pp ranks exchange; write tp=2 or pp=2 or more": (
+            layout.tp * layout.pp == 1 and layout.megatron
+        ),
+        "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _imbalance(value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 1.0 <= found <= _MOST_IMBALANCE:
+        raise ValueError(
+            "imbalance is the tokens of the busiest rank over the mean, from 1 to "
+            f"{_MOST_IMBALANCE:g}, found {quoted(value)}"
+        )
+    return found
+
+
+def _size(name: str, value: str) -> int | None:
+    """Ranks along an axis, None for ``*``; raises ValueError."""
+    if name in _AXES:
+        if value == "*":
+            return None
+        with suppress(ValueError):
+            return parse_whole(value, least=1, most=_MOST_RANKS)
+    found = f"{name}={value}" if value else name
+    raise ValueError(
+        f"{quoted(found)} is none of {', '.join(_AXES)} with a number from 1 (one may be *), "
+        f"{', '.join(_FLAGS)}, imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; "
+        "write tp=2,dp=*"
+    )

@@ -1,0 +1,121 @@
+"""Bounds of layouts: what stages take at least is at most what the engine says that they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from estimator.advise.layouts.candidates import LayoutBounds, Stages
+from estimator.errors import EstimatorError
+from estimator.estimates.engine import Engine
+from estimator.timeline.pipelines.stage_plans import _held_at_once
+from estimator.workload import Strategy
+from estimator.workload.layouts import Layout
+from estimator.workload.schedules import Schedule
+from tests.advise.layouts.test_layouts import graphs, machine
+from tests.budgets import examples
+
+NAMES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev", "dualpipe")
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.sampled_from(NAMES), st.integers(2, 6), st.integers(1, 24))
+def test_what_a_rank_holds_at_least_it_holds_at_once(name: str, ranks: int, count: int) -> None:
+    schedule = Schedule.parse(name)
+    if not schedule.runs(ranks, count):
+        return
+    for rank in range(ranks):
+        least = schedule.held_at_least(rank, ranks, count)
+        held = _held_at_once(schedule, ranks, rank, count)
+        assert any(all(a <= b for a, b in zip(least, one, strict=True)) for one in held)
+
+
+def stages(forward: list[float], backward: list[float], kept: list[float]) -> Stages:
+    count = len(forward)
+    return Stages(
+        forward_s=np.array(forward),
+        backward_s=np.array(backward),
+        kept_bytes=np.array(kept),
+        parameters_bytes=np.full(count, 10.0),
+        states_bytes=np.full(count, 20.0),
+    )
+
+
+def test_a_step_of_1f1b_takes_its_fill_and_the_passes_of_a_rank() -> None:
+    found = stages([1.0, 2.0], [2.0, 4.0], [5.0, 7.0])
+    # Rank 1 waits for (1 + 2) s of the first stage, before and behind 4 × (2 + 4) s of its own.
+    assert found.step_s(Schedule.parse("1f1b"), 2, 4) == 3.0 + 24.0
+    # Gradients of weights may be computed behind: only the forward pass comes first.
+    assert found.step_s(Schedule.parse("zb"), 2, 4) == 1.0 + 24.0
+    # The slowest of ranks that are alike takes half as long again for its own passes.
+    assert found.step_s(Schedule.parse("zb"), 2, 4, 0.5) == 1.0 + 36.0
+
+
+def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks() -> None:
+    found = stages([1.0, 1.0], [1.0, 1.0], [5.0, 7.0])
+    # Once it has gone back through one of them, gradients of 10 bytes stand in the place of 5.
+    assert found.memory_bytes(Schedule.parse("1f1b"), 2, 8, 1) == 10 + 20 + 5 + 10
+    assert found.memory_bytes(Schedule.parse("gpipe"), 2, 8, 4) == 10 + 20 / 4 + 7 * 7 + 10
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(
+    st.sampled_from([("1x4:m", 2), ("1x4:m", 4), ("2x2:m", 2), ("1x6:m", 3)]),
+    st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([4, 8, 12]),
+    st.sampled_from(["ddp", "zero1", "distributed-optimizer", "fsdp:no_reshard"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_pipeline_is_faster_or_smaller_than_its_bounds(
+    where: tuple[str, int],
+    schedule: str,
+    batch: int,
+    micro_batches: int,
+    strategy: str,
+    checkpointed: bool,
+    divided: bool,
+) -> None:
+    allocation, pp = where
+    graph, engine = graphs()[checkpointed], Engine()
+    profile = machine(flops_per_s=1e9)
+    profile = replace(profile, rank_jitter_ratio=0.05)
+    placement = engine.place(allocation, profile=profile)
+    tp = 2 if divided and placement.ranks == 2 * pp else 1
+    dp = placement.ranks // pp // tp
+    layout = Layout(tp=tp, pp=pp, dp=dp, schedule=Schedule.parse(schedule))
+    try:
+        answer = engine.estimate(
+            graph,
+            placement,
+            layout=layout,
+            batch_per_gpu=batch,
+            accumulation_steps=micro_batches,
+            strategy=strategy,
+        )
+    except EstimatorError:
+        return
+    bounds = LayoutBounds(graph, placement, engine)
+    step_s, ratio = bounds.closer(layout, Strategy.parse(strategy), batch, micro_batches)
+    assert 0 < step_s <= answer.step_time_s * (1 + 1e-9)
+    usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
+    assert 0 < ratio * usable <= answer.peak_memory_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:shard=2", "fsdp:no_reshard"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_what_fsdp_gathers_is_part_of_its_step(strategy: str, batch: int) -> None:
+    engine, graph = Engine(), graphs()[0]
+    placement = engine.place("2x2:m", profile=machine(bandwidth_bytes_per_s=1e6))
+    answer = engine.estimate(
+        graph, placement, batch_per_gpu=batch, accumulation_steps=3, strategy=strategy
+    )
+    bounds = LayoutBounds(graph, placement, engine)
+    step_s, _ = bounds.closer(Layout(dp=4), Strategy.parse(strategy), batch, 3)
+    # The network is slow: it is nearly all of the step.
+    assert answer.step_time_s / 2 < step_s <= answer.step_time_s

@@ -1,0 +1,297 @@
+"""What to rent: offers cost what their instances do, choices are those of a look at them all."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from estimator import advise
+from estimator.advise.batches import elasticity, largest_batch
+from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers, pareto_front
+from estimator.advise.rent.transient import Spot
+from estimator.errors import AllocationError, PriceError, WorkloadError
+from estimator.estimates.engine import estimate_graph
+from estimator.machines.prices import Price, PriceList
+from estimator.placement.allocation import Allocation
+from estimator.units import format_bytes
+from tests.synthetic import perceptron
+
+GRAPH = replace(perceptron([2048, 2048, 2048]), target="cuda")
+MACHINES = ("t4-g4dn", "v100-p3-8xlarge")
+PRICES = PriceList(
+    [
+        Price(machine="t4-g4dn", instance_type="a", devices=1, usd_per_hour=1.0),
+        Price(machine="t4-g4dn", instance_type="b", devices=4, usd_per_hour=3.0),
+        Price(
+            machine="v100-p3-8xlarge",
+            instance_type="c",
+            devices=4,
+            usd_per_hour=12.0,
+            spot_usd_per_hour=2.0,
+            billed_s=3600.0,
+        ),
+    ]
+)
+
+
+def offered(*allocations: str, **asked: Any) -> list[Offer]:
+    asked = {"samples": 1e8, "prices": PRICES} | asked
+    return offers(GRAPH, allocations, **asked).offers
+
+
+def test_an_offer_takes_the_estimated_time_and_costs_its_instances() -> None:
+    (found,) = offered("2x2:t4-g4dn", strategies=("ddp",))
+    answer = estimate_graph(GRAPH, "2x2:t4-g4dn")
+    assert found.duration_s == pytest.approx(answer.duration_s(samples=1e8))
+    assert found.high_s / found.low_s == pytest.approx(answer.high_s / answer.low_s)
+    # Two devices are had in an instance of four, at 3 USD; two instances, by the second.
+    assert found.usd == pytest.approx(2 * 3.0 * np.ceil(found.duration_s) / 3600)
+
+
+def test_started_hours_of_every_instance_are_paid() -> None:
+    (found,) = offered("3x4:v100-p3-8xlarge", strategies=("ddp",))
+    assert found.usd == 3 * 12.0 * np.ceil(found.duration_s / 3600)
+
+
+def test_the_fastest_strategy_is_offered() -> None:
+    (found,) = offered("2x4:t4-g4dn", strategies=("fsdp", "ddp", "zero1"))
+    rates = {
+        strategy: estimate_graph(GRAPH, "2x4:t4-g4dn", strategy=strategy).samples_per_s or 0.0
+        for strategy in ("fsdp", "ddp", "zero1")
+    }
+    assert found.strategy == max(rates, key=rates.__getitem__)
+
+
+def test_ranks_share_a_global_batch_in_the_fewest_micro_batches_that_fit() -> None:
+    most = largest_batch(GRAPH, "1x1:t4-g4dn").at_most
+    global_batch = 4 * (1 << most.bit_length())
+    (one, four) = offered(
+        "1x1:t4-g4dn", "1x4:t4-g4dn", "1x3:t4-g4dn", global_batch=global_batch, strategies=("ddp",)
+    )
+    # Four ranks share it in twos of what is just too large, one rank in eights; three cannot.
+    assert (one.accumulation_steps, four.accumulation_steps) == (8, 2)
+    assert one.batch_per_gpu * 8 == four.batch_per_gpu * 4 * 2 == global_batch
+    assert {one.global_batch, four.global_batch} == {global_batch}
+
+
+def test_what_cannot_train_is_left_out_with_its_reason() -> None:
+    # 2048 · 65536 weights twice over: 1 GiB, with its gradients and AdamW's state 4 GiB and more.
+    wide = replace(perceptron([2048, 1 << 16, 2048], batch=64), target="cuda")
+    asked: dict[str, Any] = {"samples": 1e8, "prices": PRICES, "strategies": ("ddp", "fsdp")}
+    found = offers(wide, ["1x1:t4-g4dn", "1x3:t4-g4dn"], global_batch=64, **asked)
+    assert [each.allocation for each in found.offers] == ["1x1:t4-g4dn"]
+    assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks do not divide a global batch of 64"}
+    large = replace(perceptron([1 << 16, 1 << 16, 1 << 16], batch=64), target="cuda")
+    none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], **asked)
+    assert none.offers == []
+    # Of both strategies the nearest miss is told: FSDP's, where there is something to divide.
+    answer = estimate_graph(large, "1x4:t4-g4dn", strategy="fsdp")
+    needed, missing = map(format_bytes, (answer.peak_memory_bytes, -answer.spare_memory_bytes))
+    said = f"needs {needed} a device under fsdp, {missing} more than there is"
+    assert none.left_out["1x4:t4-g4dn"] == said
+    assert list(none.left_out) == ["1x1:t4-g4dn", "1x4:t4-g4dn"]
+
+
+def test_tokens_are_counted_in_samples() -> None:
+    graph = replace(GRAPH, tokens_per_sample=100)
+    (by_tokens,) = offers(graph, ["1x1:t4-g4dn"], tokens=1e10, prices=PRICES).offers
+    (by_samples,) = offers(graph, ["1x1:t4-g4dn"], samples=1e8, prices=PRICES).offers
+    assert by_tokens == by_samples
+
+
+def test_revocations_add_time_and_cost() -> None:
+    asked: dict[str, Any] = {"spot": True, "strategies": ("ddp",)}
+    (steady,) = offered("4x4:v100-p3-8xlarge", **asked)
+    spot = Spot(mtbf_s=4 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
+    (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
+    # Four instances lose one an hour: expected_time_s, worked by hand in test_checkpoints.
+    four = Allocation.parse("4x4:v100-p3-8xlarge")
+    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, four)[0])
+    assert taken.duration_s > 1.1 * steady.duration_s
+    assert taken.usd == 4 * 2.0 * np.ceil(taken.duration_s / 3600)
+    never = offers(
+        GRAPH,
+        ["4x4:v100-p3-8xlarge"],
+        samples=1e8,
+        prices=PRICES,
+        revocations=Spot(mtbf_s=60.0),
+        **asked,
+    )
+    assert never.offers == []
+    (why,) = never.left_out.values()
+    assert why == "no training ends with revocations as frequent"
+
+
+def test_machines_are_revoked_each_at_its_own_rate() -> None:
+    spot = Spot(mtbf_s={"t4-g4dn": 3600.0, "v100-p3-8xlarge": 7200.0})
+    both = Allocation.parse("3x4:t4-g4dn+2x4:v100-p3-8xlarge")
+    # Three an hour of one machine, and two in two hours of the other: four an hour.
+    assert spot.allocation_mtbf_s(both) == pytest.approx(900.0)
+    assert spot.allocation_mtbf_s(Allocation.parse("2x4:v100-p3-8xlarge")) == 3600.0
+    with pytest.raises(WorkloadError, match="spot instance of 'a100-p4d' stays"):
+        spot.allocation_mtbf_s(Allocation.parse("1x8:a100-p4d"))
+
+
+def test_choices_are_those_of_a_look_at_all_offers() -> None:
+    found = advise.cheapest(GRAPH, MACHINES, max_nodes=4, samples=1e9, prices=PRICES)
+    every = found.offers
+    assert {each.allocation for each in every} == set(allocations_of(MACHINES, 4))
+    for each in every:
+        beaten = any(
+            other.duration_s <= each.duration_s
+            and other.usd <= each.usd
+            and (other.duration_s, other.usd) != (each.duration_s, each.usd)
+            for other in every
+        )
+        assert (each in found.front) == (not beaten), each
+    assert found.cheapest == min(every, key=lambda each: each.usd)
+    assert found.fastest == min(every, key=lambda each: each.duration_s)
+
+
+def test_a_deadline_and_a_budget_are_kept() -> None:
+    every = offered(*allocations_of(MACHINES, 4), samples=1e9)
+    times = sorted(each.duration_s for each in every)
+    deadline_s = times[len(times) // 2]
+    found = choose(every, deadline_s=deadline_s)
+    in_time = [each for each in every if each.duration_s <= deadline_s]
+    assert found.cheapest == min(in_time, key=lambda each: each.usd)
+    budget_usd = sorted(each.usd for each in every)[len(every) // 2]
+    found = choose(every, budget_usd=budget_usd)
+    paid = [each for each in every if each.usd <= budget_usd]
+    assert found.fastest == min(paid, key=lambda each: each.duration_s)
+    nothing = choose(every, deadline_s=0.5 * times[0])
+    assert (nothing.cheapest, nothing.front) == (None, ())
+
+
+def made(name: str, hours: float, usd: float, width: float = 0.1) -> Offer:
+    (like,) = offered("1x1:t4-g4dn", strategies=("ddp",))
+    return replace(
+        like,
+        allocation=name,
+        duration_s=3600 * hours,
+        low_s=3600 * hours * (1 - width),
+        high_s=3600 * hours * (1 + width),
+        usd=usd,
+        low_usd=usd * (1 - width),
+        high_usd=usd * (1 + width),
+    )
+
+
+def test_what_cannot_be_told_apart_is_named() -> None:
+    # Ten percent either way: 100 and 115 USD meet at 104 to 110, 100 and 130 do not.
+    every = [made("a", 10, 100), made("b", 8, 115), made("c", 5, 130)]
+    found: Choice = choose(every)
+    assert [each.allocation for each in found.as_cheap] == ["b"]
+    assert found.as_fast == ()
+    assert [each.allocation for each in found.front] == ["c", "b", "a"]
+    assert pareto_front([*every, made("worse", 8.5, 116)]) == list(found.front)
+
+
+def test_what_has_no_price_is_refused() -> None:
+    with pytest.raises(PriceError, match="no price of 'dgx-a100' is known"):
+        offered("1x8:dgx-a100")
+    with pytest.raises(PriceError, match="no spot price of 't4-g4dn' is known"):
+        offered("1x1:t4-g4dn", spot=True)
+    with pytest.raises(WorkloadError, match="give samples or tokens"):
+        offered("1x1:t4-g4dn", samples=None)
+
+
+def test_next_gpu_says_what_one_more_device_adds() -> None:
+    rows = advise.next_gpu(GRAPH, "1x3:t4-g4dn", machines=["v100-p3-8xlarge"])
+    assert {row.allocation for row in rows} == {
+        "1x4:t4-g4dn",
+        "1x3:t4-g4dn+1x1:t4-g4dn",
+        "1x3:t4-g4dn+1x1:v100-p3-8xlarge",
+    }
+    now = estimate_graph(GRAPH, "1x3:t4-g4dn").samples_per_s or 0.0
+    for row in rows:
+        rate = estimate_graph(GRAPH, row.allocation).samples_per_s or 0.0
+        assert row.gain_samples_per_s == pytest.approx(rate - now)
+        assert row.gain_ratio == pytest.approx((rate - now) / (now / 3))
+    gains = [row.gain_samples_per_s for row in rows]
+    assert gains == sorted(gains, reverse=True)
+    # A node that is full has no next device.
+    full = advise.next_gpu(GRAPH, "1x4:t4-g4dn")
+    assert [row.allocation for row in full] == ["1x4:t4-g4dn+1x1:t4-g4dn"]
+    with pytest.raises(AllocationError, match="network"):
+        advise.next_gpu(GRAPH, "1x8:a100-pcie-40gb")
+
+
+def test_the_best_batch_is_that_of_a_look_at_all_powers_of_two() -> None:
+    found = advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=100)
+    rates = {
+        batch: estimate_graph(GRAPH, "1x2:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
+        for batch in (1, 2, 4, 8, 16, 32, 64, 100)
+    }
+    assert found.batch_per_gpu == max(rates, key=rates.__getitem__)
+
+
+def test_a_grid_has_the_estimates_of_its_cells() -> None:
+    names, batches, micro_batches = ("1x1:t4-g4dn", "2x4:t4-g4dn"), (8, 64, 1 << 24), (1, 4)
+    found = elasticity(GRAPH, names, batches, accumulation_steps=micro_batches)
+    assert found.samples_per_s.shape == (2, 3, 2)
+    for row, name in enumerate(names):
+        assert found.largest_batch[row] == largest_batch(GRAPH, name).batch_per_gpu
+        for column, batch in enumerate(batches):
+            for layer, steps in enumerate(micro_batches):
+                answer = estimate_graph(GRAPH, name, batch_per_gpu=batch, accumulation_steps=steps)
+                assert found.step_time_s[row, column, layer] == pytest.approx(answer.step_time_s)
+                assert found.fits[row, column, layer] == (answer.fits == "yes")
+    assert not found.fits[:, 2].any()
+    assert found.to_dict()["batches"] == list(batches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"samples": 0.0}, "0 samples are to be trained; give a number above 0"),
+        ({"samples": -1.0}, "-1 samples"),
+        ({"samples": np.nan}, "nan samples"),
+        ({"tokens": np.inf}, "inf tokens"),
+        ({"samples": 1e6, "deadline_s": -1.0}, "deadline_s is -1; give a number from 0 on"),
+        ({"samples": 1e6, "budget_usd": np.nan}, "budget_usd is nan"),
+        ({"samples": 1e6, "machines": "t4-g4dn"}, "are the text 't4-g4dn'; give a list"),
+        ({"samples": 1e6, "machines": ()}, "no machine was given"),
+    ],
+)
+def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        advise.cheapest(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
+
+
+@pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": {"m": np.nan}}, {"restart_s": -1.0}])
+def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
+    with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
+        Spot(**{"mtbf_s": 3600.0, **costs})
+
+
+def test_other_wrong_questions_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="most_per_gpu must be at least 1"):
+        advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
+    with pytest.raises(AllocationError, match="are the text 'a100-p4d'; give a list"):
+        advise.next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
+    for empty in ({"batches": ()}, {"allocations": ()}, {"accumulation_steps": ()}):
+        asked = {"allocations": ["1x1:t4-g4dn"], "batches": [8], **empty}
+        with pytest.raises(WorkloadError, match="give a list of at least one"):
+            elasticity(GRAPH, **asked)
+
+
+def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:
+    two_hours = Price(
+        machine="t4-g4dn", instance_type="a", devices=4, usd_per_hour=3.0, least_billed_s=7200.0
+    )
+    (found,) = offered("1x4:t4-g4dn", prices=PriceList([two_hours]), samples=1.0)
+    assert (found.usd_per_hour, found.usd) == (3.0, 6.0)
+
+
+def test_layouts_of_offers_are_worked_out_on_an_executor() -> None:
+    asked: dict[str, Any] = {"global_batch": 64, "layouts_of": [GRAPH]}
+    with ThreadPoolExecutor(2) as executor, patch.object(executor, "submit", wraps=executor.submit):
+        found = offered("2x4:t4-g4dn", "1x4:v100-p3-8xlarge", executor=executor, **asked)
+        assert executor.submit.called  # type: ignore[attr-defined]
+    assert found == offered("2x4:t4-g4dn", "1x4:v100-p3-8xlarge", **asked)

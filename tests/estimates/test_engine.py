@@ -1,0 +1,187 @@
+"""What an engine keeps: the same answers from many threads as from one, everything made once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import estimator.machines.catalogue
+import estimator.timeline.rank.program as program
+from estimator.api import prepare
+from estimator.errors import UnknownMachineError, WorkloadError
+from estimator.estimates.engine import Engine
+from estimator.estimates.table import estimate_many
+from estimator.graph.ir.op_graph import OpGraph
+from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
+
+THREADS = 16
+GRAPHS = (perceptron([96] * 13, batch=8), in_blocks(perceptron([64] * 9, batch=4)))
+
+
+class Question(NamedTuple):
+    graph: OpGraph
+    allocation: str
+    batch: int
+    strategy: str
+
+
+QUESTIONS = [
+    Question(graph, f"{nodes}x{devices}:{machine}", batch, strategy)
+    for graph in GRAPHS
+    for batch in (4, 8, 12)
+    for strategy in ("ddp", "fsdp", "zero2:bucket=64KiB")
+    for nodes, devices in ((1, 1), (2, 2), (1, 4))
+    for machine in ("slow", "fast")
+]
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with two machines that no thread has read yet."""
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        estimator.machines.catalogue, "_loaded", type(estimator.machines.catalogue._loaded)()
+    )
+    for name, shape in (
+        ("slow", Machine(memory_contention=1.4)),
+        ("fast", Machine(flops_per_s=3e11, memory_bytes_per_s=6e10)),
+    ):
+        profile = with_every_collective(shape.profile())
+        replace(profile, name=name).save(tmp_path / "machines" / f"{name}.json")
+    return tmp_path
+
+
+def ask(engine: Engine, question: Question) -> tuple[float, int]:
+    answer = engine.estimate(
+        question.graph,
+        question.allocation,
+        batch_per_gpu=question.batch,
+        strategy=question.strategy,
+    )
+    return answer.step_time_s, answer.peak_memory_bytes
+
+
+def ask_at_once(engine: Engine) -> list[tuple[float, int]]:
+    """Every question by one of many threads, all of which begin together."""
+    together = threading.Barrier(THREADS)
+
+    def some(first: int) -> list[tuple[int, tuple[float, int]]]:
+        together.wait(10)
+        return [(n, ask(engine, QUESTIONS[n])) for n in range(first, len(QUESTIONS), THREADS)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = dict(pair for part in pool.map(some, range(THREADS)) for pair in part)
+    return [found[number] for number in range(len(QUESTIONS))]
+
+
+def test_threads_that_ask_at_once_get_the_answers_of_one(machines: Path) -> None:
+    at_once = ask_at_once(Engine())
+    one = Engine()
+    assert at_once == [ask(one, question) for question in QUESTIONS]
+
+
+def test_programs_are_compiled_once_however_many_threads_ask(
+    machines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: Counter[tuple[Any, ...]] = Counter()
+    real = program._compile
+
+    def counted(asked: Any, *more: Any) -> Any:
+        of = id(asked.graph), asked.bound.batch, asked.profile.name, asked.devices_busy
+        compiled[*of, asked.merging, asked.strategy] += 1
+        return real(asked, *more)
+
+    monkeypatch.setattr(program, "_compile", counted)
+    ask_at_once(Engine())
+    # Per graph, batch, strategy and machine: one device alone, two busy ones, four busy ones.
+    assert len(compiled) == 2 * 3 * 3 * 2 * 3
+    assert set(compiled.values()) == {1}
+
+
+def test_one_file_is_read_once_however_many_threads_ask(machines: Path) -> None:
+    together = threading.Barrier(THREADS)
+
+    def load(_: int) -> int:
+        together.wait(10)
+        return id(estimator.machines.catalogue.load_profile("fast"))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert len(set(pool.map(load, range(THREADS)))) == 1
+
+
+def test_what_was_prepared_is_not_compiled_when_asked(
+    machines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[int] = []
+    real = program._compile
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        compiled.append(1)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(program, "_compile", counted)
+    engine = Engine()
+    engine.prepare(GRAPHS[0], ["slow", "fast"], batch_per_gpu=(4, 12))
+    # Two machines, two batches: alone, and beside others with 1 to 9 devices in use.
+    prepared = len(compiled)
+    assert prepared == 2 * 2 * (1 + 9)
+    asked = [
+        f"{nodes}x{devices}:{machine}"
+        for machine in ("slow", "fast")
+        for nodes in (1, 2)
+        for devices in (1, 2, 3, 4)
+    ]
+    for batch in (4, 12):
+        for text in (*asked, "1x2:slow+1x3:fast"):
+            engine.estimate(GRAPHS[0], text, batch_per_gpu=batch)
+        estimate_many(GRAPHS[0], asked, batch_per_gpu=batch, engine=engine)
+    assert len(compiled) == prepared
+    engine.estimate(GRAPHS[0], "1x1:slow", batch_per_gpu=5)
+    assert len(compiled) == prepared + 1
+
+
+def test_only_a_graph_is_prepared() -> None:
+    with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
+        prepare("hf:gpt2", ["t4"])  # type: ignore[arg-type]
+
+
+def test_a_graph_is_prepared_for_names_paths_and_profiles_alone(tmp_path: Path) -> None:
+    profile = Machine(devices=2).profile()
+    profile.save(tmp_path / "m.json")
+    prepare(GRAPHS[0], [profile, tmp_path / "m.json"])  # type: ignore[list-item]
+    with pytest.raises(UnknownMachineError, match="found 3; write one such as h100-sxm"):
+        prepare(GRAPHS[0], [3])  # type: ignore[list-item]
+
+
+def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:
+    limit_bytes = 1 << 18
+    profile = Machine(devices=4).profile()
+    graphs = [perceptron([64 + n, *(96 for _ in range(10)), 8], batch=4) for n in range(4)]
+
+    def held_bytes(engine: Engine) -> int:
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for batch in range(2, 6):
+            for graph in graphs:
+                engine.estimate(graph, "1x4:m", batch_per_gpu=batch, profile=profile)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    held_bytes(Engine())  # what is read once, by whichever engine
+    tracemalloc.start()
+    try:
+        unbounded, bounded = Engine(), Engine(cache_bytes=limit_bytes)
+        assert held_bytes(unbounded) > 2 * limit_bytes
+        # Sizes are estimates.
+        assert held_bytes(bounded) < 1.2 * limit_bytes
+    finally:
+        tracemalloc.stop()
+    assert bounded.cache.size_bytes <= limit_bytes

@@ -1,0 +1,294 @@
+"""Check that a compiled graph has the kernels that Inductor's rules give, and the same work."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from estimator.errors import GraphFileError, ModelError
+from estimator.graph.compile.fusion import compile_graph
+from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import Op
+from estimator.graph.ir.structure import value_roots
+from estimator.graph.memory.peak import peak_memory
+from estimator.graph.trace.trace import trace_graph
+from estimator.workload import Strategy
+
+
+class Gated(nn.Module):
+    """A product, then tanh(h) · sigmoid(h), whose mean is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return torch.tanh(hidden) * torch.sigmoid(hidden)
+
+
+class Residual(nn.Module):
+    """Dropout, the sum with a shortcut and layer norm between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(x + F.dropout(self.first(x), 0.1)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    )
+
+
+class InPlace(nn.Module):
+    """Writes into views and into what it read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.seen.add_(hidden.detach().sum(0))
+        result = torch.zeros_like(hidden)
+        result[:, :2] = hidden[:, 2:]
+        return self.linear(result.relu_() * self.seen)
+
+
+MODELS = {
+    "gated": lambda: (Gated(), torch.randn(4, 8)),
+    "residual": lambda: (Residual(), torch.randn(4, 8)),
+    "checkpointed": lambda: (Checkpointed(), torch.randn(4, 8)),
+    "convnet": lambda: (convnet(), torch.randn(4, 3, 8, 8)),
+    "in place": lambda: (InPlace(), torch.randn(4, 4)),
+    "transformer": lambda: (
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+        torch.randn(4, 6, 16),
+    ),
+}
+
+
+def pair(kind: str, **options: Any) -> tuple[OpGraph, OpGraph]:
+    """The eager graph of a model and the compiled one."""
+    model, batch = MODELS[kind]()
+    eager = trace_graph(model, batch, **{"target": "cuda", **options})
+    return eager, compile_graph(eager, "compiled")
+
+
+def members(op: Op) -> set[str]:
+    if not op.call.target.startswith("fused."):
+        return {op.call.target.split(".")[1]}
+    return {member.split(".")[1] for member in FusedKernel.of(op.call).members}
+
+
+def with_member(graph: OpGraph, name: str, phase: str) -> list[Op]:
+    return [op for op in graph.ops if op.phase == phase and name in members(op)]
+
+
+def library_calls(graph: OpGraph) -> Counter[Any]:
+    names = ("mm", "addmm", "bmm", "convolution", "attention")
+    return Counter(op.call for op in graph.ops if any(name in op.call.target for name in names))
+
+
+def test_a_chain_reads_each_outside_tensor_once_and_writes_only_what_others_read() -> None:
+    _, compiled = pair("gated")
+    product, chain = [op for op in compiled.ops if op.phase == "forward"]
+    assert product.call.target == "aten.addmm.default"
+    assert members(chain) == {"tanh", "sigmoid", "mul", "mean"}
+    cost = op_cost(chain.call)
+    # h is 4 x 8 in float32; of tanh, sigmoid, their product and its mean only the mean is kept.
+    assert cost is not None
+    assert (cost.read_bytes, cost.written_bytes) == (4 * 8 * 4, 4)
+    # 20 and 12 operations an element, a product, a sum: see cost_families.
+    assert cost.flops == 4 * 8 * (20 + 12 + 1 + 1)
+    features = features_of(chain.call)
+    assert features is not None
+    assert (features.family, features.dims) == ("reduction", (1.0, 32.0))
+
+
+def test_cheap_values_are_computed_again_in_backward_instead_of_being_saved() -> None:
+    eager, compiled = pair("gated")
+
+    def saved(graph: OpGraph) -> int:
+        roots = value_roots(graph)
+        made = {roots[v] for op in graph.ops if op.phase == "forward" for v in op.outputs}
+        read = {roots[v] for op in graph.ops if op.phase == "backward" for v in op.inputs}
+        return len(made & read)
+
+    # tanh and sigmoid of h, and the loss, whose gradient has its shape; h alone.
+    assert (saved(eager), saved(compiled)) == (3, 1)
+    (again,) = with_member(compiled, "tanh", "backward")
+    assert {"tanh", "sigmoid", "tanh_backward", "sigmoid_backward"} <= members(again)
+
+
+def test_dropout_sum_and_layer_norm_are_one_kernel_along_rows() -> None:
+    _, compiled = pair("residual")
+    (kernel,) = with_member(compiled, "native_layer_norm", "forward")
+    assert members(kernel) == {"native_dropout", "add", "native_layer_norm"}
+    features = features_of(kernel.call)
+    assert features is not None
+    assert (features.family, features.dims) == ("normalization", (4.0, 8.0))
+    # Reads the product, x, weight and bias; writes the mask, the sum, the norm, means, deviations.
+    assert features.cost.read_bytes == 4 * (32 + 32 + 8 + 8)
+    assert features.cost.written_bytes == 32 + 4 * (32 + 32 + 4 + 4)
+
+
+def test_batch_norm_sums_in_one_kernel_and_is_applied_with_relu_in_the_next() -> None:
+    _, compiled = pair("convnet")
+    sums, applied = with_member(compiled, "cudnn_batch_norm", "forward")
+    assert members(applied) == {"cudnn_batch_norm", "relu"}
+    assert op_cost(sums.call).read_bytes == op_cost(applied.call).written_bytes  # type: ignore[union-attr]
+    # The gradient of relu is cheaper to compute in both kernels that want it than to write.
+    backward = with_member(compiled, "cudnn_batch_norm_backward", "backward")
+    assert [members(op) for op in backward] == [
+        {"threshold_backward", "cudnn_batch_norm_backward"}
+    ] * 2
+    assert [len(op.outputs) for op in backward] == [2, 1]
+
+
+def test_one_input_cast_for_three_products_is_cast_once() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(head(x).sum() for head in self.heads)
+
+    eager = trace_graph(Heads(), torch.randn(4, 8), target="cuda", precision="bf16-amp")
+    compiled = compile_graph(eager, "compiled")
+
+    def casts_of_x(graph: OpGraph) -> int:
+        return sum(
+            op.call.inputs[0].shape == (4, 8) == op.call.outputs[0].shape
+            for op in with_member(graph, "_to_copy", "forward")
+        )
+
+    assert (casts_of_x(eager), casts_of_x(compiled)) == (3, 1)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_library_kernels_stay_as_they_are(kind: str) -> None:
+    eager, compiled = pair(kind)
+    assert library_calls(compiled) == library_calls(eager)
+    assert len(compiled.ops) < sum(not op.is_view for op in eager.ops)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_kernel_comes_after_those_whose_results_it_reads(kind: str) -> None:
+    _, compiled = pair(kind)
+    there = {v for v, value in enumerate(compiled.values) if value.kind != "activation"}
+    roots = value_roots(compiled)
+    for op in compiled.ops:
+        assert {roots[value] for value in op.inputs} <= there, op.name
+        there |= {roots[value] for value in op.outputs}
+    phases = [op.phase for op in compiled.ops]
+    assert phases == sorted(phases, reverse=True)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_gradient_is_ready_after_the_kernel_that_writes_it(kind: str) -> None:
+    eager, compiled = pair(kind)
+    roots = value_roots(compiled)
+    assert {p.name for p in compiled.parameters} == {p.name for p in eager.parameters}
+    for parameter in compiled.parameters:
+        assert parameter.gradient is not None
+        assert parameter.ready_after is not None
+        written = {roots[value] for value in compiled.ops[parameter.ready_after].outputs}
+        assert roots[parameter.gradient] in written
+    ready = [parameter.ready_after for parameter in compiled.parameters]
+    assert ready == sorted(ready)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_compiled_graph_at_another_batch_equals_one_compiled_there(kind: str) -> None:
+    model, batch = MODELS[kind]()
+    moved = compile_graph(trace_graph(model, batch, target="cuda"), "compiled").at(6)
+    six = torch.cat((batch, batch[:2]))
+    there = compile_graph(trace_graph(model, six, target="cuda"), "compiled").at()
+    assert [call.target for call in moved.calls] == [call.target for call in there.calls]
+    assert [op_cost(call) for call in moved.calls] == [op_cost(call) for call in there.calls]
+    assert moved.specs == there.specs
+
+
+def test_what_fused_kernels_keep_inside_takes_no_memory() -> None:
+    def activations_bytes(graph: OpGraph) -> int:
+        found = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        return found.activations_bytes
+
+    eager = trace_graph(nn.Sequential(*(Gated() for _ in range(8))), torch.randn(64, 8))
+    one = 64 * 8 * 4
+    # Eager training saves tanh, sigmoid and their product of each of 8 layers; compiled training
+    # h and the product, which the next layer's weight wants, beside one gradient on its way.
+    assert activations_bytes(eager) >= 8 * 3 * one
+    assert activations_bytes(compile_graph(eager, "compiled")) <= (8 * 2 + 1) * one
+
+
+def test_a_saved_compiled_graph_comes_back_equal(tmp_path: Path) -> None:
+    compiled = replace(pair("residual")[1], channels_last=True, grad_scaler=True)
+    compiled.save(tmp_path / "compiled.graph")
+    assert OpGraph.load(tmp_path / "compiled.graph") == compiled
+
+
+def test_files_from_before_there_were_modes_are_eager(tmp_path: Path) -> None:
+    path = tmp_path / "old.graph"
+    eager, _ = pair("gated")
+    eager.save(path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    for name in ("execution", "channels_last", "grad_scaler"):
+        del data[name]
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    assert OpGraph.load(path) == eager
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: call["arguments"].pop(),
+        lambda call: call["arguments"].__setitem__(-2, "long"),
+        lambda call: call.__setitem__("target", "fused.everything.default"),
+    ],
+    ids=["no members", "no number", "no family"],
+)
+def test_a_damaged_fused_kernel_is_refused(change: Any, tmp_path: Path) -> None:
+    path = tmp_path / "compiled.graph"
+    pair("gated")[1].save(path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    change(next(call for call in data["calls"] if call["target"].startswith("fused.")))
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    with pytest.raises(GraphFileError, match="is damaged"):
+        OpGraph.load(path)
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    eager, compiled = pair("gated", target="cpu")
+    with pytest.raises(ModelError, match="traced for cpu, which has no CUDA graphs"):
+        compile_graph(eager, "cuda-graphs")
+    with pytest.raises(ModelError, match="is no eager trace"):
+        compile_graph(compiled, "compiled")
+    assert compile_graph(eager, "eager") is eager

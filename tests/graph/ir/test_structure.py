@@ -1,0 +1,101 @@
+"""What of a graph is found with arrays, against the plain definition, operator by operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from estimator import OpGraph, trace_model
+from estimator.errors import WorkloadError
+from estimator.graph.ir.structure import Dataflow, GraphStructure
+from estimator.graph.partition.stages import split_points, stage_graphs
+from tests.graph.partition.test_stages import traced
+
+
+class Unequal(nn.Module):
+    """Blocks of unlike widths, of which every second one is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
+            for width in (8, 16, 8, 24)
+        )
+
+    def forward(self, state: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number % 2:
+                more = torch.utils.checkpoint.checkpoint(layer, state, use_reentrant=False)
+            else:
+                more = layer(state)
+            state = state + more
+        return state.square().mean()
+
+
+def graphs() -> list[OpGraph]:
+    unequal = trace_model(Unequal(), torch.randn(4, 8))
+    return [traced(), traced(6, tied=True), unequal]
+
+
+@pytest.mark.parametrize("batch", [None, 4, 6, 32])
+def test_a_batch_size_is_bound_by_distinct_calls_as_by_all(batch: int | None) -> None:
+    for graph in graphs():
+        found, plain = GraphStructure.of(graph).at(batch), graph.at(batch)
+        assert found.batch == plain.batch
+        assert found.calls == plain.calls
+        assert found.specs == plain.specs
+
+
+def test_a_batch_size_of_none_is_refused_by_both() -> None:
+    with pytest.raises(WorkloadError, match="batch size must be at least 1, found 0"):
+        GraphStructure.of(traced()).at(0)
+
+
+def test_touches_are_those_of_every_kernel() -> None:
+    for graph in graphs():
+        structure = GraphStructure.of(graph)
+        last: dict[int, int] = {}
+        expected = set()
+        for index, op in enumerate(graph.ops):
+            if op.is_view:
+                continue
+            read = {int(structure.storage_of[value]) for value in op.inputs}
+            written = {int(structure.storage_of[value]) for value in op.outputs} - read
+            for storage in read | written:
+                expected.add((index, storage, storage in read, last.get(storage, -1)))
+            last.update(dict.fromkeys(read | written, index))
+        touches = structure.touches
+        columns = touches.op, touches.storage, touches.is_read, touches.previous
+        found = list(zip(*(column.tolist() for column in columns), strict=True))
+        assert len(found) == len(expected)
+        assert set(found) == expected
+
+
+def test_a_backward_pass_is_in_the_stage_of_its_module_and_of_what_it_reads() -> None:
+    for graph in graphs():
+        points = split_points(graph)[1:]
+        stages = stage_graphs(graph, points)
+        owner = {op: number for number, stage in enumerate(stages) for op in stage.ops}
+        before = len(points)
+        for index, op in enumerate(graph.ops):
+            if op.phase == "backward":
+                # Backward goes from the last stage to the first, and never returns.
+                assert owner[index] <= before
+                before = owner[index]
+                for point in points:
+                    if op.module.startswith(f"{point}."):
+                        assert owner[index] <= points.index(point) + 1
+
+
+def test_what_a_graph_wires_is_in_its_arrays() -> None:
+    for graph in graphs():
+        flow = Dataflow.of(graph)
+        for index, op in enumerate(graph.ops):
+            own = flow.touched_by == index
+            assert tuple(flow.touched[own & ~flow.is_made].tolist()) == op.inputs
+            assert tuple(flow.touched[own & flow.is_made].tolist()) == op.outputs
+            assert tuple(flow.held[flow.held_by == index].tolist()) == op.holds
+            for value in op.outputs:
+                first = next(n for n, each in enumerate(graph.ops) if value in each.outputs)
+                assert flow.maker[value] == first

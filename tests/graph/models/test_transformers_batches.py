@@ -1,0 +1,80 @@
+"""Check that batches made for transformers types are ones that the models learn from."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from estimator.graph.models.model_text import load_model
+from estimator.graph.trace.trace import trace_graph
+
+_TEXT = (
+    "text_config.num_hidden_layers=1,text_config.hidden_size=32,text_config.intermediate_size=32,"
+    "text_config.num_attention_heads=2,text_config.num_key_value_heads=2"
+)
+LLAVA = (
+    f"hf:llava,{_TEXT},vision_config.hidden_size=32,vision_config.intermediate_size=32,"
+    "vision_config.num_hidden_layers=2,vision_config.num_attention_heads=2,"
+    "vision_config.image_size=28,vision_config.patch_size=14"
+)
+
+
+def test_an_image_stands_in_the_text_as_the_tokens_of_its_features() -> None:
+    model, batch, _, name = load_model(LLAVA, batch=2, seq_len=8, weights=False)
+    # 28 / 14 patches along each side, four in all, before eight tokens of text.
+    is_image = batch["input_ids"] == model.config.image_token_id
+    assert is_image.tolist() == [[True] * 4 + [False] * 8] * 2
+    assert (batch["labels"][is_image] == -100).all()
+    assert batch["pixel_values"].shape == (2, 3, 28, 28)
+    assert "text alone" not in name
+    targets = {op.module for op in trace_graph(model, batch).ops}
+    assert any("vision_tower" in module for module in targets)
+
+
+def test_a_model_whose_images_do_not_fit_its_text_says_that_it_learns_from_text_alone() -> None:
+    # transformers' own default: 256 features of an image of 14 x 14 patches.
+    text = f"hf:gemma3,{_TEXT},vision_config.num_hidden_layers=1,vision_config.hidden_size=32"
+    text += ",vision_config.num_attention_heads=2,vision_config.intermediate_size=32"
+    _, batch, _, name = load_model(text, batch=2, seq_len=8, weights=False)
+    assert "pixel_values" not in batch
+    assert name.endswith(" (text alone)")
+
+
+def test_the_classes_of_a_detection_prompt_are_told_apart_by_delimiters() -> None:
+    text = "hf:grounding-dino,encoder_layers=1,decoder_layers=2,num_queries=20"
+    _, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    # 1012 is BERT's ".".
+    assert batch["input_ids"][:, ::2].unique().tolist() == [1012]
+    assert 1012 not in batch["input_ids"][:, 1::2]
+
+
+def test_codebooks_of_audio_stand_beside_the_text() -> None:
+    text = "hf:kyutai_speech_to_text,num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
+    model, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    assert batch["input_ids"].shape == (2, 8, model.config.num_codebooks + 1)
+    assert int(batch["input_ids"].max()) < model.config.codebook_vocab_size
+    assert batch["labels"].shape == (2, 8)
+
+
+def test_latents_of_audio_follow_the_text_that_they_speak() -> None:
+    text = "hf:pocket_tts,num_hidden_layers=1"
+    model, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    config = model.config
+    assert (batch["input_ids"][:, 3] == config.audio_bos_token_id).all()
+    assert (batch["input_ids"][:, 4:] == config.audio_latent_token_id).all()
+    assert batch["labels"].shape == (2, 4, config.latent_dim)
+
+
+def test_every_token_of_a_streaming_text_hears_its_own_frames() -> None:
+    text = "hf:voxtral_realtime,text_config.num_hidden_layers=1,audio_config.num_hidden_layers=1"
+    model, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    frames = 8 * model.config.audio_length_per_tok
+    assert batch["input_features"].shape == (2, model.config.audio_config.num_mel_bins, frames)
+
+
+def test_objects_of_an_image_are_labelled_after_the_text() -> None:
+    text = "hf:visual_bert,num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
+    _, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    assert batch["visual_attention_mask"].shape == (2, 36)
+    assert batch["labels"].shape == (2, 8 + 36)

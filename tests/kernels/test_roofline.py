@@ -1,0 +1,311 @@
+"""Calls on machines known by their datasheet take what the kernel model says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.graph.costs.call_costs import features_of
+from estimator.kernels.datasheet_model import convolution_kind
+from estimator.kernels.roofline import Roofline, unaligned_matrices_bytes
+from estimator.machines.profile import Device, MachineProfile, Provenance
+from estimator.tensors import OpCall, TensorSpec
+
+# A model of round numbers: half of the peak for matmuls, whole tiles for free, power to spare.
+COEFFICIENTS: dict[str, Any] = {
+    "matmuls": {
+        **{"vector_ratio": 0.5, "tensor_ratio": 0.5, "early_tensor_ratio": 0.5},
+        **{"vector_half_tile": 0.0, "tensor_half_tile": 0.0},
+        **{"vector_extra_inner": 0.0, "tensor_extra_inner": 0.0, "memory_ratio": 1.0},
+        **{"vector_headroom": 1e-9, "tensor_headroom": 1e-9, "sustained_tensor_headroom": 1e-9},
+        **{"process_exponent": 1.0, "long_inner": 0.0, "old_tlb_long_inner": 0.0, "start_s": 3e-6},
+    },
+    "convolutions": {
+        "dense.forward": [1.5, 2.0],
+        "vector dense.forward": [3.0, 1.0],
+        "depthwise.forward": [4.0, 1.0],
+    },
+    "memory_bound": {
+        "memory_ratios": {"HBM": 0.8, "other": 0.5},
+        "shares": {"elementwise": 1.0, "other": 0.5},
+        "cache_speedup": 2.5,
+        "start_s": 2e-6,
+    },
+    "attention": {
+        **{"forward_ratio": 0.5, "backward_ratio": 0.25, "padded_ratio": 1.0},
+        **{"small_head": 0.0, "memory_ratio": 1.0, "start_s": 5e-6},
+    },
+    "errors": {"matmul": 0.1, "other": 0.3, "model": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def kernel_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fit") / "kernels.json"
+    path.write_text(json.dumps(COEFFICIENTS), encoding="utf-8")
+    return path
+
+
+def machine(**peaks: float) -> MachineProfile:
+    """A GPU of 1 TB/s, 10 TFLOP/s in fp32 and 100 multiprocessors, with power to spare."""
+    device = Device(
+        kind="cuda",
+        index=0,
+        name="card",
+        memory_bytes=1 << 34,
+        memory_bandwidth_bytes_per_s=1e12,
+        peak_flops_per_s={"float32": 1e13} | peaks,
+        details={"sm_count": 100, "power_w": 1e6, "architecture": "gv100", "memory_type": "HBM2"},
+    )
+    return MachineProfile(name="card", devices=(device,), provenance=Provenance(source="datasheet"))
+
+
+def matmul(rows: int, inner: int, columns: int, dtype: str = "float32") -> OpCall:
+    left, right = TensorSpec((rows, inner), dtype), TensorSpec((inner, columns), dtype)
+    return OpCall("aten.mm.default", (left, right), outputs=(TensorSpec((rows, columns), dtype),))
+
+
+def addition(elements: int) -> OpCall:
+    line = TensorSpec((elements,))
+    return OpCall("aten.add.Tensor", (line, line), outputs=(line,))
+
+
+def convolution(channels: int, kernel: int = 3, groups: int = 1) -> OpCall:
+    image = TensorSpec((64, channels, 56, 56), "float16")
+    filters = TensorSpec((channels, channels // groups, kernel, kernel), "float16")
+    arguments = (image, filters, None, (1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    return OpCall("aten.convolution.default", arguments, outputs=(image,))
+
+
+def attention(heads: int, length: int, size: int) -> OpCall:
+    each = TensorSpec((1, heads, length, size), "float16")
+    return OpCall(
+        "aten._scaled_dot_product_flash_attention.default", (each, each, each), outputs=(each,)
+    )
+
+
+def lstm(batch: int, steps: int, width: int, dtype: str) -> OpCall:
+    states = TensorSpec((steps, batch, width), dtype)
+    weights = (TensorSpec((4 * width, width), dtype),) * 2
+    return OpCall("aten.lstm.input", (states, (states, states), weights), outputs=(states,))
+
+
+def seconds(
+    profile: MachineProfile, call: OpCall, kernel_model: Path | None = None, precision: str = "fp32"
+) -> float:
+    found = Roofline(profile, precision=precision, kernel_model=kernel_model).predict(call)
+    assert found is not None
+    assert found.source == "datasheet"
+    return found.cold_s
+
+
+def test_a_large_sum_streams_at_the_share_of_stacked_memory(kernel_model: Path) -> None:
+    # Two tensors of 4 · 10⁸ bytes read, one written, at 0.8 of 1 TB/s: 1.5 ms, and 2 µs to start.
+    assert seconds(machine(), addition(10**8), kernel_model) == pytest.approx(1.5e-3 + 2e-6)
+
+
+def test_what_is_still_in_the_cache_comes_faster(kernel_model: Path) -> None:
+    found = Roofline(machine(), kernel_model=kernel_model).predict(addition(10**8))
+    assert found is not None
+    # 1.5 ms at 2.5 times the memory's rate.
+    assert found.warm_s == pytest.approx(0.6e-3 + 2e-6)
+
+
+def test_the_smallest_call_takes_a_start(kernel_model: Path) -> None:
+    # 12 bytes at 0.8 TB/s are 15 ps.
+    assert seconds(machine(), addition(1), kernel_model) == pytest.approx(2e-6 + 15e-12)
+
+
+def test_a_family_has_its_own_error_and_others_one_together(kernel_model: Path) -> None:
+    found = Roofline(machine(), kernel_model=kernel_model)
+    errors = [found.predict(call) for call in (matmul(8, 8, 8), addition(8))]
+    assert [each.relative_error for each in errors if each] == [0.1, 0.3]
+    assert found.shared_error == 0.2
+
+
+def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(kernel_model: Path) -> None:
+    # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at half of 10 Tflop/s, and 3 µs to start;
+    # its 11.8 MB take 12 µs beside 336 µs, and hide but for a millionth.
+    call = matmul(1280, 512, 1280)
+    expected = 2 * 1280 * 512 * 1280 / 5e12 + 3e-6
+    assert seconds(machine(), call, kernel_model) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "times"),
+    [("float16", 6401, 2.5), ("float16", 6402, 1.0), ("float32", 6401, 1.0)],
+)
+def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
+    kernel_model: Path, dtype: str, columns: int, times: float
+) -> None:
+    fits = Roofline(machine(float16=1e14), kernel_model=kernel_model)
+    found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
+    assert found is not None
+    assert even is not None
+    # One column more than 50 whole tiles of 128 is a 51st one.
+    assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
+
+
+def test_a_factor_stored_by_columns_has_rows_of_its_other_dimension() -> None:
+    def found(rows: int, columns: int, inner: int, strides: tuple[int, int] | None) -> list[float]:
+        left = TensorSpec((rows, inner), "float16", strides)
+        right = TensorSpec((inner, columns), "float16")
+        result = TensorSpec((rows, columns), "float16")
+        call = OpCall("aten.mm.default", (left, right), outputs=(result,))
+        features = features_of(call)
+        assert features is not None
+        return unaligned_matrices_bytes(features)
+
+    assert found(64, 66, 65, None) == [2 * 64 * 65]
+    assert found(64, 66, 65, (1, 64)) == []
+    assert found(65, 66, 64, (1, 65)) == [2 * 65 * 64]
+    assert found(65, 66, 64, None) == []
+    assert found(64, 65, 66, None) == [2 * 66 * 65, 2 * 64 * 65]
+    assert found(64, 1, 65, None) == []
+
+
+def test_a_compiler_pads_where_the_copies_take_less_than_they_save(kernel_model: Path) -> None:
+    wide, narrow = matmul(12800, 12800, 6401, "float16"), matmul(12800, 2, 6401, "float16")
+    eager, compiled = (
+        Roofline(machine(float16=1e14), pads_matmuls=pads, kernel_model=kernel_model)
+        for pads in (False, True)
+    )
+    slow, padded = eager.predict(wide), compiled.predict(wide)
+    assert slow is not None
+    assert padded is not None
+    # Copies of (12800 x 6401) twice, read and written at 0.8 of 1 TB/s, beside 2.5 times as long.
+    copies_s = 2 * 2 * 2 * 12800 * 6401 / 0.8e12
+    assert padded.cold_s == pytest.approx(slow.cold_s / 2.5 + copies_s, rel=0.01)
+    # What only waits for memory would wait twice.
+    assert compiled.predict(narrow) == eager.predict(narrow)
+
+
+def test_no_product_beats_its_peak() -> None:
+    for rows, inner, columns in ((64, 64, 64), (320, 1024, 320), (4096, 4096, 4096)):
+        least = 2 * rows * inner * columns / 1e13
+        assert seconds(machine(), matmul(rows, inner, columns)) > least
+
+
+def test_a_product_with_few_tiles_leaves_multiprocessors_idle() -> None:
+    # one tile on 100 multiprocessors, a short sum: half of its rate is out of reach
+    alone = seconds(machine(), matmul(128, 128, 128)) - seconds(machine(), matmul(1, 1, 1))
+    assert alone > 2 * 2 * 128**3 / 1e13
+
+
+def test_products_use_tf32_only_when_told(kernel_model: Path) -> None:
+    profile = machine(tfloat32=8e13)
+    call = matmul(4096, 4096, 4096)
+    fp32, tf32 = (
+        seconds(profile, call, kernel_model, precision) - 3e-6 for precision in ("fp32", "tf32")
+    )
+    assert fp32 == pytest.approx(2 * 4096**3 / 5e12, rel=1e-2)
+    assert tf32 == pytest.approx(fp32 / 8, rel=1e-2)
+    assert seconds(machine(), call, kernel_model, "tf32") == pytest.approx(fp32 + 3e-6)
+
+
+def test_a_convolution_takes_what_its_matmul_takes_and_its_bytes(kernel_model: Path) -> None:
+    # 64 · 56 · 56 positions × 256 outputs over 256 · 9: small tiles fill 100 multiprocessors all
+    # but 0.02 % of the time, at half of 80 Tflop/s, and half as long again; images read and
+    # written, and filters, in 2 bytes each at 0.8 TB/s, twice.
+    outputs = 64 * 256 * 56 * 56
+    moved_s = 2 * (2 * outputs + 256 * 256 * 9) / 0.8e12
+    expected = 2e-6 + 1.5 * 2 * 9 * 256 * outputs / 4e13 + 2.0 * moved_s
+    found = seconds(machine(float16=8e13), convolution(256), kernel_model)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_attention_computes_and_then_moves_its_tensors(kernel_model: Path) -> None:
+    # 100 heads of 128 queries fill the multiprocessors once: two products of 2 · 128 · 128 · 64
+    # each at half of 80 Tflop/s; four tensors of 2 bytes at 1 TB/s on top, and 5 µs.
+    flops, moved = 100 * 2 * 2 * 128 * 128 * 64, 4 * 2 * 100 * 128 * 64
+    expected = 5e-6 + flops / 4e13 + moved / 1e12
+    found = seconds(machine(float16=8e13), attention(100, 128, 64), kernel_model)
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_recurrent_layer_reads_its_weights_again_in_every_step(kernel_model: Path) -> None:
+    # One sample: 128 steps each read 4 · 1024 · 1024 weights of 4 bytes (and some vectors) at
+    # 1 TB/s and start a matmul and a kernel of its gates; all inputs at once are one matmul more,
+    # of 64 · 64-tiles in 64 of 100 multiprocessors, at half of 10 Tflop/s.
+    step_s = 4 * (4 * 1024**2 + 2 * 4096 + 1024) / 1e12 + 5e-6
+    at_input_s = 2 * 128 * 4096 * 1024 / (0.5 * 1e13)
+    found = seconds(machine(), lstm(1, 128, 1024, "float32"), kernel_model)
+    assert found == pytest.approx(128 * step_s + 2e-6 + at_input_s, rel=0.05)
+
+
+def test_weights_of_a_recurrent_layer_may_stay_in_the_cache(kernel_model: Path) -> None:
+    profile, call = machine(), lstm(1, 128, 1024, "float32")
+    cache = {"l2_cache_bytes": 17e6}
+    held = replace(
+        profile,
+        devices=(replace(profile.devices[0], details={**profile.devices[0].details, **cache}),),
+    )
+    saved_s = seconds(profile, call, kernel_model) - seconds(held, call, kernel_model)
+    # 16.8 MB a step come at 2.5 TB/s.
+    assert saved_s == pytest.approx(128 * 16.8e6 * (1 - 1 / 2.5) / 1e12, rel=0.01)
+
+
+def test_many_samples_share_the_weights_of_a_step(kernel_model: Path) -> None:
+    one, many = (
+        seconds(machine(), lstm(batch, 128, 1024, "float32"), kernel_model) for batch in (1, 64)
+    )
+    assert many < 64 / 4 * one
+
+
+def test_what_only_streams_computes_in_fp32_far_from_its_peak(kernel_model: Path) -> None:
+    # A memory a thousand times as fast: 10⁹ additions at 0.3 of 10 Tflop/s.
+    fast = replace(machine().devices[0], memory_bandwidth_bytes_per_s=1e15)
+    found = seconds(replace(machine(), devices=(fast,)), addition(10**9), kernel_model)
+    assert found == pytest.approx(2e-6 + 1e9 / 3e12)
+
+
+def test_depthwise_filters_stream_beside_the_vector_units(kernel_model: Path) -> None:
+    # 2 · 9 operations an output at the 10 Tflop/s of fp32, four times as long, and its bytes.
+    outputs = 64 * 256 * 56 * 56
+    expected = 2e-6 + 4.0 * 2 * 9 * outputs / 1e13 + 2 * (2 * outputs + 256 * 9) / 0.8e12
+    found = seconds(machine(float16=8e13), convolution(256, groups=256), kernel_model)
+    assert found == pytest.approx(expected)
+
+
+def test_kinds_of_convolutions_go_by_channels_groups_and_filters() -> None:
+    def kind(inputs: int, groups: int, kernel: int, *, tensor: bool = True) -> str:
+        dims = (8.0, float(inputs), 64.0, float(groups), 49.0, float(kernel), 49.0, 1.0)
+        return convolution_kind(dims, is_tensor=tensor)
+
+    assert kind(3, 1, 49) == "first"
+    assert kind(64, 1, 1) == "pointwise"
+    assert kind(64, 1, 9) == "dense"
+    # Transforms are for 3 × 3 on images; 3 × 3 × 3 and 5 × 5 are not.
+    assert kind(64, 1, 9, tensor=False) == "vector transformed"
+    assert kind(64, 1, 27, tensor=False) == "vector direct"
+    assert kind(64, 1, 25, tensor=False) == "vector dense"
+    assert kind(8, 32, 9) == "grouped"
+    assert kind(1, 64, 9) == "depthwise"
+    assert kind(1, 64, 49) == "wide depthwise"
+
+
+def test_an_operator_without_a_formula_has_no_time() -> None:
+    assert Roofline(machine()).predict(OpCall("mine.unknown.default", ())) is None
+
+
+def test_several_calls_take_what_each_takes_alone() -> None:
+    roofline = Roofline(machine(float16=1e14))
+    calls = [
+        matmul(512, 256, 128),
+        addition(10**6),
+        matmul(4096, 64, 100, "float16"),
+        convolution(64),
+        matmul(512, 1024, 2048),
+        OpCall("mine.unknown.default", ()),
+    ]
+    together = roofline.predict_each(calls, [features_of(call) for call in calls])
+    assert together[-1] is None
+    for call, found in zip(calls[:-1], together[:-1], strict=True):
+        alone = roofline.predict(call)
+        assert alone is not None
+        assert found is not None
+        assert (found.warm_s, found.cold_s) == pytest.approx((alone.warm_s, alone.cold_s), 1e-12)

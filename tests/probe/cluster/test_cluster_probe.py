@@ -1,0 +1,386 @@
+"""A probe of several nodes measures what it can reach, and loses no more than what is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import testbed.network as cables
+from testbed.description import TestbedDescription
+from testbed.launch import place
+
+from estimator.errors import ProbeError
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Device, MachineProfile
+from estimator.probe import __main__ as probe_main
+from estimator.probe.cluster.cluster_probe import ClusterRequest, assignments_for
+from estimator.probe.cluster.findings import Member, WorkerGroup, unequal_versions
+from estimator.probe.cluster.messages import HeartbeatMonitor, Rendezvous
+
+# A rank as the command line starts it, but with the host name and the versions given, and told to
+# stop once it has come to the last of the parts that are looked at. It measures as long as with a
+# budget of 20 s and has ten times as long for it: other work of this machine ends nothing early.
+RANK = """
+import sys, os, threading
+from estimator.probe.cluster import leader
+from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
+from estimator.probe.cluster.discovery import discover
+from estimator.probe.cluster.worker import run_worker
+from estimator.machines.catalogue import load_profile
+
+leader._MEASURING_RATIO /= 10
+host, version, base, out = sys.argv[1:]
+stop = threading.Event()
+
+def report(part, done):
+    print(part, flush=True)
+    if part == "other collectives":
+        stop.set()
+
+place = discover(os.environ)
+versions = {"estimator": version, "torch": "2." + str(place.rank)}
+if place.rank:
+    print(run_worker(place, host=host, versions=versions), file=sys.stderr)
+else:
+    found = probe_cluster(
+        place,
+        ClusterRequest(name="pair", budget_s=200.0, base=load_profile(base)),
+        host=host,
+        versions=versions,
+        report=report,
+        say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        stop=stop,
+    )
+    found.profile.save(out)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def started(
+    *commands: tuple[list[str], Mapping[str, str]],
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes in sessions of their own, gone after the block."""
+    with ExitStack() as stack:
+        processes = []
+        for command, environment in commands:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def local_rank(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A probe that is over: exit codes, what rank 0 wrote, and what each rank said."""
+
+    codes: list[int]
+    profile: MachineProfile
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Ranks 0 and 2 on node a, rank 1 on node b; rank 3 on c runs another version."""
+    from tests.conftest import make_small_profile
+
+    folder = tmp_path_factory.mktemp("probe")
+    make_small_profile("base").save(folder / "base.json")
+    port = free_port()
+    commands = []
+    for rank, host in enumerate("abac"):
+        version = "1" if host == "c" else "2"
+        files = [str(folder / "base.json"), str(folder / "out.json")]
+        command = [sys.executable, "-c", RANK, host, version, *files]
+        commands.append((command, local_rank(rank, 4, port)))
+    with started(*commands) as processes:
+        said = [process.communicate(timeout=300)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes[0] == 0, said[0]
+    return Ended(codes, load_profile(folder / "out.json"), said)
+
+
+def test_every_link_and_group_of_two_nodes_is_measured(two_nodes: Ended) -> None:
+    profile = two_nodes.profile
+    first = profile.network[0]
+    assert (first.kind, first.locality, first.flows) == ("tcp", "rack", 1)
+    assert profile.pairs is not None
+    assert profile.pairs.hosts == ("a", "b")
+    assert all(profile.pairs.bandwidth_bytes_per_s[i][1 - i] for i in range(2))
+    reduced = {
+        cost.hosts: cost
+        for cost in profile.collectives
+        if cost.op == "all_reduce" and cost.spans_nodes
+    }
+    # Node by node, whatever the order of ranks: a ring leaves each node once.
+    assert set(reduced) == {("a", "a", "b"), ("a", "b")}
+    everything = reduced["a", "a", "b"]
+    assert (everything.group_size, everything.nodes, everything.backend) == (3, 2, "gloo")
+    # How many more there are depends on how fast this machine is; two there always are.
+    assert [size for size, _ in everything.points][:2] == [1 << 10, 16 << 10]
+    assert everything.pair_ratio[0][0] == 64 << 10
+
+
+def test_the_machines_own_numbers_stay_as_the_base_has_them(two_nodes: Ended) -> None:
+    from tests.conftest import make_small_profile
+
+    base, profile = make_small_profile("base"), two_nodes.profile
+    assert profile.name == "pair"
+    assert profile.kernels == base.kernels
+    assert profile.updates == base.updates
+    assert set(base.collectives) <= set(profile.collectives)
+
+
+def test_unequal_versions_are_said_and_recorded(two_nodes: Ended) -> None:
+    assert two_nodes.profile.software["torch on b"] == "2.1"
+    assert "torch on b is 2.1, on rank 0 it is 2.0" in two_nodes.said[0]
+
+
+def test_a_rank_of_another_estimator_is_refused_and_the_rest_goes_on(two_nodes: Ended) -> None:
+    sentence = "rank 3 on node c runs estimator 1, rank 0 runs 2"
+    assert sentence in two_nodes.said[0]
+    assert any(sentence in missing for missing in two_nodes.profile.missing)
+    # A failing code would have a launcher stop all the others.
+    assert two_nodes.codes == [0, 0, 0, 0]
+    assert sentence in two_nodes.said[3]
+
+
+def wait_for(stream: IO[str] | None, words: str) -> None:
+    """Read what rank 0 reports until it says `words`."""
+    assert stream is not None
+    for line in stream:
+        if words in line:
+            return
+    raise AssertionError(f"never heard '{words}'")
+
+
+@pytest.mark.skipif(
+    cables.unavailable_reason() is not None, reason=str(cables.unavailable_reason())
+)
+def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -> None:
+    from tests.conftest import make_small_profile
+
+    make_small_profile("base").save(tmp_path / "base.json")
+    out = tmp_path / "out.json"
+    bed_of_four = TestbedDescription.uniform(nodes=4, devices=1, uplink="400 Mbit/s")
+    with cables.testbed(bed_of_four) as bed:
+        commands = []
+        for placed in place(bed, bed_of_four.all_devices()):
+            arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out)]
+            command = [*bed.entering(placed.node), sys.executable, "-c", RANK, *arguments]
+            commands.append((command, placed.environment))
+        with started(*commands) as ranks:
+            wait_for(ranks[0].stdout, "all-reduce over everything")
+            os.killpg(ranks[1].pid, signal.SIGKILL)
+            cables.set_link_state(bed, "n2", up=False)
+            _, said = ranks[0].communicate(timeout=300)
+            assert ranks[0].returncode == 0, said
+            assert ranks[3].wait(timeout=60) == 0
+    profile = load_profile(out)
+    for rank, host in ((1, "n1"), (2, "n2")):
+        assert f"rank {rank} on node {host} stopped answering" in said
+        assert any(f"rank {rank} on node {host}" in missing for missing in profile.missing)
+    assert ("n0", "n3") in {cost.hosts for cost in profile.collectives}
+    assert profile.network, "what was measured before the fault is kept"
+
+
+def member(rank: int, host: str, **versions: str) -> Member:
+    device = Device(kind="cpu", index=0, name="core", memory_bytes=1)
+    return Member(
+        rank=rank,
+        host=host,
+        address="",
+        local_rank=0,
+        device=device,
+        machine="m",
+        versions=versions,
+    )
+
+
+def test_versions_are_compared_with_rank_0s_node_by_node() -> None:
+    workers = WorkerGroup(
+        members=(
+            member(0, "a", torch="2.13", nccl="2.27"),
+            member(1, "b", torch="2.12", nccl="2.27"),
+            member(2, "c", torch="2.12"),
+        )
+    )
+    assert unequal_versions(workers) == {"torch on b, c": "2.12", "nccl on c": "none"}
+
+
+def rendezvous_of(host: str, cores: list[int], local_rank: int | None = None) -> Rendezvous:
+    return Rendezvous(
+        host=host,
+        address=f"10.0.0.{ord(host) - 96}",
+        local_rank=local_rank,
+        cores=cores,
+        versions={"estimator": "2"},
+        nonce="0" * 32,
+    )
+
+
+def test_ranks_of_one_host_are_numbered_in_order_where_the_launcher_does_not() -> None:
+    rendezvous = {
+        0: rendezvous_of("a", [0, 1]),
+        1: rendezvous_of("b", [0]),
+        2: rendezvous_of("a", [0, 1]),
+        3: rendezvous_of("b", [1]),
+    }
+    assignments = assignments_for(rendezvous, ClusterRequest())
+    assert [assignments[rank].local_rank for rank in range(4)] == [0, 0, 1, 1]
+    # On b the launcher gave each rank a core of its own; on a they share both.
+    assert [assignments[rank].has_own_cores for rank in range(4)] == [False, True, False, True]
+    # Ranks of a find their way to the network by an address of b, and the reverse.
+    assert [assignments[rank].peer for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
+
+
+def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
+    small_profile: MachineProfile,
+) -> None:
+    rendezvous = {rank: rendezvous_of("a", [0, 1]) for rank in range(3)}
+    with pytest.raises(ProbeError, match=r"more than 2 ranks were started on node a"):
+        assignments_for(rendezvous, ClusterRequest(base=small_profile))
+
+
+def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
+    heartbeats = HeartbeatMonitor([1])
+    assert heartbeats.listen(1, 0, tick_s=0.1)
+    # This process itself was stopped for a minute: that minute tells nothing of rank 1.
+    assert heartbeats.listen(1, 0, tick_s=60.0)
+    quiet = [heartbeats.listen(1, 0, tick_s=0.1) for _ in range(60)]
+    assert quiet[0]
+    assert not quiet[-1], "six seconds of silence"
+    assert heartbeats.listen(1, 1, tick_s=0.1), "and alive again with the next beat"
+
+
+def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
+    """The commands of two ranks on this machine, which write out.json."""
+    from tests.conftest import make_small_profile
+
+    make_small_profile("base").save(folder / "base.json")
+    files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
+    command = [sys.executable, "-m", "estimator.probe", "--budget", "20", *files]
+    port = free_port()
+    return [(command, local_rank(rank, 2, port)) for rank in range(2)]
+
+
+def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
+    with started(*probe_of_two(tmp_path)) as (first, second):
+        wait_for(first.stderr, "all-reduce over smaller groups")
+        # A launcher passes Ctrl-C on to all ranks, then ends them.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            second.send_signal(number)
+            first.send_signal(number)
+        assert first.wait(timeout=20) == 0
+    profile = load_profile(tmp_path / "out.json")
+    (cost,) = (cost for cost in profile.collectives if cost.hosts)
+    assert (cost.op, cost.group_size) == ("all_reduce", 2)
+    assert any("interrupted" in missing for missing in profile.missing)
+
+
+def test_a_signal_that_comes_while_another_calls_the_probe_off_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def probe_cluster(*_: Any, stop: threading.Event, **__: Any) -> Any:
+        def call_off() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(stop, "set", call_off)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ProbeError("called off")
+
+    monkeypatch.setattr(probe_main, "probe_cluster", probe_cluster)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(ProbeError, match="called off"):
+            probe_main._lead(None, None, tmp_path / "out.json")  # type: ignore[arg-type]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # An Event's lock is not reentrant: set() within set() would wait for itself.
+    assert calls == [1]
+
+
+def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("before")
+    with started(*probe_of_two(tmp_path)) as (first, second):
+        wait_for(first.stderr, "all-reduce over everything")
+        first.kill()
+        _, said = second.communicate(timeout=30)
+        assert second.returncode == 2
+    (line,) = said.splitlines()
+    assert "rank 0" in line
+    assert out.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.json", "out.json"]
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "options"),
+    [
+        ("no launcher started this", {}, []),
+        ("WORLD_SIZE: 'two' is no whole number", {"RANK": "0", "WORLD_SIZE": "two"}, []),
+        ("export MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, []),
+        ("No such file", ALONE, ["--cluster", "nowhere.toml"]),
+        ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
+        ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
+        ("is a folder", ALONE, ["--out", "."]),
+        ("'0.5' is not from 1.00 s to 278 h; write a time that is", ALONE, ["--budget", "0.5"]),
+        ("'soon' is not a duration; write a number and one of", ALONE, ["--budget", "soon"]),
+        ("--pears", ALONE, ["--pears"]),
+    ],
+)
+def test_the_command_line_refuses_in_one_sentence(
+    words: str,
+    environment: dict[str, str],
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**environment, "ESTIMATOR_HOME": str(tmp_path)})
+    monkeypatch.setattr(sys, "argv", ["estimator.probe", *options])
+    assert probe_main.run() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert list(tmp_path.iterdir()) == []

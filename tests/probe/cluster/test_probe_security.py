@@ -1,0 +1,252 @@
+"""Who reaches the store of a probe without its secret runs nothing, forges nothing, joins nothing.
+
+The attacker of these tests knows everything but the secret: the keys, the form of the messages and
+what the ranks have posted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as torch_distributed
+
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.probe.cluster.discovery import VARIABLE
+from estimator.probe.cluster.messages import Signer
+
+dist: Any = torch_distributed
+# What only an attacker says: no link takes so long.
+ABSURD_S = 98765.0
+# A probe of two ranks has some five rounds; tasks have a few reports each.
+ROUNDS, REPORTS = 12, 4
+PAYLOAD = """
+import os, pathlib
+
+def run(*_):
+    pathlib.Path(os.environ["PAYLOAD_RAN"]).touch()
+"""
+# Rank 1 as another user of this host, who has no secret and can import what root can.
+AS_ANOTHER_USER = """
+import os
+import torch.distributed
+from estimator.probe.cluster import cluster_probe, worker
+from estimator.probe.__main__ import main
+
+worker._SECRET_S = 5.0  # it waits in vain: rank 0 has long shared what others may not read
+
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+main()
+"""
+FORGED_TASKS = (
+    # A listed function's place taken by a module of the attacker's, as messages are now and as
+    # they were before they were signed.
+    {"tasks": [{"ranks": [0, 1], "function": "payload:run", "arguments": {}, "timeout_s": 5.0}]},
+    [
+        {
+            "ranks": [0, 1],
+            "function": "payload:run",
+            "arguments": {},
+            "alone": True,
+            "timeout_s": 5.0,
+        }
+    ],
+)
+ABSURD_REPORT = {"op": "all_reduce", "windows": [[1 << 20, 0.0, ABSURD_S]] * 4}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Attacker:
+    """Another process' view of the store: everything can be read and written."""
+
+    def __init__(self, port: int) -> None:
+        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = dist.PrefixStore("estimator/0", server)
+        self.forged: dict[str, bytes] = {}
+        self.replayed: set[str] = set()
+
+    def forge(self) -> None:
+        """Post tasks, reports and ends for every round to come, signed with a guessed secret."""
+        for number in range(ROUNDS):
+            self._post(f"round/{number}", FORGED_TASKS[number % 2])
+            for rank in range(2):
+                end = {"reports": REPORTS, "failure": None, "result": None}
+                self._post(f"done/{number}/0/{rank}", end)
+                for count in range(REPORTS):
+                    self._post(f"report/{number}/0/{rank}/{count}", ABSURD_REPORT)
+            self._post(f"cancel/{number}/0", True)
+
+    def _post(self, key: str, value: Any) -> None:
+        body = json.dumps(value).encode()
+        # Half of them without any signature.
+        forged = Signer(b"guessed").sign(key, body) if len(self.forged) % 2 else body
+        self.forged[key] = forged
+        self.store.set(key, forged)
+
+    def replay(self) -> None:
+        """Copy what the ranks say in one round into the next, as long as nothing else is there."""
+        for number in range(ROUNDS - 1):
+            for name in (f"round/{number}", f"done/{number}/0/1", f"report/{number}/0/1/0"):
+                there = self.store.get(name)
+                kind, _, *rest = name.split("/")
+                later = "/".join([kind, str(number + 1), *rest])
+                if there != self.forged[name] and later not in self.replayed:
+                    # In one step: what a rank has posted meanwhile stays.
+                    self.store.compare_set(later, self.forged[later], there)
+                    self.replayed.add(later)
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What came of a probe under attack."""
+
+    codes: list[int]
+    said: list[str]
+    profile: MachineProfile
+    attacker: Attacker
+    payload_ran: bool
+    stranger: subprocess.CompletedProcess[str]
+    other_user: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def folder_of_all_users() -> Iterator[str]:
+    """A folder such as /tmp, for what pytest makes is closed to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory, folder_of_all_users: str) -> Attacked:
+    """Two ranks of one host are probed; two more processes say that they are rank 1."""
+    from tests.conftest import make_small_profile
+
+    folder = tmp_path_factory.mktemp("attacked")
+    (folder / "payload.py").write_text(PAYLOAD)
+    make_small_profile("base").save(folder / "base.json")
+    port = free_port()
+    files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
+    options = ["--budget", "12", *files]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]),
+        "PAYLOAD_RAN": str(folder / "ran"),
+        "TMPDIR": folder_of_all_users,
+    }
+
+    def start(rank: int, *how: str, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *(how or ("-m", "estimator.probe")), *options],
+            env={**environment, "RANK": str(rank), **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    # Rank 1 comes once everything is forged.
+    with ExitStack() as stack:
+        first = stack.enter_context(start(0))
+        attacker = Attacker(port)
+        attacker.forge()
+        second, stranger = start(1), start(1, **{VARIABLE: "f" * 32})
+        other_user = start(1, "-c", AS_ANOTHER_USER)
+        processes = [first, second, stranger, other_user]
+        for process in processes:
+            stack.callback(process.kill)
+        ended = threading.Event()
+        replaying = threading.Thread(target=_replay_until, args=(attacker, ended))
+        replaying.start()
+        stack.callback(replaying.join)
+        stack.callback(ended.set)
+        outputs = [process.communicate(timeout=120) for process in processes]
+    done = [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
+    return Attacked(
+        codes=[each.returncode for each in done[:2]],
+        said=[each.stderr for each in done[:2]],
+        profile=load_profile(folder / "out.json"),
+        attacker=attacker,
+        payload_ran=(folder / "ran").exists(),
+        stranger=done[2],
+        other_user=done[3],
+    )
+
+
+def _replay_until(attacker: Attacker, ended: threading.Event) -> None:
+    while not ended.is_set():
+        try:
+            attacker.replay()
+        except RuntimeError:
+            # The store ends with the probe.
+            return
+        time.sleep(0.01)
+
+
+def check_that_real_tasks_ran(attacked: Attacked) -> None:
+    """Whatever the attacker wrote, the two ranks measured and ended in peace."""
+    assert attacked.codes == [0, 0], attacked.said
+    first = next(cost for cost in attacked.profile.collectives if cost.hosts)
+    assert (first.op, first.group_size) == ("all_reduce", 2)
+
+
+def test_a_task_that_names_another_module_runs_nothing(attacked: Attacked) -> None:
+    assert not attacked.payload_ran
+    check_that_real_tasks_ran(attacked)
+
+
+def test_forged_reports_and_ends_are_ignored_and_said(attacked: Attacked) -> None:
+    assert str(ABSURD_S) not in json.dumps(attacked.profile.to_dict())
+    for cost in attacked.profile.collectives:
+        assert all(seconds < ABSURD_S / 100 for _, seconds in cost.points)
+    assert "were not signed with the secret of this launch and were ignored" in attacked.said[0]
+
+
+def test_replayed_tasks_and_reports_are_ignored(attacked: Attacked) -> None:
+    kinds = {key.split("/")[0] for key in attacked.attacker.replayed}
+    assert {"round", "done"} <= kinds
+    # A round of before that is taken for the next one leaves that unmeasured.
+    check_that_real_tasks_ran(attacked)
+    # Two would be found where a task ran twice or a report counted twice.
+    hosts = [(cost.op, cost.hosts) for cost in attacked.profile.collectives if cost.hosts]
+    assert len(hosts) == len(set(hosts))
+
+
+def test_a_third_process_without_the_secret_cannot_join(attacked: Attacked) -> None:
+    assert attacked.stranger.returncode == 2
+    (line,) = attacked.stranger.stderr.splitlines()
+    assert "has another secret than rank 1; give all ranks" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_host_cannot_join(attacked: Attacked) -> None:
+    assert attacked.other_user.returncode == 2
+    (line,) = attacked.other_user.stderr.splitlines()
+    assert "rank 0 shares no secret in" in line
+    assert "estimator-65534" in line

@@ -1,0 +1,345 @@
+"""Only those who share the secret of a launch are heard, each message once and where it belongs."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import hmac
+import os
+import socket
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as torch_distributed
+
+from estimator.errors import ProbeError
+from estimator.probe.cluster import discovery
+from estimator.probe.cluster.discovery import (
+    FILE_VARIABLE,
+    VARIABLE,
+    Place,
+    await_secret_of_this_host,
+    given_secret,
+    shared_on_this_host,
+)
+from estimator.probe.cluster.messages import (
+    MAX_DEPTH,
+    MAX_MESSAGE_BYTES,
+    MessageStore,
+    PairReport,
+    Rendezvous,
+    ShapeReport,
+    Signer,
+    begin_session,
+    checked,
+    connect,
+    from_json,
+    join_session,
+    listen,
+    to_json,
+)
+from estimator.probe.cluster.signed_store import SignedStore
+
+dist: Any = torch_distributed
+SECRET = "0123456789abcdef" * 2
+
+
+def test_a_signature_is_the_hmac_of_the_key_with_its_length_and_the_body() -> None:
+    text = b"\0\0\0\0\0\0\0\7round/1" + b"body"
+    expected = hmac.new(b"secret", text, hashlib.sha256).hexdigest().encode()
+    assert Signer(b"secret").sign("round/1", b"body") == expected + b"body"
+
+
+@pytest.mark.parametrize(
+    ("signer", "key", "change"),
+    [
+        (Signer(b"another"), "round/1", b""),
+        (Signer(b"secret").derived("session", "1"), "round/1", b""),
+        (Signer(b"secret"), "round/2", b""),
+        (Signer(b"secret"), "round/1", b"!"),
+    ],
+)
+def test_other_secrets_sessions_keys_and_bodies_do_not_verify(
+    signer: Signer, key: str, change: bytes
+) -> None:
+    signed = Signer(b"secret").sign("round/1", b"body")
+    assert Signer(b"secret").verified("round/1", signed) == b"body"
+    assert signer.verified(key, signed + change) is None
+    assert Signer(b"secret").verified("round/1", b"") is None
+
+
+def test_a_signer_does_not_print_its_secret() -> None:
+    assert "secret'" not in repr(Signer(b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "more than 32 levels"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"NaN", "NaN is no number"),
+        (b"\x80\x04.", "is no JSON"),  # a pickle
+        (b" " * (MAX_MESSAGE_BYTES + 1), "at most"),
+    ],
+)
+def test_messages_that_cannot_be_used_are_refused_in_one_sentence(body: bytes, words: str) -> None:
+    with pytest.raises(ProbeError, match=words) as caught:
+        from_json(body)
+    assert "\n" not in str(caught.value)
+    assert from_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+
+
+def test_too_long_a_message_is_not_sent() -> None:
+    with pytest.raises(ProbeError, match="smaller --budget"):
+        to_json("x" * MAX_MESSAGE_BYTES)
+
+
+def rendezvous(**changed: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "host": "a1",
+        "address": "10.0.0.1",
+        "local_rank": None,
+        "cores": [0],
+        "versions": {"torch": "2.13"},
+        "nonce": "0" * 32,
+    }
+    return {**message, **changed}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"host": "../../etc/cron.d/x"},  # it becomes a part of the name of a file
+        {"address": "\x1b[2J"},
+        {"local_rank": "1"},
+        {"local_rank": -1},
+        {"cores": [0] * 70_000},
+        {"nonce": "f"},
+        {"more": 1},
+    ],
+)
+def test_a_rendezvous_of_another_form_is_refused(changed: dict[str, Any]) -> None:
+    assert checked(Rendezvous, rendezvous(), "rank 1").host == "a1"
+    with pytest.raises(ProbeError, match="rank 1 sent a Rendezvous that cannot be used"):
+        checked(Rendezvous, rendezvous(**changed), "rank 1")
+
+
+def test_reports_hold_finite_numbers_of_one_kind_only() -> None:
+    pair = {"from": 0, "to": 1, "latency_s": 1e-5, "points": [[1024, 2e-5]]}
+    assert checked(PairReport, pair, "rank 0").latency_s == 1e-5
+    for wrong in ({"latency_s": float("inf")}, {"points": [[1024]]}, {"points": "1"}, {"to": None}):
+        with pytest.raises(ProbeError, match="rank 0 sent"):
+            checked(PairReport, {**pair, **wrong}, "rank 0")
+    both = {"op": "all_reduce", "windows": [], "unsupported": "no"}
+    with pytest.raises(ProbeError, match="must be given"):
+        checked(ShapeReport, both, "rank 0")
+
+
+# The secret of a launch.
+
+
+def test_a_secret_comes_from_the_environment_or_from_a_file_of_its_user(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    assert given_secret({}) is None
+    assert given_secret({VARIABLE: SECRET}) == SECRET.encode()
+    assert given_secret({FILE_VARIABLE: str(file)}) == SECRET.encode()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    file.chmod(mode)
+    with pytest.raises(ProbeError, match=rf"mode {mode:04o}.*chmod 600"):
+        given_secret({FILE_VARIABLE: str(file)})
+
+
+def test_short_secrets_missing_files_and_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for environment, words in (
+        ({VARIABLE: ""}, "has 0 characters, not 32 to"),
+        ({VARIABLE: "x" * 31}, "has 31 characters"),
+        ({FILE_VARIABLE: str(tmp_path / "none")}, "No such file"),
+        ({FILE_VARIABLE: str(tmp_path / "pipe")}, "no regular file"),
+    ):
+        with pytest.raises(ProbeError, match=words) as refused:
+            given_secret(environment)
+        assert "Errno" not in str(refused.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where secrets of this host are shared."""
+    monkeypatch.setattr(discovery.tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"estimator-{os.geteuid()}"
+
+
+def test_ranks_of_one_host_share_a_secret_while_rank_0_lives(folder: Path) -> None:
+    with shared_on_this_host(29500, "0") as secret:
+        assert await_secret_of_this_host(29500, "0", 1.0) == secret
+        (file,) = folder.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(ProbeError, match="shares no secret"):
+            await_secret_of_this_host(29501, "0", 0.0)
+    assert list(folder.iterdir()) == []
+
+
+def test_the_secret_of_a_killed_launch_is_not_used(folder: Path) -> None:
+    with shared_on_this_host(29500, "0"):
+        (file,) = folder.iterdir()
+        left = file.read_bytes()
+    file.write_bytes(left)
+    with pytest.raises(ProbeError, match="shares no secret"):
+        await_secret_of_this_host(29500, "0", 0.0)
+    with shared_on_this_host(29500, "0") as secret:
+        assert await_secret_of_this_host(29500, "0", 0.0) == secret != left
+
+
+def test_no_secret_is_shared_in_a_folder_of_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with (
+        pytest.raises(ProbeError, match="open to other users"),
+        shared_on_this_host(29500, "0"),
+    ):
+        pass
+    folder.rmdir()
+    folder.symlink_to(folder.parent)
+    with pytest.raises(ProbeError, match="open to other users"):
+        await_secret_of_this_host(29500, "0", 0.0)
+
+
+def test_a_file_in_place_of_the_folder_is_said(folder: Path) -> None:
+    folder.write_text("")
+    with (
+        pytest.raises(ProbeError, match=r"no secret can be shared in .*File exists"),
+        shared_on_this_host(29500, "0"),
+    ):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_host_cannot_read_the_secret(folder: Path) -> None:
+    for parent in folder.parents:
+        # What pytest made is of mode 0700; the secret must be safe where that is not so.
+        if parent.stat().st_mode & 0o005 != 0o005:
+            parent.chmod(0o755)
+    with shared_on_this_host(29500, "0"):
+        (file,) = folder.iterdir()
+        read = subprocess.run(["cat", file], user=65534, capture_output=True, text=True)
+    assert read.returncode != 0
+    assert "Permission denied" in read.stderr
+
+
+# Messages over a store.
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def place_of(secret: str = SECRET, **more: Any) -> Place:
+    more = {"rank": 0, "master_address": "127.0.0.1", "master_port": free_port(), **more}
+    return Place(launcher="torchrun", world_size=2, is_local=True, secret=secret.encode(), **more)
+
+
+@pytest.fixture
+def served() -> tuple[Place, Any]:
+    place = place_of()
+    store = connect(place.master_address, place.master_port, listener=listen(place), timeout_s=10.0)
+    return place, store
+
+
+def test_rank_0_listens_on_the_interface_that_leads_to_it_alone() -> None:
+    with listen(place_of()) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    # An address of another host: rank 0 is behind a forwarded port.
+    with listen(place_of(master_address="192.0.2.1")) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_a_taken_port_is_said() -> None:
+    place = place_of()
+    with (
+        socket.create_server(("127.0.0.1", place.master_port)),
+        pytest.raises(ProbeError, match=r"cannot listen on port \d+ .*MASTER_PORT"),
+    ):
+        listen(place)
+
+
+def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Place, Any]) -> None:
+    place, tcp_store = served
+    leader = begin_session(tcp_store, place)
+    worker = join_session(tcp_store, place, 1.0)
+    leader.post("round/0", {"tasks": []})
+    assert worker.read("round/0") == {"tasks": []}
+    assert worker.read("round/1") is None
+    raw = dist.PrefixStore(leader.prefix, tcp_store)
+    raw.set("round/1", raw.get("round/0"))
+    assert worker.read("round/1") is None
+    assert worker.await_value("round/1", 0.2) is None
+    assert worker.forged == {"round/1"}
+    # The next run of the same launch has the same secret, and another session.
+    assert begin_session(tcp_store, place).read("round/0") is None
+
+
+def test_a_rank_with_another_secret_finds_out_before_it_sends_anything(
+    served: tuple[Place, Any],
+) -> None:
+    place, tcp_store = served
+    begin_session(tcp_store, place)
+    keys = tcp_store.num_keys()
+    with pytest.raises(ProbeError, match="has another secret than rank 0; give all ranks"):
+        join_session(tcp_store, place_of("f" * 32, master_port=place.master_port), 1.0)
+    assert tcp_store.num_keys() == keys
+
+
+def test_what_is_posted_later_is_read_though_something_forged_was_there(
+    served: tuple[Place, Any],
+) -> None:
+    place, tcp_store = served
+    leader = begin_session(tcp_store, place)
+    forger = MessageStore(tcp_store, place.attempt, Signer(b"guessed"))
+    forger.post("round/0", "forged")
+    assert leader.await_value("round/0", 0.1) is None
+    leader.post("round/0", "real")
+    assert leader.await_value("round/0", 0.1) == "real"
+
+
+def test_addresses_of_a_process_group_are_taken_from_its_own_ranks_only() -> None:
+    inner = dist.HashStore()
+    inner.set_timeout(timedelta(seconds=0.1))
+    store = SignedStore(inner, Signer(b"secret").derived("world/0/0"))
+    store.set("0//cpu//0/0", b"address")
+    inner.set("copied", inner.get("0//cpu//0/0"))
+    inner.set("forged", "elsewhere")
+    assert store.get("0//cpu//0/0") == b"address"
+    for key in ("copied", "forged"):
+        with pytest.raises(RuntimeError, match=f"has signed '{key}'"):
+            store.get(key)
+    # Another group of the same run.
+    with pytest.raises(RuntimeError):
+        SignedStore(inner, Signer(b"secret").derived("world/1/0")).get("0//cpu//0/0")
+
+
+def test_a_process_groups_own_copy_of_its_store_checks_too(served: tuple[Place, Any]) -> None:
+    _, tcp_store = served
+    tcp_store.set_timeout(timedelta(seconds=0.2))
+    store = SignedStore(tcp_store, Signer(b"secret"))
+    store.set("address", b"here")
+    copy = dist.PrefixStore("group", store).clone()
+    gc.collect()
+    copy.set("address", b"there")
+    assert copy.get("address") == b"there"
+    assert store.get("group/address") == b"there"
+    tcp_store.set("group/address", "forged")
+    with pytest.raises(RuntimeError, match="has signed"):
+        copy.get("address")

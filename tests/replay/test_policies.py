@@ -1,0 +1,410 @@
+"""Policies do what their papers say, on speeds that are worked out here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from scipy.stats import lognorm
+
+from estimator.calibrate.baselines import OptimusRegressor
+from estimator.errors import AllocationError, WorkloadError
+from estimator.replay.jobs import Job
+from estimator.replay.nodes import Node, Nodes, PlacementRule, Shape
+from estimator.replay.policies import BUILT_IN, load_policy
+from estimator.replay.policies.gavel import time_shares
+from estimator.replay.policies.ones import Ones, reordered
+from estimator.replay.policies.pollux import batches
+from estimator.replay.speeds import (
+    CalibratedSpeeds,
+    EngineSpeeds,
+    FittedSpeeds,
+    MistakenSpeeds,
+    TrueSpeeds,
+    sample_counts,
+)
+from estimator.replay.view import Grant, View, Waiting
+from tests.synthetic import perceptron
+
+GRAPH = perceptron([8, 8])
+
+
+class Table:
+    """Samples a second of each job on 1, 2, 4 … devices, by machine type if they differ."""
+
+    def __init__(self, **rates: Sequence[float]) -> None:
+        self.rates = rates
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        batch = global_batch or job.global_batch
+        found = [self.rates[job.name][shape.ranks.bit_length() - 1] for shape in shapes]
+        return [batch / rate for rate in found]
+
+
+def waiting(name: str, samples: float, devices: int = 1, **more: object) -> Waiting:
+    attained = float(more.pop("attained", 0.0))  # type: ignore[arg-type]
+    grant = more.pop("grant", None)
+    fields: dict[str, object] = {"global_batch": 4, "arrival_s": 0.0, **more}
+    job = Job(name=name, graph=GRAPH, samples=samples, devices=devices, **fields)  # type: ignore[arg-type]
+    return Waiting(
+        job=job,
+        remaining_samples=samples,
+        attained_device_s=attained,
+        grant=grant,  # type: ignore[arg-type]
+    )
+
+
+def counts(policy: str, jobs: list[Waiting], table: Table, devices: int = 4) -> dict[str, int]:
+    nodes = Nodes((Node("m", devices),))
+    plan = load_policy(policy).plan(View(now_s=0, jobs=jobs, nodes=nodes, believed=table))
+    return {name: grant.count for name, grant in plan.items()}
+
+
+def test_max_min_stops_at_the_count_that_is_believed_fastest() -> None:
+    table = Table(a=(1, 0.9, 0.8), b=(1, 1.5, 2))
+    jobs = [waiting("a", 10), waiting("b", 10)]
+    assert counts("max-min", jobs, table) == {"a": 1, "b": 2}
+    assert counts("max-min-uncapped", jobs, table) == {"a": 2, "b": 2}
+
+
+def test_max_min_gives_the_last_devices_to_who_scales_best() -> None:
+    table = Table(a=(1, 1.2, 1.3), b=(1, 1.9, 3), c=(1, 1.5, 2))
+    jobs = [waiting("a", 10), waiting("b", 10), waiting("c", 10)]
+    assert counts("max-min", jobs, table) == {"a": 1, "b": 2, "c": 1}
+
+
+def test_max_min_ranks_equals_by_their_speed_up_over_one_device() -> None:
+    # On four devices b is 2.9 times as fast as on one, a 2.6 times, although a gains more from two
+    # to four: 2.6 / 1.6 against 2.9 / 1.9.
+    table = Table(a=(1, 1.6, 2.6), b=(1, 1.9, 2.9))
+    jobs = [waiting("a", 10), waiting("b", 10)]
+    assert counts("max-min", jobs, table, devices=6) == {"a": 2, "b": 4}
+
+
+def test_afs_lets_the_longer_job_have_a_device_only_if_it_gains_more_by_the_rule() -> None:
+    # s is shorter. Gains from 1 to 2: s (1.4 − 1) / 1 = 0.4; l (x − 1) / x: 0.41 for x = 1.7,
+    # 0.375 for x = 1.6. A third device is one of four: from 2 to 4 neither gains.
+    short, long = waiting("s", 10), waiting("l", 100)
+    for rate, winner in ((1.7, "l"), (1.6, "s")):
+        table = Table(s=(1, 1.4, 1.4), l=(1, rate, rate))
+        found = counts("afs", [short, long], table, devices=3)
+        assert found == {"s": 1, "l": 1} | {winner: 2}
+
+
+def test_afs_starts_the_shortest_where_not_all_can_run() -> None:
+    jobs = [waiting("l", 100), waiting("s", 10)]
+    assert counts("afs", jobs, Table(s=(1,), l=(1,)), devices=1) == {"s": 1}
+
+
+def test_srtf_goes_by_remaining_time_at_the_request() -> None:
+    # 100 samples at 10 a second end before 50 at 2.
+    table = Table(fast=(5, 10, 0), slow=(1, 2, 0))
+    jobs = [waiting("slow", 50, 2), waiting("fast", 100, 2)]
+    assert counts("srtf", jobs, table, devices=2) == {"fast": 2}
+
+
+def test_tiresias_prefers_who_has_attained_less_than_a_device_hour() -> None:
+    table = Table(old=(1, 1, 1), new=(1, 1, 1), young=(1, 1, 1))
+    jobs = [
+        waiting("old", 10, 2, attained=3601),
+        waiting("young", 10, 2, attained=3599),
+        waiting("new", 10, 2),
+    ]
+    assert counts("tiresias", jobs, table) == {"young": 2, "new": 2}
+
+
+def test_optimus_gives_devices_to_who_saves_most_time_for_each() -> None:
+    # From 1 to 2: a saves 100 − 50, b saves 60 − 40; then a from 2 to 4 saves (50 − 40) / 2.
+    table = Table(a=(1, 2, 2.5), b=(1, 1.5, 1.6))
+    jobs = [waiting("a", 100), waiting("b", 60)]
+    assert counts("optimus", jobs, table, devices=3) == {"a": 2, "b": 1}
+    assert counts("optimus", jobs, table, devices=4) == {"a": 2, "b": 2}
+
+
+def test_gavel_gives_the_fast_machine_to_who_gains_most_from_it() -> None:
+    # Relative to the slow machine cnn gains 4 and rnn 2, each wants one device, one of each exists:
+    # cnn fast and rnn slow make 4 + 1 = 5, the other way round 1 + 2 = 3.
+    rates = {"cnn": {"slow": 1.0, "fast": 4.0}, "rnn": {"slow": 3.0, "fast": 6.0}}
+    shares = time_shares(rates, {"cnn": 1, "rnn": 1}, {"slow": 1, "fast": 1})
+    assert shares["cnn"] == pytest.approx({"slow": 0, "fast": 1})
+    assert shares["rnn"] == pytest.approx({"slow": 1, "fast": 0})
+
+
+def test_gavel_shares_a_machine_by_rounds() -> None:
+    table = Table(a=(1,), b=(1,))
+    policy, nodes = load_policy("gavel"), Nodes((Node("m", 1),))
+    had = []
+    for _ in range(8):
+        view = View(now_s=0, jobs=[waiting("a", 9), waiting("b", 9)], nodes=nodes, believed=table)
+        had += list(policy.plan(view))
+    assert len(had) == 8
+
+
+def test_pollux_grows_the_batch_as_far_as_the_noise_allows() -> None:
+    # φ = 12, B₀ = 4: batch 8 is worth 8 · 16 / 20 = 6.4 samples of 4, 16 is worth 9.14.
+    job = waiting("a", 10, gradient_noise_samples=12.0, most_global_batch=16).job
+    assert batches(job) == [4, 8, 16]
+    assert job.useful_samples(8) == pytest.approx(6.4)
+    assert job.useful_samples(16) == pytest.approx(16 * 16 / 28)
+    assert batches(waiting("b", 10).job) == [4]
+
+
+def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> None:
+    class Spanning:
+        """Two devices on a node train 1.9 times as fast as one, four of two nodes three times."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            rates = {1: 1.0, 2: 1.9, 3: 2.4, 4: 3.0}
+            return [(1 + 0.4 * (len(s.per_node) - 1)) / rates[s.ranks] for s in shapes]
+
+    # Each of two jobs has a node to itself: a job that spans both would be slower on two devices.
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    jobs = [waiting("a", 100), waiting("b", 100)]
+    view = View(now_s=60, jobs=jobs, nodes=nodes, believed=Spanning())
+    plan = load_policy("pollux-search").plan(view)
+    assert sorted(grant.on for grant in plan.values()) == [((0, 2),), ((1, 2),)]
+
+
+class Amdahl:
+    """Half of job a's work, a tenth of job b's and none of c's is done by one device at a time.
+
+    A job that spans two nodes takes an eighth longer.
+    """
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        serial = {"a": 0.5, "b": 0.1, "c": 0.0}[job.name]
+        return [
+            (serial + (1 - serial) / s.ranks) * (1.125 if len(s.per_node) > 1 else 1.0)
+            for s in shapes
+        ]
+
+
+def pollux_fitness(rows: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]]) -> float:
+    """Pollux (OSDI 2021), section 4.2, for jobs a, b and c that are 120 s old.
+
+    The mean of speed-ups with p = −1; each is the rate over that on a fair share, 8 devices of 3
+    jobs, and (T − R·δ) / (T + δ) times as much for a job that moves the first time, δ = 30 s.
+    """
+    speed_ups = []
+    for name, row, held_row in zip("abc", rows, held, strict=True):
+        if not sum(row):
+            return 0.0
+        shapes = [Shape("m", tuple(filter(None, row))), Shape("m", (2,))]
+        step_s, fair_s = Amdahl().step_times_s(waiting(name, 100).job, shapes)
+        moves = any(held_row) and row != held_row
+        speed_ups.append(fair_s / step_s * (120 / 150 if moves else 1))
+    return 3 / sum(1 / each for each in speed_ups)
+
+
+@pytest.mark.parametrize(
+    "held", [((0, 0),) * 3, ((4, 0), (0, 2), (0, 2)), ((1, 0), (3, 0), (0, 4))]
+)
+def test_the_search_reaches_the_best_fitness_of_all_placements(
+    held: tuple[tuple[int, int], ...],
+) -> None:
+    nodes = Nodes((Node("m", 4), Node("m", 4)))
+    jobs = []
+    for name, row in zip("abc", held, strict=True):
+        on = tuple((node, devices) for node, devices in enumerate(row) if devices)
+        grant = Grant(sum(row), "m", None, on) if on else None
+        jobs.append(waiting(name, 100, global_batch=8, grant=grant))
+    view = View(now_s=120, jobs=jobs, nodes=nodes, believed=Amdahl())
+    plan = load_policy("pollux-search").plan(view)
+    found = []
+    for name in "abc":
+        on = dict(plan[name].on or ()) if name in plan else {}
+        found.append((on.get(0, 0), on.get(1, 0)))
+    rows = list(itertools.product(range(5), range(5)))
+    # On two nodes no two jobs may both span them.
+    best = max(
+        pollux_fitness(each, held)
+        for each in itertools.product(rows, repeat=3)
+        if max(map(sum, zip(*each, strict=True))) <= 4 and sum(all(row) for row in each) <= 1
+    )
+    assert pollux_fitness(found, held) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_plan_that_names_taken_devices_is_refused() -> None:
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    nodes.take("a", 2, "m", ((0, 2),))
+    with pytest.raises(AllocationError, match="given 2 devices of m as"):
+        nodes.take("b", 2, "m", ((0, 1), (1, 1)))
+
+
+def test_ones_lets_no_job_grow_before_two_epochs() -> None:
+    table = Table(a=(1, 2, 4))
+    young = waiting("a", 100, 1, epoch_samples=10.0)
+    assert counts("ones", [young], table) == {"a": 1}
+    later = Waiting(job=young.job, remaining_samples=79.0, grant=Grant(1, "m"))
+    assert counts("ones", [later], table) == {"a": 2}
+
+
+def trained(name: str, epochs: float, devices: int) -> Waiting:
+    """A job of 10 epochs of 10 samples that has trained some of them."""
+    job = waiting(name, 100, devices, epoch_samples=10.0).job
+    return Waiting(job=job, remaining_samples=100 - 10 * epochs)
+
+
+def ones_plans(policy: Ones, rounds: list[list[Waiting]], table: Table) -> list[dict[str, int]]:
+    """Counts of each round on two devices."""
+    nodes = Nodes((Node("m", 2),))
+    plans = [policy.plan(View(now_s=0, jobs=j, nodes=nodes, believed=table)) for j in rounds]
+    return [{name: grant.count for name, grant in plan.items()} for plan in plans]
+
+
+def test_ones_keeps_its_schedule_until_an_epoch_ends() -> None:
+    # Either of two equal jobs fills both devices; only another draw would prefer the other.
+    table = Table(a=(1, 2), b=(1, 2))
+    for seed in range(5):
+        rounds = [[trained(name, 5 + part / 20, 2) for name in "ab"] for part in range(20)]
+        plans = ones_plans(Ones(seed), rounds, table)
+        assert plans == [plans[0]] * 20
+        assert list(plans[0].values()) == [2]
+
+
+def test_ones_admits_a_new_job_to_a_full_cluster() -> None:
+    # Before its first epoch ends a job has Y = 0 and costs nothing: it replaces the one that has.
+    table = Table(old=(1, 2), new=(1, 2))
+    old, new = trained("old", 5, 2), trained("new", 0, 2)
+    for seed in range(5):
+        assert ones_plans(Ones(seed), [[old], [old, new]], table) == [{"old": 2}, {"new": 2}]
+
+
+def test_ones_prefers_who_is_closer_to_the_epochs_of_jobs_that_have_ended() -> None:
+    # After a job of 10 epochs, 8 done leave β = 2, some 2 epochs; 2 done leave β = 8, some 8. With
+    # β = 1 for both, either would seem to have one epoch left and be chosen as often.
+    table = Table(ended=(1, 2), near=(1, 2), far=(1, 2))
+    rounds = [[trained("ended", 9, 2)], [trained("far", 2, 2), trained("near", 8, 2)]]
+    chosen = [ones_plans(Ones(seed), rounds, table)[1] for seed in range(20)]
+    assert chosen.count({"near": 2}) >= 16
+
+
+def test_ones_reorders_so_that_the_fewest_devices_change_hands() -> None:
+    # Job 1 keeps two of its three devices and 2 its one; 2's other and 3 take what is left.
+    running = np.array([1, 1, 1, 2, -1])
+    assert reordered(np.array([2, 3, 2, 1, 1]), running).tolist() == [1, 1, 2, 2, 3]
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="'lottery' is no policy; use fifo, max-min"):
+        load_policy("lottery")
+    with pytest.raises(WorkloadError, match="':' cannot be imported"):
+        load_policy(":")
+    with pytest.raises(WorkloadError, match="'nowhere:plan' cannot be imported"):
+        load_policy("nowhere:plan")
+
+
+MACHINE = "gtx-1080-roce"
+ON_CUDA = replace(perceptron([64, 64]), target="cuda")
+
+
+def real_job(name: str = "a") -> Job:
+    return Job(name=name, arrival_s=0, graph=ON_CUDA, samples=1e6, devices=4, global_batch=64)
+
+
+def test_hidden_factors_are_the_same_for_one_seed_and_spread_as_said() -> None:
+    jobs = [real_job(str(number)) for number in range(400)]
+    shape = [Shape(MACHINE, (1,))]
+    (engine_s,) = EngineSpeeds().step_times_s(jobs[0], shape)
+    true = TrueSpeeds(jobs, 3, allocation_spread=0.0)
+    ratios = [true.step_times_s(job, shape)[0] / engine_s for job in jobs]
+    again = TrueSpeeds(jobs, 3, allocation_spread=0.0)
+    assert ratios == [again.step_times_s(job, shape)[0] / engine_s for job in jobs]
+    # On one device only computing counts: 12 %, to within four standard errors.
+    spread = lognorm.fit(ratios, floc=0)[0]
+    assert spread == pytest.approx(0.12, abs=4 * 0.12 / (2 * 400) ** 0.5)
+
+
+def test_mistaken_speeds_are_exact_on_one_device_and_one_factor_a_power_of_two() -> None:
+    jobs = [real_job()]
+    exact = EngineSpeeds()
+    mistaken = MistakenSpeeds(exact, 0.25, jobs, 0)
+    shapes = [Shape(MACHINE, (count,)) for count in (1, 2, 3, 4)]
+    pairs = zip(mistaken.step_times_s(jobs[0], shapes), exact.step_times_s(jobs[0], shapes))
+    ratios = [wrong / right for wrong, right in pairs]
+    assert ratios[0] == 1
+    assert ratios[1] == pytest.approx(ratios[2])
+    assert len({round(ratio, 9) for ratio in ratios}) == 3
+
+
+def test_calibrated_speeds_move_towards_what_was_observed() -> None:
+    job, speeds, shape = real_job(), CalibratedSpeeds(), Shape(MACHINE, (2,))
+    (before,) = speeds.step_times_s(job, [shape])
+    assert before == pytest.approx(EngineSpeeds().step_times_s(job, [shape])[0])
+    assert list(speeds.observe(job, shape, 1.5 * before, None)) == ["a"]
+    assert not speeds.observe(job, shape, 1.5 * before, None)
+    (after,) = speeds.step_times_s(job, [shape])
+    assert 1.2 * before < after <= 1.5 * before * (1 + 1e-9)
+    others = [Shape(MACHINE, (4,)), Shape(MACHINE, (1,))]
+    for found, cold in zip(
+        speeds.step_times_s(job, others), EngineSpeeds().step_times_s(job, others), strict=True
+    ):
+        assert found > cold
+
+
+def test_a_fitted_form_finds_the_steps_that_it_was_made_of() -> None:
+    class Formed:
+        """Optimus' form: 2 ms a sample of each rank, 10 ms, and 1 ms a rank."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            return [0.002 * 64 / each.ranks + 0.01 + 0.001 * each.ranks for each in shapes]
+
+    job, nodes = real_job(), Nodes((Node("m", 16),))
+    speeds = FittedSpeeds(OptimusRegressor, Formed(), partial(sample_counts, nodes))
+    found = speeds.step_times_s(job, [Shape("m", (8,)), Shape("m", (16,))])
+    assert found == pytest.approx([0.016 + 0.018, 0.008 + 0.026])
+    assert list(speeds.observe(job, Shape("m", (8,)), 0.05, None)) == ["a"]
+    assert not speeds.observe(job, Shape("m", (8,)), 0.05, None)
+    assert speeds.step_times_s(job, [Shape("m", (8,))])[0] > 0.034
+
+
+@pytest.mark.parametrize("held", list(itertools.product((0, 1, 2, 3), repeat=2)))
+def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> None:
+    nodes = Nodes((Node("m", 4), Node("m", 4)))
+    for index, devices in enumerate(held):
+        nodes.free_on[index] -= devices
+    given = nodes.take("job", 2, "m")
+    enough = [4 - devices for devices in held if 4 - devices >= 2]
+    assert len(given) == (1 if enough else 2)
+    if enough:
+        (chosen,) = given
+        assert 4 - held[chosen] == min(enough)
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "alone"),
+    [
+        # Three of the four devices of each node are free on two nodes, two on the third.
+        ("pack", {0: 3, 2: 2}, (4, 1)),
+        ("even", {0: 2, 1: 3}, (3, 2)),
+        ("spread", {0: 2, 1: 2, 2: 1}, (2, 2, 1)),
+    ],
+)
+def test_five_devices_are_placed_by_the_rule(
+    rule: PlacementRule, taken: dict[int, int], alone: tuple[int, ...]
+) -> None:
+    nodes = Nodes((Node("m", 4),) * 3, rule)
+    assert nodes.packed("m", 5) == Shape("m", alone)
+    nodes.free_on = [3, 3, 2]
+    assert nodes.take("job", 5, "m") == taken
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_no_policy_plans_on_nodes_that_are_all_down(policy: str) -> None:
+    nodes = Nodes((Node("m", 4),))
+    nodes.set_down(0, True)
+    table = Table(a=(1, 2, 4))
+    view = View(now_s=0, jobs=[waiting("a", 10)], nodes=nodes, believed=table)
+    assert not load_policy(policy).plan(view)

@@ -1,0 +1,264 @@
+"""A replay keeps its accounts: devices, jobs, work, restarts and checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from estimator.errors import WorkloadError
+from estimator.replay.jobs import Job
+from estimator.replay.nodes import Node, Nodes, PlacementRule, Shape
+from estimator.replay.policies import BUILT_IN, load_policy
+from estimator.replay.policies.pollux import PolluxSearch
+from estimator.replay.replay import Costs, Ran, Replay
+from estimator.replay.view import Grant, PlanOf, View
+from tests.budgets import examples
+from tests.synthetic import perceptron
+
+GRAPH = perceptron([8, 8])
+
+
+class Linear:
+    """One sample a second on each device, whatever the shape."""
+
+    def __init__(self, efficiency: float = 1.0) -> None:
+        self.efficiency = efficiency
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        batch = global_batch or job.global_batch
+        return [batch / each.ranks**self.efficiency for each in shapes]
+
+
+def job(name: str, arrival_s: float, samples: float, devices: int = 1) -> Job:
+    return Job(
+        name=name,
+        arrival_s=arrival_s,
+        graph=GRAPH,
+        samples=samples,
+        devices=devices,
+        global_batch=64,
+    )
+
+
+def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> Nodes:
+    return Nodes((Node("synthetic", devices),) * nodes, rule)
+
+
+def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:
+    speeds = Linear()
+    replay = Replay(
+        jobs,
+        options.pop("nodes", None) or cluster(),  # type: ignore[arg-type]
+        policy,  # type: ignore[arg-type]
+        true=options.pop("true", speeds),  # type: ignore[arg-type]
+        believed=options.pop("believed", speeds),  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
+    )
+    return {each.job.name: each for each in replay.run()}
+
+
+def test_the_head_of_the_line_holds_back_who_comes_after() -> None:
+    jobs = [job("wide", 0, 600, 6), job("wider", 1, 800, 8), job("small", 2, 10, 1)]
+    ran = played(jobs, load_policy("fifo"))
+    # 600 samples on 6 devices: 100 s; then 800 on 8; the small one fits only after both.
+    assert ran["wide"].finish_s == pytest.approx(100)
+    assert ran["wider"].finish_s == pytest.approx(200)
+    assert ran["small"].finish_s == pytest.approx(210)
+    assert ran["small"].waited_s == pytest.approx(198)
+
+
+def test_max_min_halves_what_the_first_job_has_when_a_second_comes() -> None:
+    jobs = [job("first", 0, 1600, 1), job("second", 100, 400, 1)]
+    ran = played(jobs, load_policy("max-min"), costs=Costs(restart_s=30))
+    # 100 s on 8 devices leave 800; both have 4 from then on, the first 30 s later: the second ends
+    # at 200 with 70 · 4 = 280 of the first done; 520 are left, after 30 s more on 8 devices.
+    assert ran["second"].finish_s == pytest.approx(200)
+    assert ran["first"].finish_s == pytest.approx(200 + 30 + 520 / 8)
+    assert [segment.shape.ranks for segment in ran["first"].segments] == [8, 4, 8]
+
+
+def test_jobs_advance_at_true_speeds_and_policies_see_believed_ones() -> None:
+    seen: list[float] = []
+
+    def plan(view: View) -> Mapping[str, Grant]:
+        seen.extend(view.samples_per_s(each.job, [4])[0] for each in view.jobs)
+        return {each.job.name: Grant(4, "synthetic") for each in view.jobs}
+
+    ran = played([job("a", 0, 800)], PlanOf(plan), true=Linear(0.5), believed=Linear(1.0))
+    assert seen == [pytest.approx(4)]
+    assert ran["a"].finish_s == pytest.approx(800 / 2)
+
+
+def test_moved_smaller_jobs_make_room_on_one_node() -> None:
+    def plan(view: View) -> Mapping[str, Grant]:
+        return {each.job.name: Grant(each.job.devices, "synthetic") for each in view.jobs}
+
+    # Three single devices go on the first node; the fourth job's end leaves one there beside one
+    # elsewhere.
+    jobs = [job("a", 0, 50, 3), job("b", 0, 500, 1), job("c", 1, 500, 1), job("d", 60, 40, 4)]
+    ran = played(jobs, PlanOf(plan))
+    assert [segment.shape.per_node for segment in ran["d"].segments] == [(4,)]
+    assert sum(len(each.segments) for each in ran.values()) == 5
+
+
+def test_a_failed_node_costs_what_came_after_the_last_checkpoint() -> None:
+    costs = Costs(restart_s=0, checkpoint_s=100, node_mtbf_s=1000, repair_s=10)
+    ran = played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+    lost = [segment for segment in ran["a"].segments if segment.lost_samples]
+    assert lost
+    for segment in lost:
+        trained = segment.end_s - segment.trains_from_s
+        assert segment.samples == pytest.approx(trained // 100 * 100)
+        assert segment.lost_samples == pytest.approx(trained % 100)
+
+
+def test_nothing_is_lost_where_checkpoints_are_kept_at_all_times() -> None:
+    costs = Costs(restart_s=0, checkpoint_s=0, node_mtbf_s=1000, repair_s=10)
+    ran = played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+    segments = ran["a"].segments
+    assert len(segments) > 1
+    assert [segment.lost_samples for segment in segments] == [0.0] * len(segments)
+
+
+@pytest.mark.parametrize(
+    ("grants", "said"),
+    [
+        ({"nobody": Grant(1, "synthetic")}, "'nobody', which is not waiting"),
+        ({"a": Grant(9, "synthetic")}, "grants 9 devices of synthetic and the cluster has 8"),
+        ({"a": Grant(65, "synthetic")}, "can use 1 to 64"),
+        ({"a": Grant(1, "t4")}, "devices of 't4', which the cluster does not have"),
+        ({}, "leaves 1 jobs waiting on an empty cluster, such as 'a'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(grants: dict[str, Grant], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        played([job("a", 0, 800)], PlanOf(lambda view: grants))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (["a"], "answers a list; return the Grant of each job's name"),
+        ({"a": 3}, "grants 3; give a Grant"),
+        ({"a": Grant(1.5, "synthetic")}, "give a Grant of a whole number of devices"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_answer_that_is_no_plan_is_refused(answer: Any, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        played([job("a", 0, 800)], PlanOf(lambda view: answer))
+
+
+def test_what_a_policy_raises_is_one_sentence() -> None:
+    with pytest.raises(WorkloadError, match=r"the policy failed .ZeroDivisionError"):
+        played([job("a", 0, 800)], PlanOf(lambda view: {"a": Grant(1 // 0, "synthetic")}))
+
+
+def test_nodes_that_fail_faster_than_jobs_train_end_the_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("estimator.replay.replay._MOST_FAILURES", 50)
+    costs = Costs(restart_s=0, checkpoint_s=1e6, node_mtbf_s=1, repair_s=1)
+    with pytest.raises(WorkloadError, match="nodes that fail every 1 s let no job end"):
+        played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+
+
+def test_a_job_of_a_thousand_years_is_not_replayed() -> None:
+    with pytest.raises(WorkloadError, match=r"'a' would train for .* s on 1x1:synthetic"):
+        played([job("a", 0, 1e14, 1)], load_policy("tiresias"), nodes=cluster(1, 1))
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="job 'a' is listed twice"):
+        played([job("a", 0, 1), job("a", 1, 1)], load_policy("fifo"))
+
+
+drawn_jobs = st.lists(
+    st.tuples(
+        st.floats(0, 2000), st.floats(1, 20_000), st.sampled_from([1, 2, 3, 4, 8]), st.booleans()
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+@given(
+    drawn=drawn_jobs,
+    mtbf_s=st.sampled_from([None, 5000.0]),
+    seed=st.integers(0, 99),
+    rule=st.sampled_from(["pack", "even", "spread"]),
+)
+@settings(max_examples=examples(4), deadline=None)
+def test_every_policy_keeps_the_accounts(
+    policy: str,
+    drawn: list[tuple[float, float, int, bool]],
+    mtbf_s: float | None,
+    seed: int,
+    rule: PlacementRule,
+) -> None:
+    jobs = [
+        job(f"j{number}", arrival_s, samples, devices)
+        for number, (arrival_s, samples, devices, _) in enumerate(drawn)
+    ]
+    costs = Costs(restart_s=30, checkpoint_s=120, node_mtbf_s=mtbf_s, repair_s=300)
+
+    def once() -> dict[str, Ran]:
+        return played(
+            jobs,
+            # A hundred generations of every round would take minutes.
+            PolluxSearch(generations=2) if policy == "pollux-search" else load_policy(policy),
+            true=Linear(0.8),
+            believed=Linear(0.9),
+            costs=costs,
+            seed=seed,
+            nodes=cluster(2, 4, rule),
+        )
+
+    ran = once()
+    again = once()
+    assert {n: each.finish_s for n, each in ran.items()} == {
+        n: each.finish_s for n, each in again.items()
+    }
+    assert set(ran) == {each.name for each in jobs}
+    for name, each in ran.items():
+        _check_job(name, each, costs)
+    _check_devices(list(ran.values()), cluster(2, 4))
+
+
+def _check_job(name: str, ran: Ran, costs: Costs) -> None:
+    """Work is conserved, lost only since the last checkpoint, and nothing is faster than can be."""
+    one, segments = ran.job, ran.segments
+    assert sum(each.samples for each in segments) == pytest.approx(one.samples)
+    assert ran.completion_s >= one.samples / 8**0.8 * (1 - 1e-9), name
+    for each in segments:
+        rate = each.shape.ranks**0.8
+        trained = (each.end_s - each.trains_from_s) * rate
+        assert each.samples + each.lost_samples == pytest.approx(trained, abs=1e-6)
+        assert each.lost_samples <= costs.checkpoint_s * rate * (1 + 1e-9)
+    for before, after in itertools.pairwise(segments):
+        assert after.start_s >= before.end_s - 1e-9
+        waited = after.trains_from_s - after.start_s
+        assert waited == pytest.approx(min(costs.restart_s, after.end_s - after.start_s))
+
+
+def _check_devices(ran: list[Ran], nodes: Nodes) -> None:
+    """At no time does a node give more devices than it has."""
+    for index, node in enumerate(nodes.nodes):
+        changes: list[tuple[float, int]] = []
+        for each in ran:
+            for segment in each.segments:
+                devices = segment.given.get(index, 0)
+                changes += [(segment.start_s, devices), (segment.end_s, -devices)]
+        held = 0
+        # At one time devices are given back before they are given again.
+        for _, change in sorted(changes):
+            held += change
+            assert 0 <= held <= node.devices
+        assert held == 0

@@ -1,0 +1,182 @@
+"""NCCL's collectives cost a start, a hop per round, bytes over links, and a pipeline's filling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from estimator.machines.catalogue import load_profile
+from estimator.placement.mesh import ProcessGroup, whole_group
+from estimator.placement.placement import place
+from estimator.timeline.collectives.algorithms import (
+    _TREE,
+    IN_SWITCH_RATIO,
+    RING_ROUNDS,
+    RING_SHARE,
+    START_S,
+    TREE_RATIO,
+    USUAL_HOP_S,
+    InnerLinks,
+    Line,
+    Shape,
+    algorithms_of,
+    hop_latency_s,
+    keeps_order,
+    links_over,
+    nccl_lines,
+    widest_link,
+)
+
+# A hop of 1 µs at 200 GB/s in a node, of 7 µs at 20 GB/s between nodes.
+LINKS = InnerLinks(latency_s=1e-6, bytes_per_s=200e9, pipelining=1.5)
+SWITCH = LINKS._replace(reduces=True)
+
+
+def group(nodes: int, per_node: int) -> ProcessGroup:
+    network = {"bytes_per_s": 20e9, "latency_s": 7e-6} if nodes > 1 else {}
+    return ProcessGroup(ranks=nodes * per_node, nodes=nodes, per_node=per_node, **network)
+
+
+def seconds(line: Line, size: float) -> float:
+    return float(line.alpha_s + line.beta_s_per_byte * size + line.root_s * math.sqrt(size))
+
+
+def test_small_messages_on_one_node_grow_as_published() -> None:
+    # aiconfigurator, a100_sxm, fp16, 512 bytes, µs over 2, 4 and 8 GPUs.
+    links = LINKS._replace(latency_s=1.05e-6)
+    for op, times in (("all_reduce", (10.0, 14.5, 22.6)), ("all_gather", (9.0, 10.8, 15.6))):
+        for ranks, time_us in zip((2, 4, 8), times, strict=True):
+            (line,) = nccl_lines(op, group(1, ranks), links)  # type: ignore[arg-type]
+            assert line.alpha_s * 1e6 == pytest.approx(time_us, rel=0.1)
+
+
+def test_one_node_goes_around_the_ring_and_its_pipeline_fills() -> None:
+    (line,) = nccl_lines("all_reduce", group(1, 4), LINKS)
+    assert line.alpha_s == pytest.approx(START_S + 6e-6)  # 3 neighbours, twice
+    assert line.beta_s_per_byte == pytest.approx(1.5 / 200e9)
+    assert line.root_s == pytest.approx(1.5 * math.sqrt((START_S + 6e-6) * 1.5 / 200e9))
+
+
+def test_a_tree_sends_less_between_two_nodes_and_waits_for_fewer_hops() -> None:
+    _, ring, _, tree = nccl_lines("all_reduce", group(2, 8), LINKS)
+    # The ring by LL, twice: 14 hops in nodes, 1 between; 2 · 15/16 of the buffer and as many flags.
+    assert ring.alpha_s == pytest.approx(START_S + 28e-6 + 2 * 7e-6)
+    assert ring.beta_s_per_byte == pytest.approx(2 * 2 * 15 / 16 / 20e9)
+    # Two trees over two nodes: each node sends half of the buffer up one and down the other.
+    assert tree.alpha_s == pytest.approx(START_S + 14e-6 + 2 * 7e-6)
+    assert tree.beta_s_per_byte == pytest.approx(1.0 / (20e9 * TREE_RATIO))
+
+
+def test_across_many_nodes_the_tree_waits_for_a_logarithm_of_hops() -> None:
+    # 64 nodes of 8: up and down 7 hops in a node and 6 between nodes; the ring takes 126 between.
+    rounds = _TREE.rounds(Shape(512, 64, 8))
+    assert rounds == (14, 12)
+    _, ring, _, tree = nccl_lines("all_reduce", group(64, 8), LINKS)
+    assert tree.alpha_s < 0.2 * ring.alpha_s
+
+
+def test_a_switch_that_adds_spares_every_device_most_of_its_receiving() -> None:
+    ring, in_switch = nccl_lines("all_reduce", group(1, 8), SWITCH)
+    assert in_switch.beta_s_per_byte == pytest.approx(9 / 8 / (200e9 * IN_SWITCH_RATIO))
+    assert in_switch.beta_s_per_byte < ring.beta_s_per_byte
+    assert len(nccl_lines("all_gather", group(1, 8), SWITCH)) == 1
+    # Two devices send each other everything: the switch has nothing to spare.
+    assert len(nccl_lines("all_reduce", group(1, 2), SWITCH)) == 1
+
+
+def test_other_collectives_go_around_the_ring() -> None:
+    _, line, _ = nccl_lines("all_gather", group(2, 8), LINKS)
+    assert line.alpha_s == pytest.approx(START_S + 14e-6 + 7e-6)
+    assert line.beta_s_per_byte == pytest.approx(2 * 15 / 16 / 20e9)
+
+
+def test_between_nodes_a_ring_has_three_protocols() -> None:
+    simple, low_latency, low_latency_128 = nccl_lines("all_gather", group(2, 8), LINKS)
+    # 14 hops in nodes and 1 between. NCCL's table, µs: starts 8.4, 6.6 and 14; hops 3.4, 0.6 and
+    # 1.9 over NVLink, 14, 2.7 and 4 over the network; LL is as the links say.
+    least_s = START_S + 14e-6 + 7e-6
+    assert low_latency.alpha_s == pytest.approx(least_s)
+    assert low_latency_128.alpha_s == pytest.approx(least_s + (7.4 + 14 * 1.3 + 1.3) * 1e-6)
+    assert simple.alpha_s == pytest.approx(least_s + (1.8 + 14 * 2.8 + 11.3) * 1e-6)
+    assert low_latency.beta_s_per_byte == pytest.approx(15 / 16 * 2 / 20e9)
+    fast = replace(group(2, 8), bytes_per_s=200e9)
+    assert nccl_lines("all_gather", fast, LINKS)[1].beta_s_per_byte == pytest.approx(
+        15 / 16 / 22.5e9
+    )
+    # Of 128 bytes 8 are flags, of 8 bytes 4; only whole chunks wait at each hop.
+    assert low_latency_128.beta_s_per_byte == pytest.approx(15 / 16 * 128 / 120 / 20e9)
+    assert low_latency_128.root_s == low_latency.root_s == 0
+    assert simple.beta_s_per_byte == pytest.approx(15 / 16 / 20e9)
+    assert simple.root_s == pytest.approx(2 * math.sqrt(simple.alpha_s * simple.beta_s_per_byte))
+
+
+def test_a_network_that_reorders_bytes_leaves_a_ring_only_whole_chunks() -> None:
+    simple, *_ = nccl_lines("all_gather", group(2, 8), LINKS)
+    reordering = LINKS._replace(keeps_order=False)
+    assert nccl_lines("all_gather", group(2, 8), reordering) == (simple,)
+    # Inside one node there is no network.
+    one = group(1, 8)
+    assert nccl_lines("all_gather", one, reordering) == nccl_lines("all_gather", one, LINKS)
+
+
+def test_efa_keeps_the_order_of_bytes_since_p5() -> None:
+    for name, keeps in (("a100-p4d", False), ("h100-p5", True), ("dgx-a100", True)):
+        assert keeps_order(load_profile(name)) is keeps
+
+
+def test_published_logs_of_two_nodes_are_met_without_a_fit() -> None:
+    # nccl-tests, float all-reduce, µs. 2 DGX A100: NVIDIA/deepops, nvidia-network-operator.md.
+    # 2 p4d.24xlarge: aws-samples/aws-efa-eks, README.md. NCCL of 2020 goes around the ring.
+    logs = {
+        "dgx-a100": {20: 120.1, 22: 165.8, 24: 301.9, 26: 918.0},
+        "a100-p4d": {20: 485.3, 22: 803.5, 24: 1875.1, 26: 5305.9},
+    }
+    for name, log in logs.items():
+        profile = load_profile(name)
+        ring = whole_group(place(f"2x8:{name}", profile=profile))
+        link = widest_link(profile, 8)
+        assert link is not None
+        links = links_over(profile, link)
+        lines = nccl_lines("all_reduce", ring, links, algorithms=algorithms_of("all_reduce")[:1])
+        for power, time_us in log.items():
+            found_s = min(seconds(line, 1 << power) for line in lines)
+            assert found_s * 1e6 == pytest.approx(time_us, rel=0.25)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
+def test_rows_of_groups_cost_what_each_of_them_does(op: str) -> None:
+    groups = [group(1, 8), group(1, 2), group(2, 8), group(64, 4), group(3, 1)]
+    names = ("ranks", "nodes", "per_node", "bytes_per_s", "latency_s")
+    rows = ProcessGroup(**{name: np.array([getattr(g, name) for g in groups]) for name in names})
+    reduces = np.array([True, True, False, True, False])
+    keeps = np.array([True, False, True, False, True])
+    switch = SWITCH._replace(reduces=reduces, keeps_order=keeps)
+    found = nccl_lines(op, rows, switch)  # type: ignore[arg-type]
+    for number, each in enumerate(groups):
+        flags = {"reduces": bool(reduces[number]), "keeps_order": bool(keeps[number])}
+        own = SWITCH._replace(**flags)
+        alone = nccl_lines(op, each, own)  # type: ignore[arg-type]
+        for size in (1e3, 1e6, 1e9):
+            together = min(
+                seconds(Line(*(np.broadcast_to(term, 5)[number] for term in line)), size)
+                for line in found
+            )
+            assert together == pytest.approx(min(seconds(line, size) for line in alone))
+
+
+def test_a_collective_without_an_algorithm_of_its_own_goes_around_its_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # To one rank of n: n - 1 hops, and n - 1 of n parts enter it.
+    monkeypatch.setitem(RING_ROUNDS, "gather", lambda n: n - 1)
+    monkeypatch.setitem(RING_SHARE, "gather", lambda n: (n - 1) / n)
+    reordering = LINKS._replace(keeps_order=False)
+    (line,) = nccl_lines("gather", group(2, 4), reordering)  # type: ignore[arg-type]
+    # Eight ranks on two nodes: six hops inside nodes and one between them.
+    assert line.alpha_s == pytest.approx(START_S + (1.8 + 6 * 3.8 + 18.3) * 1e-6)
+    assert line.beta_s_per_byte == pytest.approx(7 / 8 / 20e9)
+    start_s = START_S + 3 * USUAL_HOP_S
+    assert hop_latency_s("gather", 4, start_s) == pytest.approx(USUAL_HOP_S)  # type: ignore[arg-type]

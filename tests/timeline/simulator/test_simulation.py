@@ -1,0 +1,175 @@
+"""The event simulation of tasks by hand-worked cases, and what must hold of every play."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from estimator.timeline.collectives.algorithms import Line
+from estimator.timeline.collectives.costs import CollectiveModel, Corrections
+from estimator.timeline.collectives.overlap import Overlap
+from estimator.timeline.rank.rules import BucketQueue
+from estimator.timeline.simulator.simulation import Played, simulate
+from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Task, TaskList
+
+FREE = Overlap()
+
+
+def queue(
+    ready_s: Sequence[Sequence[float]],
+    total_s: Sequence[float],
+    cost_s: Sequence[float],
+    latency_s: Sequence[float] | None = None,
+) -> list[Task]:
+    """Collectives, each sent once all kinds of ranks have computed until it is ready."""
+    tasks = TaskList()
+    marks = np.array([[*ready, total] for ready, total in zip(ready_s, total_s, strict=True)])
+    steps = np.diff(marks, axis=1, prepend=0.0)
+    for number, alone_s in enumerate(cost_s):
+        computed = tasks.add(COMPUTE, steps[:, number])
+        wait_s = 0.0 if latency_s is None else latency_s[number]
+        tasks.add(NETWORK, alone_s, computed, latency_s=wait_s)
+    tasks.add(COMPUTE, steps[:, len(cost_s)])
+    return tasks.tasks
+
+
+def collectives(tasks: Sequence[Task], played: Played) -> list[tuple[float, float]]:
+    """(start, end) of every collective."""
+    numbers = [number for number, task in enumerate(tasks) if task.lane == NETWORK]
+    return [(played.start_s[n, 0], played.end_s[n, 0]) for n in numbers]
+
+
+def test_perfect_overlap_exposes_only_what_comes_after_the_last_op() -> None:
+    tasks = queue([[1.0, 3.0]], [3.0], [1.0, 0.5])
+    played = simulate(tasks, FREE)
+    assert collectives(tasks, played) == [(1.0, 2.0), (3.0, 3.5)]
+    assert played.step_s == 3.5
+
+
+def test_a_single_slot_makes_collectives_wait_for_each_other() -> None:
+    tasks = queue([[1.0, 1.0]], [2.0], [2.0, 2.0])
+    assert collectives(tasks, simulate(tasks, FREE)) == [(1.0, 3.0), (3.0, 5.0)]
+
+
+def test_two_slots_share_the_rate_and_end_together() -> None:
+    tasks = queue([[0.0, 0.0]], [0.0], [2.0, 2.0])
+    assert collectives(tasks, simulate(tasks, FREE, slots=2)) == [(0.0, 4.0), (0.0, 4.0)]
+
+
+def test_the_latency_of_a_collective_passes_while_the_one_before_is_sent() -> None:
+    # Both are ready at 1. Each alone takes 2 s, of which the link works 1.5 s: 1 + 0.5 + 2 · 1.5.
+    tasks = queue([[1.0, 1.0]], [1.0], [2.0, 2.0], [0.5, 0.5])
+    assert collectives(tasks, simulate(tasks, FREE)) == [(1.0, 3.0), (2.5, 4.5)]
+
+
+def test_overlapped_compute_and_collective_slow_each_other() -> None:
+    # e = 0.5, s = 2: from 1 on the collective runs at half speed, compute at 1 − 0.5/2 = 3/4;
+    # the collective's 1 s takes 2 s, in which compute does 1.5 of its 3 s; 1.5 s remain.
+    tasks = queue([[1.0]], [4.0], [1.0])
+    played = simulate(tasks, Overlap(0.5, 2.0))
+    assert collectives(tasks, played) == [(1.0, 3.0)]
+    assert played.step_s == pytest.approx(4.5)  # compute alone + exposed ratio × collective
+
+
+def test_a_collective_waits_for_the_slowest_class_of_ranks() -> None:
+    tasks = queue([[1.0], [2.5]], [1.0, 2.5], [1.0])
+    played = simulate(tasks, FREE)
+    assert collectives(tasks, played) == [(2.5, 3.5)]
+    assert played.end_s[0].tolist() == [1.0, 2.5]
+
+
+def test_compute_that_waits_for_a_collective_stands_still() -> None:
+    # 1 s of compute, 2 s of a collective, 3 s of compute after it: the work of 1 s stands twice.
+    tasks = TaskList()
+    first = tasks.add(COMPUTE, 1.0)
+    tasks.add(COMPUTE, 3.0, tasks.add(NETWORK, 2.0, first))
+    played = simulate(tasks.tasks, FREE)
+    done, time = played.tracks[0]
+    assert played.step_s == 6.0
+    assert [t for d, t in zip(done, time, strict=True) if d == 1.0] == [1.0, 3.0]
+
+
+def test_tasks_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        simulate([Task(COMPUTE, 1.0, (1,)), Task(NETWORK, 1.0, (0,))], FREE)
+
+
+@given(
+    work=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8),
+    cost=st.lists(st.floats(1e-4, 1.0), min_size=8, max_size=8),
+    slots=st.integers(1, 3),
+    exposed=st.floats(0.0, 3.0),
+    slowdown=st.floats(1.0, 4.0),
+)
+def test_no_work_is_lost_or_done_twice(
+    work: list[float], cost: list[float], slots: int, exposed: float, slowdown: float
+) -> None:
+    ready = np.cumsum(work).tolist()
+    overlap, costs = Overlap.of(exposed, slowdown), cost[: len(work)]
+    tasks = queue([ready], [ready[-1]], costs)
+    played = simulate(tasks, overlap, slots=slots)
+    assert played.step_s >= max(ready[-1], sum(costs)) * (1 - 1e-9)
+    assert played.step_s <= (ready[-1] + sum(costs) * (1 + overlap.slowdown)) * (1 + 1e-9)
+    starts = [start for start, _ in collectives(tasks, played)]
+    assert starts == sorted(starts)
+
+
+class Slack:
+    """The lane's time that is left when each bucket is ready."""
+
+    alike = None
+
+    def __init__(self, slack_s: Sequence[float]) -> None:
+        self._slack_s = slack_s
+
+    def slack_s(self, rows: object) -> np.ndarray:
+        return np.array(self._slack_s)
+
+
+@given(
+    work=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+    tail=st.floats(0.0, 1.0),
+    cost=st.lists(st.floats(1e-6, 2.0), min_size=8, max_size=8),
+    slots=st.integers(1, 3),
+    exposed=st.floats(0.0, 3.0),
+    slowdown=st.floats(1.0, 4.0),
+    others=st.lists(st.floats(0.3, 2.0), max_size=3),
+    latency_s=st.floats(0.0, 0.5),
+)
+def test_the_closed_form_equals_the_event_simulation(
+    work: list[float],
+    tail: float,
+    cost: list[float],
+    slots: int,
+    exposed: float,
+    slowdown: float,
+    others: list[float],
+    latency_s: float,
+) -> None:
+    overlap = Overlap.of(exposed, slowdown)
+    # Where compute stands still beside collectives, a latency that ends with it may end before or
+    # after: the step jumps there.
+    assume(overlap.drain > 0 or latency_s == 0)
+    ready, costs = np.cumsum(work), np.array(cost[: len(work)])
+    speeds = [1.0, *others]
+    # A second a byte; the latency of a collective is never more than half of it.
+    waits = np.minimum(latency_s, costs / 2)
+    tasks = queue(
+        [(ready * speed).tolist() for speed in speeds],
+        [float(ready[-1] + tail) * speed for speed in speeds],
+        costs.tolist(),
+        waits.tolist(),
+    )
+    played = simulate(tasks, overlap, slots=slots)
+    lane_s = float(ready[-1] + tail) * max(speeds)
+    corrections = Corrections(
+        np.zeros(1), np.zeros(1), lines=(Line(0.0, 1.0),), latency_s=latency_s
+    )
+    model = CollectiveModel((Line(0.0, 1.0),), 0, 1.0, 0.0, False)
+    slack = Slack((lane_s - ready * max(speeds)).tolist())
+    exposed_s = BucketQueue((corrections,), costs).exposed_s(slack, model, 1.0, overlap)
+    assert lane_s + exposed_s == pytest.approx(played.step_s, rel=1e-9)
