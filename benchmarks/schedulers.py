@@ -1,4 +1,4 @@
-"""Replay the poster's experiment: what good estimates are worth to schedulers.
+"""Replay 512 jobs on 512 GPUs: what good estimates are worth to schedulers.
 
 512 jobs of traced CNN, RNN, GAN and Transformer models on 512 GPUs of two clusters, at two arrival
 rates, three seeds: every policy, then max-min and greedy policies on speeds that are off by a known
