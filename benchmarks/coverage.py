@@ -1,4 +1,4 @@
-"""Trace every timm model and every trainable transformers type, and count the failures (A20).
+"""Trace every timm model and every trainable transformers type, and count the failures.
 
 Run it in an environment of its own: timm needs torchvision, whose wheel does not load beside a CPU
 build of torch unless two schemas are defined first, which this does. Results go to a file as they

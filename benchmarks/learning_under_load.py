@@ -1,6 +1,6 @@
 """Ask for calibrated estimates from many threads while the same calibrator keeps learning.
 
-The bound is R5 of the targets: every answer is that of one of the states that were in force between
+The bound: every answer is that of one of the states that were in force between
 the question and its answer, and neither memory nor the time of a question grows.
 """
 

@@ -2,7 +2,7 @@
 
 Every allocation and release of one real step on the CPU is read from torch's profiler
 (``profile_memory``), on top of what is held when the step starts. The prediction is written down
-before the step is run. The bound is A9 of the targets: 2 % on each model of `local_models.py`; on
+before the step is run. The bound is 2 % on each model of `local_models.py`; on
 architectures drawn at random (`--draw`) a median of 0.5 % and 3 % at worst, and the level during
 95 % of the operators within 2 % of the peak.
 

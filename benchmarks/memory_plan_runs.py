@@ -1,4 +1,4 @@
-"""Run plans of memory on this CPU and set the measured peak and time beside what was planned (A10).
+"""Run plans of memory on this CPU and set the measured peak and time beside what was planned.
 
     python benchmarks/memory_plan_runs.py [--only MODEL ...] [--saving 0.2] [--steps 5] [--json]
 

@@ -1,4 +1,4 @@
-"""Plan the memory of five convolutional networks as TENSILE did, beside the plans of others (A10).
+"""Plan the memory of five convolutional networks as TENSILE did, beside the plans of others.
 
 Batches of 16 and 2 at 224 px, 1000 classes, Adam, fp32, on the machine `rtx-2080-ti` with a host
 link of 12.5 GB/s out and 13.4 GB/s back. Every parameter is updated by itself with a fused kernel:

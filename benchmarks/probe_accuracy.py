@@ -1,4 +1,4 @@
-"""Check the probe against itself and against links of known rate (A1 of TARGETS).
+"""Check the probe against itself and against links of known rate.
 
 Three parts: `sizes` fits every link and collective on half of its message sizes and predicts the
 other half; `repeat` compares two probes of this machine; `links` sends messages through links that
@@ -222,7 +222,7 @@ def repeat_part(profiles: Profiles) -> list[Row]:
         if row.group in ("host", "memory", "update"):
             difference = median_difference_ratio((row,))
             rows.append(judged("repeat", f"  {row.group}: {row.name}", difference, None))
-    # TARGETS asks for the median over entries; host and memory are a dozen among hundreds of
+    # The bound is on the median over entries; host and memory are a dozen among hundreds of
     # kernels, so their own lines are printed too.
     total = median_difference_ratio(compared)
     return [*rows, judged("repeat", f"all {len(compared)} entries", total, REPEAT_BOUND_RATIO)]

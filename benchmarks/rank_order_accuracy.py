@@ -1,4 +1,4 @@
-"""Judge the orders of ranks that `advise.rank_order` finds for made-up pair matrices (TARGETS A15).
+"""Judge the orders of ranks that `advise.rank_order` finds for made-up pair matrices.
 
 ``python benchmarks/rank_order_accuracy.py`` sets orders of 8 to 64 hosts beside the best known and
 beside random ones; ``testbed_accuracy.py orders`` does so on a real network.
@@ -29,7 +29,7 @@ from estimator.placement.topology import Cluster, Node, Switch
 
 SIZE_BYTES = 16 * 10**6
 RANDOM_ORDERS = 200
-# TARGETS A15.
+# What an order may cost above the best known.
 ABOVE_BEST_RATIO = 0.05
 Array = NDArray[np.float64]
 # A pair of hosts measured twice differs by about this much.

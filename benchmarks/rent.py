@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/rent.py --data FOLDER
 
-FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. A12: the cheapest measured
-configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
-after single devices and six steps on several (A4); what costs the same within the noise of repeated
-measurements counts as the same. A14: steps of 3, 5, 6 and 7 asynchronous
+FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. Choices: the cheapest
+measured configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
+after single devices and six steps on several; what costs the same within the noise of repeated
+measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous
 workers, fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of
 thousands of GPUs.
 """
@@ -201,7 +201,7 @@ def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) 
 
 
 def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration]]]:
-    """Table, model and configurations on every GPU on which A4 has its steps of that model."""
+    """Table, model and configurations on every GPU of which few-shot calibration has its steps."""
     for table in ("pollux_t4", "sia_hetero"):
         models: defaultdict[str, list[Configuration]] = defaultdict(list)
         for job in read_steps([folder / f"{table}.csv"]).jobs:
@@ -212,7 +212,7 @@ def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration
 
 
 def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
-    """A12 as a table: any placement and batch, or any placement at each batch per GPU."""
+    """Choices as a table: any placement and batch, or any placement at each batch per GPU."""
     about = "| table | model | choice among | configurations | method "
     yield f"{about}| same % | late % | regret % | best thought late % | best thought dear % |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -269,14 +269,14 @@ def _percent(values: Iterable[float]) -> str:
 
 
 def asynchronous_workers(folder: Path) -> str:
-    """A14: the mean error of numbers of workers that were not seen."""
+    """The mean error of numbers of workers that were not seen."""
     errors: list[float] = []
     for job in read_workers([folder / "cmdare_workers.csv"]).jobs:
         for split in workers(job):
             fitted = AsynchronousRegressor().fit(job.X()[split.train], job.y()[split.train])
             ratio = fitted.predict(job.X()[split.test]) / job.y()[split.test]
             errors += np.abs(ratio - 1).tolist()
-    return f"A14, mean error of {len(errors)} rows: {100 * np.mean(errors):.2f} %"
+    return f"Mean error of {len(errors)} rows: {100 * np.mean(errors):.2f} %"
 
 
 def played() -> Iterator[str]:
@@ -384,10 +384,10 @@ def main() -> None:
     folder = parser.parse_args().data
     models = list(measured_models(folder))
     for title, lines in (
-        ("Cheapest within a time (A12)", choices(models)),
+        ("Cheapest within a time", choices(models)),
         ("Repetitions and predictions", noises(models)),
         ("Choices one by one", one_by_one(models)),
-        ("Asynchronous workers (A14)", [asynchronous_workers(folder)]),
+        ("Asynchronous workers", [asynchronous_workers(folder)]),
         ("Among failures", played()),
         ("Thousands of GPUs", goodputs()),
     ):

@@ -1,6 +1,6 @@
 """Give the command line thousands of hostile inputs, and say which of them break its contract.
 
-The contract (R1 of the targets): a wrong input ends with exit code 2 and one sentence on stderr,
+The contract: a wrong input ends with exit code 2 and one sentence on stderr,
 changes no file, and takes bounded time and memory. Each input runs in a forked child of a process
 that has everything imported, so that its own time and memory are what is counted.
 """

@@ -1,9 +1,10 @@
-"""Time what TARGETS bounds: looks at models (P1), estimates (P2–P4), refits (P5), start-up (P6).
+"""Time looks at models, estimates, tables, timelines, refits and start-up against their bounds.
 
     python benchmarks/speed.py [--parts looks one many memory timeline …]
     python benchmarks/speed.py --picture docs/speed.svg
 
-P2 to P4 run in one thread and are given in seconds of its CPU, since others share the machine.
+Estimates, tables and timelines run in one thread and are given in seconds of its CPU, since others
+share the machine.
 `--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
 function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
 3.2) is, as written here. `cold` times the first answers of fresh processes (wall time), graphs and
@@ -86,11 +87,11 @@ def in_child(
     return json.loads(result.stdout.splitlines()[-1])
 
 
-# P1
+# Looks at models
 
 
 def looks(options: argparse.Namespace) -> Found:
-    """P1."""
+    """Looks at models, beside a bare fake step."""
     return in_child("look", options) | in_child("llama", options)
 
 
@@ -111,10 +112,10 @@ def look_ratio(options: argparse.Namespace) -> Found:
         looks.append(seconds(lambda: trace_graph(model, batch)))
     look, bare = statistics.median(looks), statistics.median(bares)
     return {
-        "P1 look / bare fake step, GPT-2-small": (look / bare, "x", 6),
-        "P1 bare fake step, GPT-2-small": (bare, "s", None),
-        "P1 look at GPT-2-small, warm": (look, "s", 3),
-        "P1 look at GPT-2-small, first in the process": (first, "s", 3),
+        "look / bare fake step, GPT-2-small": (look / bare, "x", 6),
+        "bare fake step, GPT-2-small": (bare, "s", None),
+        "look at GPT-2-small, warm": (look, "s", 3),
+        "look at GPT-2-small, first in the process": (first, "s", 3),
     }
 
 
@@ -143,16 +144,16 @@ def look_at_llama(_options: argparse.Namespace) -> Found:
     model, batch, _, _ = load_model(LLAMA_70B, batch=1, seq_len=2048, weights=False)
     look = seconds(lambda: trace_graph(model, batch))
     return {
-        "P1 look at Llama-70B": (look, "s", 30),
-        "P1 resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
+        "look at Llama-70B": (look, "s", 30),
+        "resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
     }
 
 
-# P2, P3 and what others take
+# Estimates, tables and what others take
 
 
 def one(options: argparse.Namespace) -> Found:
-    """P2: warm estimates of allocations not seen before, parsed and as text."""
+    """Warm estimates of allocations not seen before, parsed and as text."""
     from speed_cases import STRATEGY, Machines, model
 
     from estimator import Allocation, estimate
@@ -174,7 +175,7 @@ def one(options: argparse.Namespace) -> Found:
     found: Found = {}
     for shape in shapes:
         one_s, groups = min(parsed_s[shape]), shape[0]
-        name = f"P2 one estimate, {groups} groups of {shape[1]} machine types"
+        name = f"one estimate, {groups} groups of {shape[1]} machine types"
         more_s = (min(text_s[shape]) - one_s) / groups
         found[name] = (one_s * 1e6, "µs", 100)
         found[f"{name}, more as text, a group"] = (more_s * 1e6, "µs", 2)
@@ -183,7 +184,7 @@ def one(options: argparse.Namespace) -> Found:
 
 
 def many(options: argparse.Namespace) -> Found:
-    """P3: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
+    """Tables: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
     from speed_cases import STRATEGY, Machines, columns, model, texts
 
     from estimator import estimate_many
@@ -201,12 +202,12 @@ def many(options: argparse.Namespace) -> Found:
     text_s = row_s(lines)
     best = min(column_s)
     return {
-        f"P3 a row of {rows:.0e} as columns, least of {len(column_s)}": (best * 1e6, "µs", 0.5),
-        "P3 a row as columns, median": (statistics.median(column_s) * 1e6, "µs", 0.5),
-        "P3 a row as columns, compiling its classes first": (compiling_s * 1e6, "µs", None),
-        f"P3 a row as text, least of {len(text_s)}": (min(text_s) * 1e6, "µs", 2),
-        "P3 a row as text, median": (statistics.median(text_s) * 1e6, "µs", 2),
-        f"P3 a row / {other['source']}": (best / other["row_s"], "x", None),
+        f"a row of {rows:.0e} as columns, least of {len(column_s)}": (best * 1e6, "µs", 0.5),
+        "a row as columns, median": (statistics.median(column_s) * 1e6, "µs", 0.5),
+        "a row as columns, compiling its classes first": (compiling_s * 1e6, "µs", None),
+        f"a row as text, least of {len(text_s)}": (min(text_s) * 1e6, "µs", 2),
+        "a row as text, median": (statistics.median(text_s) * 1e6, "µs", 2),
+        f"a row / {other['source']}": (best / other["row_s"], "x", None),
     }
 
 
@@ -236,12 +237,12 @@ def pollux_throughput(nodes: Any, replicas: Any, batch: Any, accumulation: int) 
 
 
 def memory(options: argparse.Namespace) -> Found:
-    """P3: the most memory held over 10⁶ and over 10⁷ texts, in chunks."""
+    """The most memory held over 10⁶ and over 10⁷ texts, in chunks."""
     few, more = (in_child("chunks", options, rows=rows) for rows in (10**6, 10**7))
     return {
-        "P3 memory, chunks of 1e6 texts": (few / 2**20, "MiB", None),
-        "P3 memory, chunks of 1e7 texts": (more / 2**20, "MiB", None),
-        "P3 memory, ten times the rows": (more / few, "x", 1.1),
+        "memory, chunks of 1e6 texts": (few / 2**20, "MiB", None),
+        "memory, chunks of 1e7 texts": (more / 2**20, "MiB", None),
+        "memory, ten times the rows": (more / few, "x", 1.1),
     }
 
 
@@ -258,11 +259,11 @@ def chunks(options: argparse.Namespace) -> int:
     return resident_bytes()
 
 
-# P4
+# Timelines
 
 
 def timeline(options: argparse.Namespace) -> Found:
-    """P4: an event timeline of a 2,000-op model on 1,024 ranks in 16 unlike classes."""
+    """An event timeline of a 2,000-op model on 1,024 ranks in 16 unlike classes."""
     from speed_cases import DEVICES, Machines, model
 
     from estimator import estimate
@@ -274,16 +275,16 @@ def timeline(options: argparse.Namespace) -> Found:
         cpu_seconds(lambda: estimate(graph, text).timeline) for _ in range(options.repeats)
     )
     spans = estimate(graph, text).timeline.spans
-    name = f"P4 timeline, {len(graph.ops)} ops, 1,024 ranks, 16 classes"
+    name = f"timeline, {len(graph.ops)} ops, 1,024 ranks, 16 classes"
     return {
         name: (whole_s, "s", 0.5),
-        "P4 its spans": (len(spans), "", None),
-        "P4 its spans as objects": (cpu_seconds(lambda: list(spans)), "s", None),
-        "P4 compiling 16 machines first": (compiling_s, "s", None),
+        "its spans": (len(spans), "", None),
+        "its spans as objects": (cpu_seconds(lambda: list(spans)), "s", None),
+        "compiling 16 machines first": (compiling_s, "s", None),
     }
 
 
-# P5
+# Refits
 
 
 def calibration(options: argparse.Namespace) -> Found:
@@ -293,7 +294,7 @@ def calibration(options: argparse.Namespace) -> Found:
     return refit(options)
 
 
-# P6
+# Start-up
 
 
 def start_up(options: argparse.Namespace) -> Found:
@@ -308,9 +309,9 @@ def start_up(options: argparse.Namespace) -> Found:
         for name, command in commands.items():
             times[name].append(seconds(partial(subprocess.run, command, **QUIET)))
     return {
-        "P6 estimator --help": (statistics.median(times["help"]), "s", 0.3),
-        "P6 import estimator": (statistics.median(times["import"]), "s", 0.15),
-        "P6 python itself": (statistics.median(times["bare"]), "s", None),
+        "estimator --help": (statistics.median(times["help"]), "s", 0.3),
+        "import estimator": (statistics.median(times["import"]), "s", 0.15),
+        "python itself": (statistics.median(times["bare"]), "s", None),
     }
 
 

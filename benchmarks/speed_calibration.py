@@ -1,4 +1,4 @@
-"""Time what calibration costs (P5): taking an observation in, refitting, and estimates after it."""
+"""Time what calibration costs: taking an observation in, refitting, and estimates after it."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def refit(_options: Any) -> dict[str, tuple[float, str, float | None]]:
                 times += [seconds(lambda t=text, c=calibration: step_s(t, 16, c)) for text in texts]  # type: ignore[misc]
     median = statistics.median
     return {
-        f"P5 refit on {OBSERVATIONS} observations": (median(refit_s) * 1e3, "ms", 100),
-        "P5 one observation taken in": (median(taken_s) * 1e3, "ms", 5),
-        "P5 first learning of a workload": (first_s * 1e3, "ms", None),
-        "P5 an estimate without calibration": (median(cold_s) * 1e6, "µs", None),
-        "P5 a calibrated estimate of a step asked for before": (median(known_s) * 1e6, "µs", None),
-        "P5 that over one without": (median(known_s) / median(cold_s), "x", 1.3),
-        "P5 a calibrated estimate of a new step": (median(new_s) * 1e6, "µs", 200),
+        f"refit on {OBSERVATIONS} observations": (median(refit_s) * 1e3, "ms", 100),
+        "one observation taken in": (median(taken_s) * 1e3, "ms", 5),
+        "first learning of a workload": (first_s * 1e3, "ms", None),
+        "an estimate without calibration": (median(cold_s) * 1e6, "µs", None),
+        "a calibrated estimate of a step asked for before": (median(known_s) * 1e6, "µs", None),
+        "that over one without": (median(known_s) / median(cold_s), "x", 1.3),
+        "a calibrated estimate of a new step": (median(new_s) * 1e6, "µs", 200),
     }

@@ -1,4 +1,4 @@
-"""Bad input gets one sentence that says what to do and exit code 2, and changes no file (R1)."""
+"""Bad input gets one sentence that says what to do and exit code 2, and changes no file."""
 
 from __future__ import annotations
 

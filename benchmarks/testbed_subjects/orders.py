@@ -1,7 +1,7 @@
 """The order of ranks found for two oversubscribed racks, beside random ones.
 
 All pairs are measured with ``python -m estimator.probe --pairs all``; then an all-reduce and a
-paced DDP step in each order are predicted and measured (TARGETS A15).
+paced DDP step in each order are predicted and measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from estimator.timeline.collectives.costs import GroupCollective
 SIZE_BYTES = 16 * 10**6
 MODEL, STRATEGY = "few_big", "ddp:view"
 ALL_REDUCES = 5
-# TARGETS A15: of the gain over the mean random order.
+# Of the predicted gain over the mean random order.
 GAIN_ERROR_RATIO = 0.15
 
 

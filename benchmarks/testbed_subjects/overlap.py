@@ -1,4 +1,4 @@
-"""The communication that DDP leaves exposed, for bucket caps of 1 to 100 MB (TARGETS A17).
+"""The communication that DDP leaves exposed, for bucket caps of 1 to 100 MB.
 
 It is measured as the step under DDP minus that of the same ranks under ``no_sync``, fresh processes
 each, taking turns.
@@ -17,7 +17,7 @@ from testbed_runs import Trial
 
 from .steps import StepBench
 
-# TARGETS A17: within the larger of 15 % of itself and 2 % of the step.
+# Within the larger of 15 % of itself and 2 % of the step.
 BOUND_RATIO, BOUND_OF_STEP_RATIO = 0.15, 0.02
 
 

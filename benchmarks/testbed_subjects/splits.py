@@ -1,7 +1,6 @@
 """The best split of a global batch over unlike nodes, beside the even one and its neighbours.
 
-`balance` finds the split; it and those around it are then trained, taking turns (TARGETS
-A18).
+`balance` finds the split; it and those around it are then trained, taking turns.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.units import format_split
 
-# TARGETS A18: the step at the predicted best split, and its gain over the even one.
+# Of the step at the predicted best split, and of its gain over the even one.
 BOUND_RATIO = 0.1
 Split = tuple[int, ...]
 

@@ -2,8 +2,7 @@
 
 The network of four workers is probed once. Then the links of workers and of two servers take every
 rate of a grid; for each cell the step of a paced model under every strategy is predicted from that
-one probe, and measured: DDP, ZeRO-1 and synchronous parameter servers over gloo, taking turns
-(TARGETS A16).
+one probe, and measured: DDP, ZeRO-1 and synchronous parameter servers over gloo, taking turns.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WORKERS, SERVERS = ("n0", "n1", "n2", "n3"), ("n4", "n5")
 ALLOCATION = "+".join(f"{node}[0]" for node in WORKERS)
 PARAMETER_S = 2e-8
 MODEL = "eight_even"
-# TARGETS A16: the choice is the best, or costs at most this much more.
+# The choice is the best, or costs at most this much more.
 TOLERATED_RATIO, WANTED_RATIO = 0.05, 0.90
 
 

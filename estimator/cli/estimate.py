@@ -302,7 +302,7 @@ def _write_trace(answer: Estimate, path: Path) -> None:
     write_trace(answer.timeline, path)
 
 
-# A measurement this close counts as predicted even outside the interval (TARGETS A2, worst case).
+# A measurement this close counts as predicted even outside the interval.
 TOLERATED_ERROR_RATIO = 0.25
 # `check` fails if more of the time than this rests on datasheets and assumptions.
 TOLERATED_UNMEASURED_RATIO = 0.1
