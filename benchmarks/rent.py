@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/rent.py --data FOLDER
 
 FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. Choices: the cheapest
-measured configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
-after single devices and six steps on several; what costs the same within the noise of repeated
-measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous
-workers, fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of
-thousands of GPUs.
+measured configuration within a time, for 50 budgets of each model, chosen by step times that were
+predicted after single devices and six steps on several; what costs the same within the noise of
+repeated measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous workers,
+fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of thousands
+of GPUs.
 """
 
 from __future__ import annotations
