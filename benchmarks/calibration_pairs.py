@@ -1,4 +1,4 @@
-"""Judge calibration on every job and machine of tables of measured steps: never worse?
+"""Judge calibration on every job and machine of tables of measured steps: is it never worse?
 
     python benchmarks/calibration_pairs.py TABLE.csv... [--draws N] [--k 3,5,10]
 

@@ -1,11 +1,11 @@
 """Predict published collectives from the catalogue alone, each system by a fit to the others.
 
 A system is asked for as the machine of the catalogue that it is. What the formula takes from
-measurements inside a node is one k for each kind of link (`timeline.inner_links`): it is fitted to
-all other systems of the kind and judged on buckets of 1 to 64 MiB of the one left out. Between
-nodes nothing is fitted: NCCL's own table says what its protocols take. There a second split,
-``ends``, takes the latency of the network from the system's smallest messages and its rate from
-the largest, as a probe would.
+measurements inside a node is one k for each kind of link (`PIPELINING` of
+`timeline/collectives/algorithms.py`): it is fitted to all other systems of the kind and judged on
+buckets of 1 to 64 MiB of the one left out. Between nodes nothing is fitted: NCCL's own table says
+what its protocols take. There a second split, ``ends``, takes the latency of the network from the
+system's smallest messages and its rate from the largest, as a probe would.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
 
 
 def fitted_to_all(groups: Sequence[Group]) -> dict[str, float]:
-    """The k of each kind of link by all systems: what `inner_links` holds."""
+    """The k of each kind of link by all systems: what `PIPELINING` holds."""
     asked = list(asked_of(groups))
     return {name: fitted([each for each in asked if each.locality == name]) for name in FITTED}
 

@@ -1,7 +1,8 @@
 """Compare split graphs with modules that torch parallelises: collectives, local products, order.
 
 Every model is divided by ``parallelize_module`` (DTensor) on a fake process group, where one rank
-runs a step and hallucinates its peers; what it sends and multiplies is the oracle of `graph.split`.
+runs a step and hallucinates its peers; what it sends and multiplies is the oracle of
+`graph.partition`.
 """
 
 from __future__ import annotations

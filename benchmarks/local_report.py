@@ -20,7 +20,7 @@ from summary import (
     summarise,
 )
 
-# The bounds of one-device and two-device steps.
+# The largest errors with which each method passes.
 BOUNDS = {
     "probe": Bound(median_ratio=0.08, worst_ratio=0.25),
     "measured": Bound(median_ratio=0.05, worst_ratio=0.12),
@@ -47,7 +47,7 @@ def report(cases: Sequence[Case], canary: Mapping[str, float | None]) -> Iterato
     yield from describe_grid_share(cases)
 
 
-# Of models drawn at random: this much is asked of each method, and that timed operators be
+# Of models drawn at random: each method is to show this much, and timed operators are to be
 # closer than the probe alone on this share of the models.
 DRAWN_BOUNDS = {
     "probe": Bound(median_ratio=0.05, worst_ratio=0.20),

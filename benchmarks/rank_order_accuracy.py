@@ -29,7 +29,7 @@ from estimator.placement.topology import Cluster, Node, Switch
 
 SIZE_BYTES = 16 * 10**6
 RANDOM_ORDERS = 200
-# The bounds that orders are judged by.
+# What an order may cost above the best known.
 ABOVE_BEST_RATIO = 0.05
 Array = NDArray[np.float64]
 # A pair of hosts measured twice differs by about this much.

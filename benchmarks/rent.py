@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python benchmarks/rent.py --data FOLDER
 
-FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. The cheapest measured
-configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
-after single devices and six steps on several (few-shot); what costs the same within the noise of
-repeated measurements counts as the same. Steps of 3, 5, 6 and 7 asynchronous workers, fitted on 1,
-2, 4 and 8. Then closed forms against training that is played, and goodput of
-thousands of GPUs.
+FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. Choices: the cheapest
+measured configuration within a time, for 50 budgets of each model, chosen by step times that were
+predicted after single devices and six steps on several; what costs the same within the noise of
+repeated measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous workers,
+fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of thousands
+of GPUs.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) 
 
 
 def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration]]]:
-    """Table, model, configurations on every GPU with the few-shot protocol's steps of the model."""
+    """Table, model and configurations on every GPU of which few-shot calibration has its steps."""
     for table in ("pollux_t4", "sia_hetero"):
         models: defaultdict[str, list[Configuration]] = defaultdict(list)
         for job in read_steps([folder / f"{table}.csv"]).jobs:
@@ -212,7 +212,7 @@ def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration
 
 
 def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
-    """The cheapest within a time, as a table: any placement and batch, or at each batch per GPU."""
+    """Choices as a table: any placement and batch, or any placement at each batch per GPU."""
     about = "| table | model | choice among | configurations | method "
     yield f"{about}| same % | late % | regret % | best thought late % | best thought dear % |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -269,7 +269,7 @@ def _percent(values: Iterable[float]) -> str:
 
 
 def asynchronous_workers(folder: Path) -> str:
-    """Asynchronous workers: the mean error of numbers of workers that were not seen."""
+    """The mean error of numbers of workers that were not seen."""
     errors: list[float] = []
     for job in read_workers([folder / "cmdare_workers.csv"]).jobs:
         for split in workers(job):

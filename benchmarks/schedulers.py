@@ -1,6 +1,6 @@
 """Replay 512 jobs on 512 GPUs: what good estimates are worth to schedulers.
 
-512 jobs of traced CNN, RNN, GAN and Transformer models on 512 GPUs of two clusters, at two arrival
+Jobs of traced CNN, RNN, GAN and Transformer models on two clusters, at two arrival
 rates, three seeds: every policy, then max-min and greedy policies on speeds that are off by a known
 amount or learnt in the replay. ``PYTHONPATH=. python benchmarks/schedulers.py``; ``--record`` keeps
 every replay, ``--out`` writes the page, ``--picture`` draws what error costs.

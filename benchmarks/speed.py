@@ -1,9 +1,10 @@
-"""Time looks at models, estimates, tables, timelines, refits and start-up.
+"""Time looks at models, estimates, tables, timelines, refits and start-up against their bounds.
 
     python benchmarks/speed.py [--parts looks one many memory timeline …]
     python benchmarks/speed.py --picture docs/speed.svg
 
-Estimates run in one thread and are given in seconds of its CPU, since others share the machine.
+Estimates, tables and timelines run in one thread and are given in seconds of its CPU, since others
+share the machine.
 `--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
 function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
 3.2) is, as written here. `cold` times the first answers of fresh processes (wall time), graphs and
@@ -86,8 +87,11 @@ def in_child(
     return json.loads(result.stdout.splitlines()[-1])
 
 
+# Looks at models
+
+
 def looks(options: argparse.Namespace) -> Found:
-    """Looks at models."""
+    """Looks at models, beside a bare fake step."""
     return in_child("look", options) | in_child("llama", options)
 
 
@@ -145,7 +149,7 @@ def look_at_llama(_options: argparse.Namespace) -> Found:
     }
 
 
-# What others take
+# Estimates, tables and what others take
 
 
 def one(options: argparse.Namespace) -> Found:
@@ -180,7 +184,7 @@ def one(options: argparse.Namespace) -> Found:
 
 
 def many(options: argparse.Namespace) -> Found:
-    """Distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
+    """Tables: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
     from speed_cases import STRATEGY, Machines, columns, model, texts
 
     from estimator import estimate_many
@@ -255,6 +259,9 @@ def chunks(options: argparse.Namespace) -> int:
     return resident_bytes()
 
 
+# Timelines
+
+
 def timeline(options: argparse.Namespace) -> Found:
     """An event timeline of a 2,000-op model on 1,024 ranks in 16 unlike classes."""
     from speed_cases import DEVICES, Machines, model
@@ -277,11 +284,17 @@ def timeline(options: argparse.Namespace) -> Found:
     }
 
 
+# Refits
+
+
 def calibration(options: argparse.Namespace) -> Found:
     """Refits and calibrated estimates."""
     from speed_calibration import refit
 
     return refit(options)
+
+
+# Start-up
 
 
 def start_up(options: argparse.Namespace) -> Found:

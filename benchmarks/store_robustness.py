@@ -1,6 +1,6 @@
 """Kill writers of an observation store and probes at random points, and let many write at once.
 
-Its bounds: after every kill -9 the store opens, is whole and holds each
+Bounds: after every kill -9 the store opens, is whole and holds each
 observation whose writer was told that it is kept, and of two probes of one name that are killed a
 whole profile stays; of 8 processes that write 10,000 observations
 each, in transactions of 1 to 40 and some of them twice, none is lost and none doubled.

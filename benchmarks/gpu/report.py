@@ -21,7 +21,7 @@ from summary import (
 from estimator.machines.profile import MachineProfile
 from gpu.cases import Case
 
-# The bounds of steps and of memory on a real GPU.
+# The largest errors with which each method passes: of step times, then of memory peaks.
 BOUNDS = {
     "probe": Bound(median_ratio=0.08, worst_ratio=0.25),
     "measured": Bound(median_ratio=0.04, worst_ratio=0.12),

@@ -32,7 +32,7 @@ from estimator.timeline.collectives.costs import GroupCollective
 SIZE_BYTES = 16 * 10**6
 MODEL, STRATEGY = "few_big", "ddp:view"
 ALL_REDUCES = 5
-# The bound: of the gain over the mean random order.
+# Of the predicted gain over the mean random order.
 GAIN_ERROR_RATIO = 0.15
 
 

@@ -17,7 +17,7 @@ from testbed_runs import Trial
 
 from .steps import StepBench
 
-# The bound: within the larger of 15 % of itself and 2 % of the step.
+# Within the larger of 15 % of itself and 2 % of the step.
 BOUND_RATIO, BOUND_OF_STEP_RATIO = 0.15, 0.02
 
 

@@ -20,7 +20,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.units import format_split
 
-# The bounds: the step at the predicted best split, and its gain over the even one.
+# Of the step at the predicted best split, and of its gain over the even one.
 BOUND_RATIO = 0.1
 Split = tuple[int, ...]
 

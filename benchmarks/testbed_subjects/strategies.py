@@ -32,7 +32,7 @@ WORKERS, SERVERS = ("n0", "n1", "n2", "n3"), ("n4", "n5")
 ALLOCATION = "+".join(f"{node}[0]" for node in WORKERS)
 PARAMETER_S = 2e-8
 MODEL = "eight_even"
-# The bound: the choice is the best, or costs at most this much more.
+# The choice is the best, or costs at most this much more.
 TOLERATED_RATIO, WANTED_RATIO = 0.05, 0.90
 
 

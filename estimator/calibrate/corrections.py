@@ -150,7 +150,7 @@ class StepCorrections:
         return remark
 
     def log_parameter(self, name: str) -> float:
-        """The logarithm of a fitted parameter of `priors.PARAMETERS`."""
+        """The logarithm of a fitted parameter of `performance_model.PARAMETERS`."""
         return float(self.regressor_.log_parameters_[PARAMETERS.index(name)])
 
     def spread(self) -> Array:

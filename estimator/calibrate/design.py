@@ -243,7 +243,7 @@ _DEGREES_OF_FREEDOM = 4.0
 _OUTLIER_Z = 3.29
 _CONFIRMED = 3
 # Correlation between errors of the model in runs of one row: what it does not know of the row is
-# the same in each, and about as large as their noise (`gaussian_process`).
+# the same in each, and about as large as their noise.
 _INTRACLASS_CORRELATION = 0.5
 
 

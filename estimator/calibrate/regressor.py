@@ -13,8 +13,8 @@ Where the engine's whole step is known, the ratio of it to the model's prior pre
 of the regression, as in a generalised linear model, since the model's overlap is not the engine's:
 without observations the answer is then exactly the engine's.
 
-Maximum a posteriori least squares in log space, with the priors of `priors` and weights that make
-it robust to outliers (an M-estimator); a Gaussian process (`gaussian_process`) then models the
+Maximum a posteriori least squares in log space, with the priors of `PARAMETERS` and weights that
+make it robust to outliers (an M-estimator); a Gaussian process (`mixture`) then models the
 residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
 with the most devices on one node as a fifth column.
 """
@@ -202,7 +202,7 @@ class _Search:
 _LEAST_SHIFT_RATIO = 0.05
 # Standard errors between both, as for `drift`.
 _LEAST_Z = 4.5
-# Observation noise between two runs of the same step is at least about this (`gaussian_process`).
+# Observation noise between two runs of the same step is at least about this (`mixture`).
 _LEAST_SIGMA = 0.02
 # Steps of each of two populations, and the share of variance that two groups may leave: normal
 # values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.

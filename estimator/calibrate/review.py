@@ -30,7 +30,7 @@ _LEAST_Z = 4.5
 _LEAST_STEPS = 3
 # Only so many of the latest steps of a node are searched: the cost is quadratic in them.
 _MOST_STEPS = 200
-# Observation noise between two runs of the same step is at least about this (`gaussian_process`).
+# Observation noise between two runs of the same step is at least about this.
 _LEAST_SIGMA = 0.02
 
 

@@ -44,7 +44,7 @@ _HALF_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What `kernel_model` knows of a chip computing in one dtype; numbers, or arrays of one length.
+    """What the model knows of a chip computing in one dtype; numbers, or arrays of one length.
 
     `headroom` is power per peak flop and clock, pJ/(flop·GHz): low where a power limit makes a
     chip lower its clock under load.
@@ -62,7 +62,7 @@ class Chip:
 
 
 def chip_of(device: Device, dtype: str) -> Chip:
-    """A device as `kernel_model` sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores).
+    """A device as the model sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores).
 
     What `assumed_of` lists is taken where the device does not say it. Raises ProfileError where its
     memory bandwidth is not known.

@@ -34,7 +34,7 @@ def split_limit(name: str) -> tuple[str, str | None]:
 def with_limit(profile: MachineProfile, limit: str) -> MachineProfile:
     """The machine under ``500W`` (nvidia-smi -pl) or ``1410MHz`` (nvidia-smi -lgc).
 
-    A power limit lowers the clock that busy units hold (see `timeline.kernel_model`), a clock the
+    A power limit lowers the clock that busy units hold (see `kernels.datasheet_model`), a clock the
     peaks themselves; memory keeps its rate. Raises ProfileError for a machine whose kernels were
     measured, and for a limit above what the device has.
     """
@@ -164,7 +164,7 @@ def known_machines() -> dict[str, Path]:
 def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     """Load a profile by machine name (user's store, then shipped catalogue) or by path.
 
-    A name may end in a limit, as ``h100-sxm@500W`` or ``h100-sxm@1410MHz`` (see `limits`). A file
+    A name may end in a limit, as ``h100-sxm@500W`` or ``h100-sxm@1410MHz``. A file
     is read again only once it has changed, of which other processes' changes are seen after 20 ms.
     Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged or
     the limit is none of that machine.

@@ -217,7 +217,7 @@ _WHOLE_BYTES = attrgetter("whole_memory.total_bytes")
 
 
 class _Ready:
-    """When the slowest kind of some ranks has each bucket ready; see `bucket_queue.Ready`."""
+    """When the slowest kind of some ranks has each bucket ready; see `rules.Ready`."""
 
     alike = None
 

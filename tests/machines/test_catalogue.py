@@ -24,7 +24,7 @@ NAMES = sorted(path.stem for path in (DATA / "machines").glob("*.json"))
 PROFILES = {name: load_profile(DATA / "machines" / f"{name}.json") for name in NAMES}
 DEVICES = {profile.devices[0].name: profile.devices[0] for profile in PROFILES.values()}
 
-# The least that a catalogue of GPUs in use has.
+# What the catalogue holds at the least.
 WANTED = """
 k80 p100-pcie p100-sxm v100-pcie v100-sxm v100-sxm-32gb t4 rtx-2080-ti rtx-3090 rtx-4090 a10 a40
 rtx-a6000 a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb l4 l40s h100-pcie h100-sxm

@@ -283,7 +283,7 @@ _FSDP = Strategy(kind="fsdp")
 
 
 class _NoBuckets:
-    """Gradients that are not reduced in buckets; see `bucket_queue.Ready`."""
+    """Gradients that are not reduced in buckets; see `rules.Ready`."""
 
     alike = None
 

@@ -127,7 +127,7 @@ class Spot:
     """What taking spot instances means: one that is taken sets the training back.
 
     Each instance is revoked after `mtbf_s` on average, a time for all or one by machine type; see
-    `checkpoints.expected_time_s`. Raises WorkloadError.
+    `expected_time_s`. Raises WorkloadError.
     """
 
     mtbf_s: float | Mapping[str, float]
@@ -322,7 +322,7 @@ class TransientCluster:
     def synchronous_s(self, steps: float) -> float:
         """Expected time of synchronous steps, all of which a lost worker sets back.
 
-        Each step takes as long as the slowest worker's; see `checkpoints.expected_time_s`.
+        Each step takes as long as the slowest worker's; see `expected_time_s`.
         """
         step_s = 1 / min(*(w.steps_per_s for w in self.workers), self.most_steps_per_s)
         per_s = sum(worker.revocations.mean_per_s for worker in self.workers)

@@ -194,7 +194,7 @@ def _ranks(
 
 
 class _Ready:
-    """When the last rank of a row has each bucket ready; see `bucket_queue.Ready`.
+    """When the last rank of a row has each bucket ready; see `rules.Ready`.
 
     In most rows the slowest kind of rank has every bucket ready last: those rows are `alike`.
     """

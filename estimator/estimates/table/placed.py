@@ -308,7 +308,7 @@ class NetworkTable:
         self._switches = _Switches(groups, table.cluster) if table.cluster else None
 
     def whole_groups(self, placed: PlacedColumns) -> ProcessGroup:
-        """The process group of all ranks of each row; see `process_groups.whole_group`."""
+        """The process group of all ranks of each row; see `mesh.whole_group`."""
         alone = placed.nodes <= 1
         # Flat indices into the table of network rates by node group and ranks on the node.
         rate_at = placed.node_group * self._nic.shape[1] + placed.ranks_on_node

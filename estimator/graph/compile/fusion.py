@@ -6,8 +6,8 @@ would have to wait for itself, and where what is summed is known in time
 issue order, joins the kernel with which it shares most bytes, and brings others it reads with it.
 
 Follows torch's default backend, Inductor, at its default settings: pointwise work, sums and
-normalisations are fused (`fusion_groups`), cheap forward values are computed again in the backward
-pass instead of being saved (`recompute`), library kernels stay. Read off its rules, not off its
+normalisations are fused, cheap forward values are computed again in the backward
+pass instead of being saved, library kernels stay. Read off its rules, not off its
 output: no compiler runs here.
 """
 

@@ -1,9 +1,8 @@
 """Tell what an operator call costs, and by which features its time can be predicted.
 
 A cost is the least that a call must compute and move; it knows no machine. Formulas are in
-`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator; that of
-kernels fused by a compiler is in `fused_calls`, that of parts of a step known by its time in
-`step_parts`.
+`matmuls`, `memory_bound` and `indexing`, one per operator; those of kernels fused by a compiler,
+and of parts of a step known by their time, are here.
 """
 
 from __future__ import annotations

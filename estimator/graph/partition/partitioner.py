@@ -3,7 +3,7 @@
 Every value has a global shape and a placement; where an operator needs what its rank does not hold,
 a collective comes before it. What is divided, and what becomes of gradients, an axis says itself.
 
-Placements of tensors are followed from operator to operator (`split_rules`); where an operator
+Placements of tensors are followed from operator to operator (`rules`); where an operator
 needs what its rank does not hold, a collective comes before it. The model is not traced again.
 """
 

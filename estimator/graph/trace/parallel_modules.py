@@ -9,7 +9,7 @@ take their shards' place while it is traced, and its hooks, which gather and red
 What they do is played by the strategy that the graph keeps (`timeline.strategies.fsdp`).
 
 ``parallelize_module`` leaves parameters of which each rank of a mesh holds a part. What a rank does
-with its parts is recorded by `rank_record`; the graph keeps the layout that it is of, and of a
+with its parts is recorded by `RankRecorder`; the graph keeps the layout that it is of, and of a
 module that ``fully_shard`` has sharded the strategy.
 """
 

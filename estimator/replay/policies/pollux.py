@@ -25,7 +25,7 @@ class Pollux:
     The fitness of the paper with p = −1 is highest where Σ 1 / speedup is lowest, speedup being
     goodput over that on one device. On packed shapes of one machine type jobs do not depend on each
     other, so that the largest fall per device, step by step, stands for the paper's genetic search
-    (`pollux_search`).
+    (`PolluxSearch`).
     """
 
     interval_s = ROUND_S

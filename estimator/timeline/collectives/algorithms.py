@@ -195,7 +195,7 @@ class LinksByDevices:
         return links, self._unknown[profile, used]
 
 
-# k of α + βS + k·√(α·βS) of a tree between nodes: see `inner_links.PIPELINING`.
+# k of α + βS + k·√(α·βS) of a tree between nodes: see `PIPELINING`.
 TREE_PIPELINING = 2.2
 # A hop over NVLink, beside which `START_S` was measured.
 USUAL_HOP_S = 1.05e-6

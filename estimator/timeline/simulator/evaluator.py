@@ -3,7 +3,8 @@
 Without contention a task ends at max(what it waits for, its lane is free) + its cost. Where compute
 and collectives slow each other, all lanes advance together from one end to the next, at the rates
 of the overlap model. A queue of collectives for which no compute waits is given in closed form by
-`bucket_queue`. Source of the model: `tasks` and `Overlap`; `simulation` plays the same by events.
+`rules.BucketQueue`. Source of the model: `tasks` and `Overlap`; `simulation` plays the same by
+events.
 """
 
 from __future__ import annotations
