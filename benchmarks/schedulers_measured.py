@@ -29,7 +29,7 @@ from schedulers import Case, policy_lines, replayed, told
 
 import estimator as est
 from estimator.calibrate.baselines import OnesRegressor, OptimusRegressor, PolluxRegressor
-from estimator.calibrate.tables import read_rows
+from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
 from estimator.replay.job_files import REQUESTS, drawn_run_s
 from estimator.replay.jobs import Job
