@@ -26,8 +26,8 @@ from calibration.machine_priors import priors_of
 from calibration.protocols import DRAWS, Split, k_shot
 from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
+from summary import interval_score
 
-from estimator.accuracy import interval_score
 from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
 from estimator.calibrate.intervals import COVERAGE_RATIO, SPREAD_PRIOR, Spread
 from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from summary import noise_ratio
 
 from calibration.machine_priors import priors_of
 from calibration.protocols import Split, all_splits
 from calibration.tables import Job
-from estimator.accuracy import noise_ratio
 from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor

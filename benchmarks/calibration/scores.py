@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
 
 from calibration.evaluation import Evaluation, Run
-from estimator.accuracy import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
 
 Array = NDArray[np.float64]
 

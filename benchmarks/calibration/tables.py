@@ -32,7 +32,7 @@ class Step(Protocol):
         ...
 
     def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
+        """The fields of an accuracy case that identify the row (see `summary`)."""
         ...
 
 

@@ -34,7 +34,7 @@ class WorkerStep:
         return (self.workers, self.parameter_servers)
 
     def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
+        """The fields of an accuracy case that identify the row (see `summary`)."""
         return {
             "source": self.source,
             "model": self.model,

@@ -99,7 +99,7 @@ class MeasuredStep:
         return (self.ranks, nodes, self.batch_per_gpu, self.accumulation_steps, most)
 
     def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
+        """The fields of an accuracy case that identify the row."""
         return {
             "source": self.source,
             "model": self.model,

@@ -11,8 +11,8 @@ import pytest
 from calibration.evaluation import evaluate
 from calibration.scores import interval_scores, overall, pair_scores, scores_of, wins
 from calibration.tables import Job
+from summary import summarise
 
-from estimator.accuracy import summarise
 from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.errors import ObservationError, WorkloadError
