@@ -25,6 +25,7 @@ from calibration.protocols import few_shot, workers
 from calibration.tables import Job, read_steps
 from calibration.worker_tables import read_workers
 from numpy.typing import ArrayLike
+from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
 from estimator.advise.rent.transient import (
     Revocations,
@@ -37,7 +38,6 @@ from estimator.advise.rent.transient import (
     goodput_ratio,
     young_interval_s,
 )
-from estimator.advise.simulated_failures import simulated_asynchronous_s, simulated_times_s
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.machines.typical import RANK_JITTER_RATIO
