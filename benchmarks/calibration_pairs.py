@@ -22,16 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from calibration.machine_priors import priors_of
+from calibration.protocols import DRAWS, Split, k_shot
+from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
+from summary import interval_score
 
-from estimator.accuracy import interval_score
 from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
 from estimator.calibrate.intervals import COVERAGE_RATIO, SPREAD_PRIOR, Spread
-from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR
-from estimator.calibrate.protocols import DRAWS, Split, k_shot
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 
 Array = NDArray[np.float64]
 

@@ -157,7 +157,6 @@ _TAKING: tuple[tuple[str, ...], ...] = (
     ("calibrate", "observe", "{}", "--store", "out.db"),
     ("calibrate", "show", "--store", "{}"),
     ("calibrate", "fit", "net.graph", "--store", "{}"),
-    ("calibrate", "evaluate", "--data", "{}"),
 )
 _CONTENTS: tuple[bytes, ...] = (
     *(b"", b"\x00" * 100, b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"{}", b"0"),

@@ -221,7 +221,6 @@ def observations(chance: random.Random) -> HostileInput:
         (
             ("calibrate", "observe", name, "--store", "out.db"),
             ("calibrate", "observe", name, "--store", "out.db", "--json"),
-            ("calibrate", "evaluate", "--data", name, "--protocol", "cv"),
         )
     )
     return HostileInput(words=words, files={name: content})

@@ -15,11 +15,11 @@ import statistics
 import sys
 
 import numpy as np
+from swap.exact import exact_step_s
+from swap.tensile import tensile
 
 from estimator.advise.swap.problem import PlannedTensor, SwapProblem
 from estimator.advise.swap.search import least_bytes, plan_within
-from estimator.advise.swap_exact import exact_step_s
-from estimator.advise.swap_tensile import tensile
 from estimator.machines.profile import Link, LinkKind, Provenance
 from estimator.units import format_ratio
 

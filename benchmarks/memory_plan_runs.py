@@ -24,12 +24,12 @@ from typing import Any
 
 import local_models
 import torch
+from swap.checker import plan_flaws
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from estimator.advise.swap.problem import swap_problem
 from estimator.advise.swap.search import Means, plan_within
-from estimator.advise.swap_checker import plan_flaws
 from estimator.api import trace_model
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import estimate_graph

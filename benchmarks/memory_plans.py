@@ -22,11 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swap.baselines import capuchin, chen, vdnn
+from swap.checker import plan_flaws
+from swap.least_peak import least_peak
+from swap.tensile import tensile
+
 from estimator.advise.swap.problem import SwapProblem, Updates, host_link, joined, swap_problem
-from estimator.advise.swap.search import Planned, least_bytes, least_peak, pareto
-from estimator.advise.swap_baselines import capuchin, chen, vdnn
-from estimator.advise.swap_checker import plan_flaws
-from estimator.advise.swap_tensile import tensile
+from estimator.advise.swap.search import Planned, least_bytes, pareto
 from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile

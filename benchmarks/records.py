@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from estimator.accuracy import noise_ratio
+from summary import noise_ratio
 
 Record = dict[str, Any]
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from calibration.asynchronous import AsynchronousRegressor
+from calibration.machine_priors import priors_of
+from calibration.protocols import few_shot, workers
+from calibration.tables import Job, read_steps
+from calibration.worker_tables import read_workers
 from numpy.typing import ArrayLike
+from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
 from estimator.advise.rent.transient import (
     Revocations,
@@ -32,13 +38,8 @@ from estimator.advise.rent.transient import (
     goodput_ratio,
     young_interval_s,
 )
-from estimator.advise.simulated_failures import simulated_asynchronous_s, simulated_times_s
-from estimator.calibrate.asynchronous import AsynchronousRegressor
-from estimator.calibrate.machine_priors import priors_of
-from estimator.calibrate.protocols import few_shot, workers
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.calibrate.tables import Job, MeasuredStep, read_steps
-from estimator.calibrate.worker_tables import read_workers
 from estimator.machines.typical import RANK_JITTER_RATIO
 
 BUDGETS = 50

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import scheduler_models
+from replay_speeds import MistakenSpeeds
 
 import estimator as est
 from estimator.replay.job_files import drawn_jobs
@@ -30,7 +31,6 @@ from estimator.replay.replay import Costs, Replay, outcome
 from estimator.replay.speeds import (
     CalibratedSpeeds,
     EngineSpeeds,
-    MistakenSpeeds,
     Speeds,
     TrueSpeeds,
 )

@@ -25,11 +25,12 @@ from published.graphs import GraphStore
 from published.machines import machine_of
 from published.rows import parsed
 from published.scheduler_sources import pollux, sia
+from replay_speeds import FittedSpeeds, sample_counts
 from schedulers import Case, policy_lines, replayed, told
 
 import estimator as est
 from estimator.calibrate.baselines import OnesRegressor, OptimusRegressor, PolluxRegressor
-from estimator.calibrate.tables import read_rows
+from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
 from estimator.replay.job_files import REQUESTS, drawn_run_s
 from estimator.replay.jobs import Job
@@ -38,9 +39,7 @@ from estimator.replay.replay import Costs
 from estimator.replay.speeds import (
     CalibratedSpeeds,
     EngineSpeeds,
-    FittedSpeeds,
     Speeds,
-    sample_counts,
 )
 
 # Machines of the catalogue with the networks that `published_accuracy` takes for these tables.

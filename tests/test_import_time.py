@@ -24,7 +24,7 @@ HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic", "rich", "transformers
         "from estimator.cli.main import commands; "
         "commands(['estimate', '--help'], standalone_mode=False)",
         "from estimator.cli.main import commands; "
-        "commands(['calibrate', 'evaluate', '--help'], standalone_mode=False)",
+        "commands(['calibrate', 'fit', '--help'], standalone_mode=False)",
     ],
 )
 def test_nothing_heavy_is_imported_by(code: str) -> None:

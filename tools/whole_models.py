@@ -21,7 +21,7 @@ from published.timm_rows import entry_of, read_index, read_timm_rows
 from scipy.optimize import nnls
 
 from estimator import OpGraph, load_profile
-from estimator.calibrate.tables import read_rows
+from estimator.calibrate.observation_files import read_rows
 from estimator.graph.costs.call_costs import Features, features_of
 from estimator.kernels.roofline import Roofline, memory_bound_keys, phase_of
 from estimator.machines.profile import MachineProfile, UpdateCost

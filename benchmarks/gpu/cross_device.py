@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from records import Records
-from summary import format_table
+from summary import error_ratio, format_table
 
-from estimator.accuracy import error_ratio
 from estimator.errors import EstimatorError
 from estimator.graph.costs.call_costs import features_of
 from estimator.machines.catalogue import load_profile

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from published.graphs import ModelSpec
 from published.language_sources import bert, megatron_gpt
 from published.machines import Setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from published import benchmark_sources, language_sources, layout_sources, scheduler_sources
 from published.rows import NotMapped
 from published.sources import Source

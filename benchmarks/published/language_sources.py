@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from published.graphs import ModelSpec
 from published.layouts import COLUMN as LAYOUT
 from published.layouts import with_layout

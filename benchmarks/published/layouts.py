@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from estimator.errors import StrategyError
 from estimator.workload.layouts import Layout
 from published.rows import NotMapped

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import estimator as est
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from estimator.machines.profile import MachineProfile
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout

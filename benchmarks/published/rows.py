@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from estimator.calibrate.tables import MeasuredStep, Row, measured_step, read_rows
+from estimator.calibrate.observation_files import MeasuredStep, Row, measured_step, read_rows
 from estimator.errors import ObservationError
 
 # A table without these is in columns of its own.

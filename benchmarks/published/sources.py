@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from estimator.calibrate.tables import Row
+from estimator.calibrate.observation_files import Row
 from published.graphs import ModelSpec
 from published.machines import Setting
 from published.rows import NotQualified, PublishedRow, other_framework

@@ -34,7 +34,7 @@ from coverage import answer, ask_all, build_timm
 from options import add_data
 from records import Progress, Records
 
-from estimator.calibrate.tables import read_rows
+from estimator.calibrate.observation_files import read_rows
 from estimator.errors import EstimatorError, ModelError, ObservationError
 from estimator.files import write_bytes_atomically
 from published.timm_rows import INDEX

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import estimator as est
-from estimator.calibrate.tables import MeasuredStep
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.machines.catalogue import load_profile
 from estimator.tensors import OpCall, TensorSpec
 from published.graphs import ModelSpec

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from estimator.calibrate.tables import Row, read_rows
+from estimator.calibrate.observation_files import Row, read_rows
 from estimator.errors import GraphFileError, ObservationError
 from published.machines import machine_name
 from published.rows import NotMapped

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from estimator.accuracy import Z_80
 from estimator.calibrate.performance_model import (
     ENGINE_PRIORS,
     NODES,
@@ -24,7 +23,7 @@ from estimator.calibrate.performance_model import (
     Priors,
 )
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.coefficients import JobContent, PredictedStep, StepQuestion
+from estimator.coefficients import Z_80, JobContent, PredictedStep, StepQuestion
 
 # Correlation of a log parameter between jobs on the same machines, the between-group level of a
 # hierarchical model: they have the network in common whatever they compute, and the devices in

@@ -27,8 +27,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.accuracy import INTERVAL_ALPHA
 from estimator.calibrate.performance_model import Array
+from estimator.coefficients import INTERVAL_ALPHA
 
 COVERAGE_RATIO = 1 - INTERVAL_ALPHA
 # Degrees of freedom and scale of the prior scores, and the number of observations that they count

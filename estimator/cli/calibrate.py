@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ import click
 
 from estimator.cli.console import (
     print_json,
-    print_json_list,
     print_tables,
     print_text,
-    progress,
     remark,
     waiting,
 )
@@ -25,93 +23,13 @@ from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS
 from estimator.workload.precision import PRECISIONS
 
-PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.
 MOST_REMARKS = 3
 
 
 @click.group()
 def calibrate() -> None:
-    """Learn from observed steps, and evaluate the predictions."""
-
-
-def _counts(
-    context: click.Context, option: click.Parameter, text: str | None
-) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    count = Count(0, 10**9)
-    return tuple(dict.fromkeys(count.convert(part, option, context) for part in text.split(",")))
-
-
-@calibrate.command()
-@click.option(
-    "--data",
-    "paths",
-    required=True,
-    multiple=True,
-    metavar="FILE.csv",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A table of measured steps; repeat.",
-)
-@click.option("--protocol", type=click.Choice(PROTOCOLS), help="Default k-shot, or workers.")
-@click.option("--k", "ks", callback=_counts, metavar="N,N...", help="Numbers of observations.")
-@click.option("--json", "as_json", is_flag=True, help="Print every prediction, in base units.")
-def evaluate(
-    paths: tuple[Path, ...], protocol: str | None, ks: tuple[int, ...] | None, as_json: bool
-) -> None:
-    """Learn from some rows of a table of measured steps and predict the others, beside linear
-    scaling and the models of Optimus, Pollux and ONES on the same draws.
-
-    Columns: model, gpu, gpus, nodes, placement (devices used per node, as in 1+3), local_batch,
-    grad_accum, step_time_s; others may be present, most may be missing. Rows that cannot be used
-    are counted on stderr with the reason.
-
-    \b
-    k-shot    k rows, one of them on a single device
-    online    all single-device rows and k others
-    few-shot  single-device rows and six others
-    cv        five folds
-    pairs     which of two placements is faster, after few-shot
-    batch     leave one batch size out
-    workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
-    transfer  from the first table's GPU to the other GPUs' jobs of the same model
-    """
-    from estimator.calibrate.evaluation import evaluate as run_all
-    from estimator.calibrate.evaluation import processes
-    from estimator.calibrate.protocols import PROTOCOLS_WITH_K
-    from estimator.calibrate.scores import scores_of, to_dict
-    from estimator.calibrate.tables import read_steps
-    from estimator.calibrate.worker_tables import is_worker_table, read_workers
-
-    if protocol is None:
-        protocol = "workers" if is_worker_table(paths[0]) else "k-shot"
-    if ks is not None and protocol not in PROTOCOLS_WITH_K:
-        raise click.UsageError(f"--k goes with {' and '.join(PROTOCOLS_WITH_K)}; leave it out")
-    table = read_workers(paths) if protocol == "workers" else read_steps(paths)
-    _tell_rows("left out", table.refused)
-    _tell_rows("completed", table.assumed)
-    with processes() as executor, progress("evaluating") as report:
-        evaluation = run_all(table.jobs, protocol, ks=ks, executor=executor, report=report)
-    if evaluation.skipped:
-        few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
-        remark(f"too few rows for {protocol}: {few}")
-    if not as_json:
-        from estimator.cli.render.learning import evaluation_report
-
-        print_tables(evaluation_report(evaluation))
-        return
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    about = {
-        "machine": ", ".join(dict.fromkeys(job.gpu for job in evaluation.jobs)),
-        "at": at,
-        "protocol": protocol,
-        "data": [path.name for path in paths],
-        "refused": dict(table.refused),
-        "skipped": list(evaluation.skipped),
-        **to_dict(evaluation, scores_of(evaluation)),
-    }
-    print_json_list(about, "cases", evaluation.cases(at))
+    """Learn from observed steps."""
 
 
 @calibrate.command()
@@ -261,11 +179,6 @@ def _plain(found: Any) -> dict[str, Any]:
         name: value.isoformat() if isinstance(value, datetime) else value
         for name, value in asdict(found).items()
     }
-
-
-def _tell_rows(what: str, counts: Mapping[str, int]) -> None:
-    for reason, count in counts.items():
-        remark(f"{count} row{'s' if count > 1 else ''} {what}: {reason}")
 
 
 def _tell_first(messages: Iterable[str]) -> None:

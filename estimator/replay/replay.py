@@ -5,15 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from estimator.errors import WorkloadError, quoted
-from estimator.estimates.table.chunks import map_shared
 from estimator.replay.jobs import Job, check_names
 from estimator.replay.nodes import Nodes, Shape
 from estimator.replay.speeds import Speeds
@@ -474,40 +472,3 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
         )
         found.append((end - start) / (each.job.samples * fastest_s / each.job.global_batch))
     return np.array(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Case:
-    """What one replay has of its own; see `Replay`."""
-
-    policy: Policy
-    true: Speeds
-    believed: Speeds
-    costs: Costs = field(default_factory=Costs)
-    seed: int = 0
-
-
-def replay_many(
-    jobs: Sequence[Job], nodes: Nodes, cases: Iterable[Case], *, executor: Executor | None = None
-) -> Iterator[list[Ran]]:
-    """What became of the jobs in each case, in order.
-
-    With an `executor` (a process pool, ``dask.distributed``'s ``Client.get_executor()``,
-    ``mpi4py.futures``) each of its workers is sent the jobs once; what a worker that died had is
-    done again. Raises WorkloadError where a case cannot be sent, and what a replay raises.
-    """
-    for _, ran in map_shared(executor, _ran, (tuple(jobs), nodes), cases):
-        yield ran
-
-
-def _ran(shared: tuple[tuple[Job, ...], Nodes], kept: dict[str, Any], case: Case) -> list[Ran]:
-    jobs, nodes = shared
-    return Replay(
-        jobs,
-        nodes,
-        case.policy,
-        true=case.true,
-        believed=case.believed,
-        costs=case.costs,
-        seed=case.seed,
-    ).run()

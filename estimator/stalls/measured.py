@@ -18,7 +18,7 @@ from math import hypot, sqrt
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from estimator.accuracy import Z_80
+from estimator.coefficients import Z_80
 from estimator.probe.devices.storage import evict, load, resident_ratio
 from estimator.stalls.predicted import Stall
 from estimator.stalls.runs import FILES_LOG, RunRecord, Script, run

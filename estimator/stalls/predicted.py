@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from estimator.accuracy import Z_80
+from estimator.coefficients import Z_80
 from estimator.errors import WorkloadError
 from estimator.estimates.estimate import OVERLAP_ERROR, Estimate
 from estimator.placement.allocation import Allocation, DeviceGroup

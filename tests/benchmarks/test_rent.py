@@ -6,9 +6,8 @@ from math import exp
 from pathlib import Path
 
 import pytest
+from calibration.tables import read_steps
 from rent import Configuration, configurations, judged, replicate_noise_ratio
-
-from estimator.calibrate.tables import read_steps
 
 
 def row(ranks: int, time_s: float, predicted_s: float, noise: float = 0.0) -> Configuration:

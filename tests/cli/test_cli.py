@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from estimator.estimates.estimate import Estimate
-from estimator.integrations.viewers import trace_flaws
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Interference, MachineProfile
 from estimator.probe.devices.inventory import read_cpu
 from estimator.validate.validation import Validation
+from tests.integrations.trace_flaws import trace_flaws
 
 Command = Callable[..., Any]
 

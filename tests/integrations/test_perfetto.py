@@ -8,8 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as some
 
-from estimator.integrations.viewers import trace_events, trace_flaws, write_trace
+from estimator.integrations.viewers import trace_events, write_trace
 from estimator.timeline.simulator.tasks import LANES, Span, Timeline
+from tests.integrations.trace_flaws import trace_flaws
 
 spans = some.builds(
     Span,

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from replay_speeds import FittedSpeeds, MistakenSpeeds, sample_counts
 from scipy.stats import lognorm
 
 from estimator.calibrate.baselines import OptimusRegressor
@@ -22,10 +23,7 @@ from estimator.replay.policies.pollux import batches
 from estimator.replay.speeds import (
     CalibratedSpeeds,
     EngineSpeeds,
-    FittedSpeeds,
-    MistakenSpeeds,
     TrueSpeeds,
-    sample_counts,
 )
 from estimator.replay.view import Grant, View, Waiting
 from tests.synthetic import perceptron

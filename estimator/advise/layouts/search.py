@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from estimator.accuracy import Z_80
 from estimator.advise.layouts.candidates import Candidate, LayoutBounds, candidates, divisors
-from estimator.coefficients import Calibration
+from estimator.coefficients import Z_80, Calibration
 from estimator.errors import ProfileError, StrategyError, WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate, interval_ratio

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from estimator.accuracy import Z_80
 from estimator.advise.layouts.search import StepErrors, are_alike, step_errors
+from estimator.coefficients import Z_80
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import MODEL_ERROR, Estimate
 from tests.advise.layouts.test_layouts import graphs, machine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
 from estimator.advise.rent.transient import (
     Revocations,
@@ -24,7 +25,6 @@ from estimator.advise.rent.transient import (
     worth_it,
     young_interval_s,
 )
-from estimator.advise.simulated_failures import simulated_asynchronous_s, simulated_times_s
 from estimator.errors import WorkloadError
 
 HOUR = 3600.0

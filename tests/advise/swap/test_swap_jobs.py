@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swap.checker import plan_flaws
 
 from estimator.advise.swap.plan import SwapPlan, play
 from estimator.advise.swap.problem import joined
 from estimator.advise.swap.search import plan_within
-from estimator.advise.swap_checker import plan_flaws
 from estimator.errors import WorkloadError
 from tests.advise.swap.swap_problems import link, problem_of
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from swap.baselines import chen, turn_of, vdnn
+from swap.checker import plan_flaws
+from swap.least_peak import least_peak
+from swap.tensile import tensile
 
 from estimator.advise.swap.plan import Recompute, Swap, SwapPlan, gaps_of, play, recipe
 from estimator.advise.swap.problem import SwapProblem
-from estimator.advise.swap.search import Means, least_bytes, least_peak, pareto, plan_within
-from estimator.advise.swap_baselines import chen, turn_of, vdnn
-from estimator.advise.swap_checker import plan_flaws
-from estimator.advise.swap_tensile import tensile
+from estimator.advise.swap.search import Means, least_bytes, pareto, plan_within
 from tests.advise.swap.swap_problems import chain, problem_of
 from tests.budgets import examples
 

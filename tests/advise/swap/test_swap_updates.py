@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swap.checker import plan_flaws
 from torch import nn
 
 from estimator.advise.swap.problem import SwapProblem, Updates, swap_problem
 from estimator.advise.swap.search import plan_within
-from estimator.advise.swap_checker import plan_flaws
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph

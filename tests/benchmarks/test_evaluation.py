@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calibration.evaluation import evaluate
+from calibration.scores import interval_scores, overall, pair_scores, scores_of, wins
+from calibration.tables import Job
+from summary import summarise
 
-from estimator.accuracy import summarise
 from estimator.calibrate.baselines import Regressor
-from estimator.calibrate.evaluation import evaluate
-from estimator.calibrate.scores import interval_scores, overall, pair_scores, scores_of, wins
-from estimator.calibrate.tables import Job, MeasuredStep
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.errors import ObservationError, WorkloadError
 
 SIZES = [(1,), (2,), (1, 2), (4,), (4, 4)]
@@ -193,7 +194,8 @@ def test_a_table_with_too_few_rows_is_refused() -> None:
 def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -> None:
     import pickle
 
-    from estimator.calibrate.evaluation import _with_machine_priors
+    from calibration.evaluation import _with_machine_priors
+
     from estimator.calibrate.regressor import StepTimeRegressor
 
     job = make_job()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from calibration.machine_priors import priors_of
 
-from estimator.calibrate.machine_priors import priors_of
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.performance_model import WEAK_PRIORS
-from estimator.calibrate.tables import MeasuredStep
 
 
 @pytest.fixture(autouse=True)

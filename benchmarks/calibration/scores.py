@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
 
-from estimator.accuracy import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
-from estimator.calibrate.evaluation import Evaluation, Run
+from calibration.evaluation import Evaluation, Run
 
 Array = NDArray[np.float64]
 

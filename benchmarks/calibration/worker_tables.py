@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from estimator.calibrate.tables import Job, Row, StepTable, read_rows
+from calibration.tables import Job, StepTable
+from estimator.calibrate.observation_files import Row, read_rows
 from estimator.errors import ObservationError
 
 COLUMNS = ("workers", "parameter_servers", "steps_per_s")
@@ -33,7 +34,7 @@ class WorkerStep:
         return (self.workers, self.parameter_servers)
 
     def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
+        """The fields of an accuracy case that identify the row (see `summary`)."""
         return {
             "source": self.source,
             "model": self.model,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from calibration.tables import Job
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.performance_model import BATCH, NODES, RANKS
-from estimator.calibrate.tables import Job, MeasuredStep
 
 Indices = NDArray[np.intp]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from calibration.protocols import DRAWS, Split, all_splits
+from calibration.tables import Job
+from calibration.worker_tables import WorkerStep
 
-from estimator.calibrate.protocols import DRAWS, Split, all_splits
-from estimator.calibrate.tables import Job, MeasuredStep
-from estimator.calibrate.worker_tables import WorkerStep
+from estimator.calibrate.observation_files import MeasuredStep
 
 SIZES = [(1,), (2,), (1, 1), (4,), (1, 2), (2, 2), (4, 4)]
 BATCHES = [8, 16, 32]

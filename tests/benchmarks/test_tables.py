@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from calibration.tables import Job, StepTable, read_steps
+from calibration.worker_tables import is_worker_table, read_workers
 
-from estimator.calibrate.tables import Job, MeasuredStep, StepTable, read_steps
-from estimator.calibrate.worker_tables import is_worker_table, read_workers
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.errors import ObservationError
 
 HEADER = "model,gpu,gpus,nodes,placement,local_batch,step_time_s"

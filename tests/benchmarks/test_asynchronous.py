@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from calibration.asynchronous import AsynchronousRegressor
 
-from estimator.calibrate.asynchronous import AsynchronousRegressor
 from estimator.calibrate.baselines import IndependentWorkers
 from estimator.errors import WorkloadError
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from swap.exact import exact_step_s
 
 from estimator.advise.swap.search import plan_within
-from estimator.advise.swap_exact import exact_step_s
 from tests.advise.swap.swap_problems import chain, problem_of
 
 

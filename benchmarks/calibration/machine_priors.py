@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import geometric_mean
 
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.performance_model import WEAK_PRIORS, LogNormalPrior, Priors
-from estimator.calibrate.tables import MeasuredStep
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import known_machines, load_profile
 from estimator.machines.profile import LinkKind, MachineProfile

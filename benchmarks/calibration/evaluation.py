@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from summary import noise_ratio
 
-from estimator.accuracy import noise_ratio
+from calibration.machine_priors import priors_of
+from calibration.protocols import Split, all_splits
+from calibration.tables import Job
 from estimator.calibrate.baselines import Regressor
-from estimator.calibrate.machine_priors import priors_of
-from estimator.calibrate.protocols import Split, all_splits
+from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.errors import EstimatorError, ObservationError
 
 Array = NDArray[np.float64]
@@ -36,7 +37,7 @@ REGRESSORS = {
     "ones": "estimator.calibrate.baselines:OnesRegressor",
 }
 WORKER_REGRESSORS = {
-    "calibrated": "estimator.calibrate.asynchronous:AsynchronousRegressor",
+    "calibrated": "calibration.asynchronous:AsynchronousRegressor",
     "linear": "estimator.calibrate.baselines:IndependentWorkers",
     "optimus": "estimator.calibrate.baselines:AsynchronousOptimusRegressor",
 }

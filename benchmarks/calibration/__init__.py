@@ -1,0 +1,1 @@
+"""Learn from some rows of tables of measured steps and predict the others."""

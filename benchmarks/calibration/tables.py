@@ -1,0 +1,119 @@
+"""Read tables of step times that others measured into jobs, refusing bad rows one by one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.calibrate.observation_files import MeasuredStep, measured_step, read_rows
+from estimator.errors import ObservationError
+
+Array = NDArray[np.float64]
+
+
+class Step(Protocol):
+    """What every kind of row offers."""
+
+    @property
+    def step_time_s(self) -> float:
+        """What was measured."""
+        ...
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """What a regressor predicts it from."""
+        ...
+
+    def about(self) -> dict[str, Any]:
+        """The fields of an accuracy case that identify the row (see `summary`)."""
+        ...
+
+
+StepT = TypeVar("StepT", bound=Step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Generic[StepT]):
+    """All steps of one model on one kind of GPU under one setting."""
+
+    label: str
+    gpu: str
+    model: str
+    steps: tuple[StepT, ...]
+
+    def X(self) -> Array:
+        """The features of every step, one row each."""
+        return np.array([step.features for step in self.steps], dtype=float)
+
+    def y(self) -> Array:
+        """The step times, in seconds."""
+        return np.array([step.step_time_s for step in self.steps])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTable(Generic[StepT]):
+    """The jobs of one or several files, and how many rows were left out or completed, and why."""
+
+    jobs: tuple[Job[StepT], ...]
+    refused: Mapping[str, int]
+    assumed: Mapping[str, int]
+
+
+def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredStep]:
+    """Read tables in the standard columns, of which others may be missing or more present.
+
+    A row needs `model` or `gpu`; `gpus`, else `placement` (devices used per node, such as ``1+3``);
+    `local_batch`, else `global_batch`; and `step_time_s`, else `throughput` with its unit. Where
+    `placement` is blank the devices are spread evenly over `nodes`. The words of `interconnect`,
+    such as ``NVLink; 2x 100Gb IB``, say which network to expect. Rows of other parallelism than
+    data parallel, and rows that their notes call suspect, derived or inferred, are left out. Steps
+    are one job where source, GPU, model and setting are equal. Raises ObservationError where a file
+    is no table or no row of them all can be used.
+    """
+    refused: Counter[str] = Counter()
+    assumed: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    steps: list[MeasuredStep] = []
+    for path in paths:
+        for line, row in read_rows(path):
+            try:
+                steps.append(measured_step(line, row, assumed))
+            except ObservationError as error:
+                refused[str(error)] += 1
+                first.setdefault(str(error), f"{Path(path).name} line {line}")
+    if not steps:
+        reason, count = refused.most_common(1)[0]
+        raise ObservationError(
+            f"no row of {', '.join(map(str, paths))} can be used: {reason} ({count} rows, such as "
+            f"{first[reason]}); give gpus, nodes, local_batch and step_time_s"
+        )
+    counts = {f"{reason} (first: {first[reason]})": count for reason, count in refused.items()}
+    return StepTable(jobs=_jobs(steps), refused=counts, assumed=assumed)
+
+
+def _jobs(steps: Sequence[MeasuredStep]) -> tuple[Job[MeasuredStep], ...]:
+    """Steps of one GPU, model and setting together, labelled by what tells them apart."""
+    found: defaultdict[tuple[str, str, tuple[str, ...]], list[MeasuredStep]] = defaultdict(list)
+    for step in steps:
+        found[step.gpu, step.model, step.variant].append(step)
+    alike: defaultdict[tuple[str, str], list[tuple[str, ...]]] = defaultdict(list)
+    for gpu, model, variant in found:
+        alike[gpu, model].append(variant)
+    jobs = []
+    for (gpu, model, variant), members in found.items():
+        others = alike[gpu, model]
+        differing = (
+            part
+            for index, part in enumerate(variant)
+            if len({other[index] for other in others}) > 1
+        )
+        label = ", ".join([gpu, model, *filter(None, differing)])
+        jobs.append(Job(label=label, gpu=gpu, model=model, steps=tuple(members)))
+    return tuple(jobs)

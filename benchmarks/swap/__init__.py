@@ -1,0 +1,1 @@
+"""Compare swap plans with published planners, an exact one, and a checker of its own."""
