@@ -28,7 +28,7 @@ PAIR_GAP_RATIO = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The median and the worst error that a method may show (TARGETS)."""
+    """The median and the worst error that a method may show."""
 
     median_ratio: float
     worst_ratio: float
