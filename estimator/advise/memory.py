@@ -34,6 +34,7 @@ from estimator.placement.allocation import Allocation
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.rank.ranks import RankKind
 from estimator.timeline.simulated import op_times_s, played_step
+from estimator.workload.strategies import SAVING_MEMORY
 
 _MOST_LISTED = 1000
 
@@ -232,7 +233,6 @@ def costs_by_module(answer: Estimate) -> list[ModuleCost]:
     return [*rows, ModuleCost(module="update", time_s=update_s, flops=0.0, memory_bytes=0)]
 
 
-_STRATEGIES = ("zero1", "zero2", "fsdp")
 _MOST_DEVICES_FACTOR = 64
 _PLANS = (
     ("compute activations again", Means(swap=False, kinds=("activation",))),
@@ -323,7 +323,7 @@ def _strategies(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Itera
     """Every strategy that shards something, on the same ranks."""
     if answer.ranks == 1:
         return
-    for strategy in _STRATEGIES:
+    for strategy in SAVING_MEMORY:
         if strategy == answer.strategy:
             continue
         other = _tried(graph, answer, answer.allocation, strategy, more)

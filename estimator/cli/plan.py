@@ -192,7 +192,8 @@ def _check_heeded(
 
 
 def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bool) -> None:
-    from estimator.advise.layouts.search import STRATEGIES, best_layout
+    from estimator.advise.layouts.search import best_layout
+    from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
 
     if request.global_batch is None:
         raise click.UsageError("layouts share the samples of a step; give --global-batch")
@@ -202,7 +203,7 @@ def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bo
             graphs,
             on,
             global_batch=request.global_batch,
-            strategies=tuple(strategies.split()) if strategies else STRATEGIES,
+            strategies=tuple(strategies.split()) if strategies else SEARCHED_WITH_LAYOUTS,
             cluster=request.cluster,
             calibration=request.calibration,
             profile=request.machine(on),
@@ -242,8 +243,9 @@ def _chosen(
     request: Request, machines: Sequence[str], rent: Mapping[str, Any]
 ) -> tuple[str, Choice]:
     """The model's name, and what to rent for it."""
-    from estimator.advise.rent.offers import STRATEGIES, cheapest
+    from estimator.advise.rent.offers import cheapest
     from estimator.advise.rent.transient import Spot
+    from estimator.workload.strategies import SEARCHED
 
     revocations = None
     if rent["revoked_every"] is not None:
@@ -281,7 +283,7 @@ def _chosen(
             prices=rent["prices"],
             spot=rent["spot"],
             revocations=revocations,
-            strategies=tuple(rent["strategies"].split()) if rent["strategies"] else STRATEGIES,
+            strategies=tuple(rent["strategies"].split()) if rent["strategies"] else SEARCHED,
             batch_per_gpu=request.batch,
             global_batch=request.global_batch,
             calibration=request.calibration,

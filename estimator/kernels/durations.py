@@ -479,7 +479,7 @@ def summary_assumptions(
     """What a summary's graph takes for granted on this machine, batch and strategy."""
     graph, batch = bound.graph, bound.batch
     found = []
-    if strategy.kind == "fsdp":
+    if strategy.keeps.parameters == "shard":
         found.append(f"FSDP gathers {BLOCK_TENSORS} parameter tensors at a time")
     if not graph.has_step_times or batch is None:
         return found

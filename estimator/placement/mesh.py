@@ -379,7 +379,7 @@ class Mesh:
         cls, placement: Placement, strategy: Strategy, *, micro_batches: int = 1
     ) -> Mesh:
         """All ranks along the data-parallel axes; raises StrategyError."""
-        shard = None if strategy.kind != "fsdp" else strategy.shard or placement.ranks
+        shard = strategy.sharded_ranks(placement.ranks)
         return cls(placement, _data_parallel(placement.ranks, shard, micro_batches))
 
     @classmethod

@@ -29,6 +29,7 @@ from estimator.units import (
     format_ratio,
     format_seconds,
 )
+from estimator.workload.strategies import SEARCHED
 
 _MOST_TENSORS = 10
 # Costs are compared per so many samples where nobody says how many there are.
@@ -153,7 +154,7 @@ def layouts_section(answer: Estimate, answer_as: Callable[[str, str | None], Est
     per_node = max(group.devices_per_node for group in answer.allocation.groups)
     powers = [1 << power for power in range(1, per_node.bit_length())]
     asked: list[tuple[str, str | None]] = [(answer.strategy, answer.layout)]
-    asked += [(strategy, None) for strategy in ("ddp", "zero1", "zero2", "fsdp")]
+    asked += [(strategy, None) for strategy in SEARCHED]
     asked += [("ddp", f"tp={tp},dp=*") for tp in powers]
     found, refused = [], []
     for strategy, layout in dict.fromkeys(asked):

@@ -264,7 +264,9 @@ class Training:
             torch.set_float32_matmul_precision("high")
         strategy = Strategy(**arguments["strategy"])
         # Shards of another dtype are cast as they are gathered.
-        shards = world_size > 1 and strategy.kind == "fsdp" and strategy.param is not None
+        shards = (
+            world_size > 1 and strategy.keeps.parameters == "shard" and strategy.param is not None
+        )
         cast = None if shards else _CAST.get(arguments["precision"])
         dtype = getattr(torch, cast) if cast else None
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
@@ -277,18 +279,20 @@ class Training:
             )
         self.batch = _moved(self.call.batch, device, dtype)
         # FSDP scatters the gradients of every micro-batch unless told otherwise.
-        self.merges_each = strategy.kind == "fsdp" and strategy.gradient_sync
-        if world_size > 1 and strategy.kind == "fsdp":
+        self.merges_each = strategy.keeps.parameters == "shard" and strategy.gradient_sync
+        if world_size > 1 and strategy.keeps.parameters == "shard":
             shard_model(self.model, world_size, strategy, kind=arguments["kind"])
         elif world_size > 1:
             self._wrap(strategy)
-        shares_update = world_size > 1 and strategy.kind == "zero1"
+        keeps = strategy.keeps
+        shares_update = world_size > 1 and (keeps.parameters, keeps.state) == ("whole", "shard")
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer_of(arguments["optimizer"], trained, shared=shares_update)
 
     def _wrap(self, strategy: Strategy) -> None:
         """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
-        if strategy.kind not in ("ddp", "zero1") or strategy.reduce or strategy.master:
+        is_wrapped = not strategy.cuts_tensors and strategy.keeps.state != "servers"
+        if not is_wrapped or strategy.reduce or strategy.master:
             raise StrategyError(
                 f"this command cannot train with '{strategy}'; choose of ddp, zero1 and fsdp, "
                 "without reduce= and master"

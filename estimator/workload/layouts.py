@@ -112,7 +112,7 @@ class Layout:
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
             )
-        shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
+        shard = self._shard(dp, strategy.shard) if strategy.keeps.parameters == "shard" else None
         if self.ep > 1:
             # FSDP shards over ranks that have all experts together.
             self._check_experts(dp if shard is None else shard, strategy)
@@ -123,7 +123,7 @@ class Layout:
         return replace(found, ep=self.ep)
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
-        if strategy.kind not in ("ddp", "fsdp") or strategy.offload:
+        if "ep" not in strategy.beside or strategy.offload:
             raise StrategyError(
                 f"layout '{self}' divides experts, which is estimated with ddp and fsdp without "
                 f"offload, found '{strategy}'; leave ep or the strategy out"

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.units import (
@@ -64,12 +64,49 @@ class ShardDtypes(NamedTuple):
     reduced_ratio: float = 1.0
 
 
+class Keeps(NamedTuple):
+    """What each rank holds between steps, of those that a strategy divides the work over."""
+
+    parameters: Literal["whole", "shard"]
+    gradients: Literal["whole", "shard"]
+    state: Literal["whole", "shard", "servers"]
+
+
+class _Facts(NamedTuple):
+    """What is true of a strategy whatever its knobs."""
+
+    keeps: Keeps
+    # The axes of a layout that it goes with beside its own, under its default knobs.
+    beside: frozenset[str] = frozenset()
+    # Where it is tried unasked: on any devices, with layouts alone, or nowhere.
+    searched: Literal["anywhere", "layouts", "nowhere"] = "anywhere"
+    # Shards are cut through tensors, which makes them even; other ranks update whole tensors.
+    cuts_tensors: bool = False
+    # Gradients are held in the buffers that are reduced, in the dtype of the reduction.
+    has_gradient_buffer: bool = False
+
+
 StrategyKind = Literal["ddp", "zero1", "distributed-optimizer", "zero2", "fsdp", "ps"]
-# Who holds what between steps: shares of optimizer state, gradients and parameters.
-_KINDS: tuple[StrategyKind, ...] = get_args(StrategyKind)
+_FACTS: dict[StrategyKind, _Facts] = {
+    "ddp": _Facts(Keeps("whole", "whole", "whole"), frozenset({"pp", "ep"})),
+    "zero1": _Facts(Keeps("whole", "whole", "shard"), frozenset({"pp"})),
+    "distributed-optimizer": _Facts(
+        Keeps("whole", "whole", "shard"),
+        frozenset({"pp"}),
+        searched="layouts",
+        cuts_tensors=True,
+        has_gradient_buffer=True,
+    ),
+    "zero2": _Facts(Keeps("whole", "shard", "shard"), cuts_tensors=True),
+    "fsdp": _Facts(Keeps("shard", "shard", "shard"), frozenset({"ep"}), cuts_tensors=True),
+    "ps": _Facts(Keeps("whole", "whole", "servers"), searched="nowhere"),
+}
 _ALIASES: dict[str, StrategyKind] = {"zero3": "fsdp", "zero-redundancy-optimizer": "zero1"}
-# Strategies whose ranks hold whole parameters and merge gradients in buckets.
-_BUCKETED = ("ddp", "zero1", "distributed-optimizer", "zero2", "ps")
+# Strategies whose ranks hold whole parameters merge gradients in buckets.
+_BUCKETED = tuple(kind for kind, facts in _FACTS.items() if facts.keeps.parameters == "whole")
+SEARCHED = tuple(kind for kind, facts in _FACTS.items() if facts.searched == "anywhere")
+SEARCHED_WITH_LAYOUTS = tuple(kind for kind, facts in _FACTS.items() if facts.searched != "nowhere")
+SAVING_MEMORY = tuple(kind for kind in SEARCHED if _FACTS[kind].keeps.state == "shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +154,10 @@ class Strategy:
     offload: bool = False
 
     def __post_init__(self) -> None:
+        if self.kind not in _FACTS:
+            raise StrategyError(
+                f"strategy {quoted(self.kind)} is unknown; write one of {', '.join(_FACTS)}"
+            )
         for name, dtype in (("param", self.param), ("reduce", self.reduce)):
             if dtype is not None and dtype not in PARAMETER_BYTES:
                 raise StrategyError(
@@ -149,9 +190,44 @@ class Strategy:
         return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
 
     @property
+    def keeps(self) -> Keeps:
+        """What each rank holds between steps."""
+        return _FACTS[self.kind].keeps
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """The axes of a layout that the strategy goes with, under its default knobs."""
+        return _FACTS[self.kind].beside
+
+    @property
+    def cuts_tensors(self) -> bool:
+        """Whether ranks update parts of tensors."""
+        return _FACTS[self.kind].cuts_tensors
+
+    @property
+    def has_gradient_buffer(self) -> bool:
+        """Whether gradients are held in the buffers that are reduced, as Megatron-LM's are."""
+        return _FACTS[self.kind].has_gradient_buffer
+
+    @property
     def holds_gradients_in_buckets(self) -> bool:
         """Whether no gradient is held beside the buckets."""
-        return self.gradient_as_bucket_view or self.kind == "distributed-optimizer"
+        return self.gradient_as_bucket_view or self.has_gradient_buffer
+
+    @property
+    def exchanges_every_micro_batch(self) -> bool:
+        """Whether shards of gradients or parameters are exchanged in every micro-batch."""
+        keeps = self.keeps
+        gathered = keeps.parameters == "shard" and not self.reshard_after_forward
+        return keeps.gradients == "shard" and not gathered
+
+    def sharded_ranks(self, ranks: int) -> int:
+        """Over how many of the ranks the parameters are sharded: 1 where each holds them whole.
+
+        >>> Strategy.parse("fsdp:shard=4").sharded_ranks(8), Strategy.parse("ddp").sharded_ranks(8)
+        (4, 1)
+        """
+        return 1 if self.keeps.parameters == "whole" else self.shard or ranks
 
     def shard_dtypes(self, precision: str) -> ShardDtypes:
         """What `param` and `reduce` mean for a graph of some precision.
@@ -265,9 +341,9 @@ def _parsed(text: str) -> Strategy:
 def _read(text: str) -> Strategy:
     name, _, knobs = text.strip().partition(":")
     kind = _ALIASES.get(name, name)
-    if kind not in _KINDS:
+    if kind not in _FACTS:
         raise StrategyError(
-            f"strategy {quoted(text)} is unknown; write one of {', '.join(_KINDS)}, or "
+            f"strategy {quoted(text)} is unknown; write one of {', '.join(_FACTS)}, or "
             f"with knobs as "
             "in ddp:bucket=5MiB,view"
         )
@@ -284,7 +360,7 @@ def _read(text: str) -> Strategy:
 
 
 _MOST_RANKS = 999_999
-_NOT_PS = tuple(kind for kind in _KINDS if kind != "ps")
+_NOT_PS = tuple(kind for kind, facts in _FACTS.items() if facts.keeps.state != "servers")
 # The field that a knob sets, the strategies that have it, and how its value is read.
 _VALUES: dict[str, tuple[str, Sequence[str], Callable[[str], object]]] = {
     "bucket": ("bucket_cap_bytes", _BUCKETED, parse_size_bytes),
@@ -300,7 +376,7 @@ _FLAGS: dict[str, tuple[str, Sequence[str], bool]] = {
     "no_sync": ("gradient_sync", ("fsdp",), False),
     "no_reshard": ("reshard_after_forward", ("fsdp",), False),
     "offload": ("offload", ("fsdp",), True),
-    "master": ("master", tuple(kind for kind in _NOT_PS if kind != "fsdp"), True),
+    "master": ("master", tuple(kind for kind in _NOT_PS if kind in _BUCKETED), True),
     "async": ("asynchronous", ("ps",), True),
 }
 

@@ -10,6 +10,7 @@ from estimator.errors import StrategyError
 from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
+from estimator.workload.strategies import SAVING_MEMORY, SEARCHED, SEARCHED_WITH_LAYOUTS
 
 MIB = 1024 * 1024
 strategies = some.builds(
@@ -95,3 +96,15 @@ def test_an_optimizer_goes_by_its_name_in_torch_or_by_itself() -> None:
     for unknown in (optim.Adagrad(parameters), "Lion", None, ["adam"]):
         with pytest.raises(StrategyError, match="is unknown; choose one of sgd"):
             check_optimizer(unknown)
+
+
+def test_a_strategy_that_is_not_known_is_refused_and_not_given_the_memory_of_another() -> None:
+    with pytest.raises(StrategyError, match="'local-sgd' is unknown; write one of ddp, zero1"):
+        Strategy(kind="local-sgd")  # type: ignore[arg-type]
+
+
+def test_strategies_that_are_tried_unasked_follow_from_their_facts() -> None:
+    assert SEARCHED == ("ddp", "zero1", "zero2", "fsdp")
+    assert SEARCHED_WITH_LAYOUTS == ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
+    # Every rank of DDP holds all of the optimizer's state.
+    assert SAVING_MEMORY == ("zero1", "zero2", "fsdp")

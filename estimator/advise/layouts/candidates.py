@@ -38,7 +38,7 @@ from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
 
 # Gradients of a pipeline's micro-batches add up where they are whole; parameters, which all of them
 # read, stay gathered, as torchtitan's do by default.
-_BESIDE_STAGES = ("ddp", "zero1", "distributed-optimizer")
+_FSDP = Strategy(kind="fsdp")
 _GATHERED = Strategy.parse("fsdp:no_reshard")
 
 
@@ -106,13 +106,13 @@ def _strategies(
         return
     in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
     for strategy in strategies:
-        if layout.pp > 1 and str(strategy) == "fsdp":
+        if layout.pp > 1 and strategy == _FSDP:
             yield _GATHERED
             continue
-        if layout.pp > 1 and not (strategy.kind in _BESIDE_STAGES or strategy == _GATHERED):
+        if layout.pp > 1 and not ("pp" in strategy.beside or strategy == _GATHERED):
             continue
         yield strategy
-        if str(strategy) == "fsdp" and 1 < in_node < dp and dp % in_node == 0:
+        if strategy == _FSDP and 1 < in_node < dp and dp % in_node == 0:
             yield Strategy.parse(f"fsdp:shard={in_node}")
 
 
@@ -279,7 +279,6 @@ def _by(owner: Indices, values: Array, count: int) -> Array:
 
 # Schedules whose ranks begin once all before them have, and end before these do.
 _ONE_WAY = ("gpipe", "1f1b")
-_FSDP = Strategy(kind="fsdp")
 
 
 class _NoBuckets:
@@ -336,10 +335,10 @@ class LayoutBounds:
         if held is None:
             held = self._held[id(part)] = _held(part)
         shards = strategy.shard or dp
-        states = held.states if strategy.kind in ("ddp", "ps") else held.states / dp
-        gradients = held.gradients / (shards if strategy.kind in ("zero2", "fsdp") else 1)
-        parameters = held.parameters / (shards if strategy.kind == "fsdp" else 1)
-        if strategy.kind == "fsdp":
+        states = held.states / (dp if strategy.keeps.state == "shard" else 1)
+        gradients = held.gradients / (shards if strategy.keeps.gradients == "shard" else 1)
+        parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
+        if strategy.keeps.parameters == "shard":
             states = held.states / shards
         one = self._micro_batch(layout, batch)
         kept = one.kept_bytes
@@ -359,9 +358,9 @@ class LayoutBounds:
         if layout.pp == 1:
             return self._exchanged_s(layout, strategy, batch, micro_batches), 0.0
         stages = self._stages_of(layout, batch)
-        shards = 1 if strategy.kind in ("ddp", "ps") else layout.dp or 1
+        shards = (layout.dp or 1) if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
-        whole = 1 if strategy.kind != "fsdp" else shards
+        whole = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
         held = stages.memory_bytes(*pipeline, shards, whole)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
@@ -395,7 +394,7 @@ class LayoutBounds:
         self, layout: Layout, strategy: Strategy, batch: int, micro_batches: int
     ) -> float:
         """Seconds of FSDP's collectives that wait for each other."""
-        if strategy.kind != "fsdp" or (layout.dp or 1) == 1:
+        if strategy.keeps.parameters == "whole" or (layout.dp or 1) == 1:
             return 0.0
         graph, cache = self._engine.split(self._graph, layout), self._engine.cache
         mesh = Mesh.laid_out(self._placement, layout, strategy, micro_batches=micro_batches)

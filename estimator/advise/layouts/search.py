@@ -35,6 +35,7 @@ from estimator.timeline.rank.program import COPIES_ERROR, MEDIAN_TO_SIGMA
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
+from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
 
 
 class StepErrors(NamedTuple):
@@ -93,7 +94,6 @@ def are_alike(slower: tuple[float, StepErrors], faster: tuple[float, StepErrors]
     return bool(slower_s / faster_s <= interval_ratio(its.ratio_error(others)))
 
 
-STRATEGIES = ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
 SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
 SCHEDULES += ("dualpipev", "dualpipe")
 # Tensor-parallel ranks share whatever they can share of each other's work.
@@ -167,7 +167,7 @@ def best_layout(
     allocation: str | Allocation,
     *,
     global_batch: int,
-    strategies: Sequence[str | Strategy] = STRATEGIES,
+    strategies: Sequence[str | Strategy] = SEARCHED_WITH_LAYOUTS,
     schedules: Sequence[str] = SCHEDULES,
     most: int = 10,
     cluster: Cluster | None = None,

@@ -22,8 +22,8 @@ from estimator.machines.catalogue import named_profile
 from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
+from estimator.workload.strategies import SEARCHED
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
 _MOST_MICRO_BATCHES = 256
 _MOST_NODES = 4096
@@ -105,7 +105,7 @@ def offers(
     prices: PriceList | None = None,
     spot: bool = False,
     revocations: Spot | None = None,
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str] = SEARCHED,
     batch_per_gpu: int | None = None,
     global_batch: int | None = None,
     calibration: Calibration | None = None,

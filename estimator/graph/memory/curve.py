@@ -115,7 +115,7 @@ def _replica_curve(
     threads: int,
 ) -> MemoryCurve:
     """Of a rank that holds whole parameters and gradients."""
-    own = optimizer if not merging or strategy.kind == "ddp" else "sgd"
+    own = optimizer if not merging or strategy.keeps.state == "whole" else "sgd"
     ranks = 2 if merging else 1
     replica = peak_memory(
         bound,
@@ -128,7 +128,7 @@ def _replica_curve(
     )
     in_buckets = merging and strategy.holds_gradients_in_buckets
     state, update = replica.optimizer_state_bytes, replica.update_bytes
-    if merging and strategy.kind in ("zero1", "distributed-optimizer"):
+    if merging and strategy.keeps.state == "shard":
         share = step_memory(
             bound,
             optimizer=optimizer,
@@ -172,7 +172,7 @@ def _sharded_curve(
 ) -> MemoryCurve:
     """Of ZeRO-2 or FSDP: at each op the instant around it at which most is held."""
     step = ShardedStep(bound, structure, optimizer, threads, strategy)
-    shares = strategy.kind == "fsdp"
+    shares = strategy.keeps.parameters == "shard"
     own = -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
     state = -(-step.state_bytes // shards)
     updating = [-(-size // shards) for size in (step.trained_bytes, step.update_bytes)]

@@ -246,7 +246,7 @@ def _bucket_bytes(
     strategy: Strategy, precision: str, gradients_bytes: int, largest_bytes: int
 ) -> int:
     ratio = strategy.shard_dtypes(precision).reduced_ratio
-    if strategy.kind == "distributed-optimizer":
+    if strategy.has_gradient_buffer:
         return int(gradients_bytes * ratio)
     return gradients_bytes + (0 if ratio == 1 else int(largest_bytes * ratio))
 

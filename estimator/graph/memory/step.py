@@ -316,19 +316,19 @@ def step_memory(
         threads=threads,
         structure=known,
     )
-    if not merging or strategy.kind == "ddp":
+    if not merging or strategy.keeps.state == "whole":
         ranks = 2 if merging else 1
         return ShardedMemory.of_replica(
             replicate(optimizer=optimizer, strategy=strategy, ranks=ranks)
         )
     # A worker of parameter servers updates nothing, and plain SGD holds nothing.
     replica = replicate(optimizer="sgd", strategy=strategy, ranks=2)
-    if strategy.kind == "ps":
+    if strategy.keeps.state == "servers":
         return ShardedMemory.of_replica(replica)
     master_ratio = strategy.master_ratio(bound.graph.precision)
     own = optimizer_memory(bound.graph, optimizer, master_ratio=master_ratio)
-    if strategy.kind == "distributed-optimizer":
-        # Its shares are cut through tensors, and even.
+    if strategy.cuts_tensors:
+        # Such shares are even.
         own = own._replace(largest_state_bytes=0, largest_together_bytes=0)
     return _zero1_memory(replica, own)
 
@@ -339,7 +339,7 @@ def holds_shards(strategy: Strategy, *, merging: bool) -> bool:
     Alone it holds none, but those that are kept in another dtype or on the host.
     """
     shards = merging or strategy.param is not None or strategy.offload
-    return shards and strategy.kind in ("zero2", "fsdp")
+    return shards and strategy.keeps.gradients == "shard"
 
 
 def play_step(
@@ -348,7 +348,7 @@ def play_step(
     """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
     strategy = step.strategy
     passes = _micro_batches(micro_batches, strategy.gradient_sync)
-    if strategy.kind == "zero2":
+    if strategy.keeps.parameters == "whole":
         ratio = step.dtypes.reduced_ratio
         sent = [Reduction(b.after, int(b.size_bytes * ratio), b.size_bytes) for b in buckets]
         return [play_zero2(step.graph, sent, step.gradients, each) for each in passes]
@@ -430,7 +430,7 @@ class ShardedStep:
         graph = self.graph = bound.graph
         self.ops, self.strategy = len(graph.ops), strategy
         dtypes = self.dtypes = strategy.shard_dtypes(graph.precision)
-        shards = strategy.kind == "fsdp"
+        shards = strategy.keeps.parameters == "shard"
         trained = trained_tensors(graph, dtypes.stored_ratio, sharded=shards)
         self.trained_bytes = sum(tensor.size_bytes for tensor in trained)
         held = optimizer_memory(
@@ -467,7 +467,7 @@ class ShardedStep:
     def memory(self, played: Sequence[Played]) -> ShardedMemory:
         """The peak over micro-batches and the update."""
         fixed, sharded = self.inputs_bytes + self.buffers_bytes, self.state_bytes
-        whole = self.strategy.kind == "zero2"
+        whole = self.strategy.keeps.parameters == "whole"
         parameters = (self.parameters_bytes, 0) if whole else (0, self.parameters_bytes)
         fixed, sharded = fixed + parameters[0], sharded + parameters[1]
         # In the update no gradient is whole any more.

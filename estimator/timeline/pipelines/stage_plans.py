@@ -210,7 +210,7 @@ def pipeline_answer(
         tails_s=tails,
         points=[each.stage.point for each in stages[1 : schedule.model_stages(ranks)]],
         ranks=first.mesh.placement.ranks,
-        is_ddp=first.members.table.shape.strategy.kind == "ddp"
+        is_ddp=first.members.table.shape.strategy.keeps.state == "whole"
         and first.mesh.parallelism.replicas > 1,
         fullest=stages[widest].plan,
     )
@@ -415,7 +415,7 @@ def stage_plans(
             f"{graph.name} is known by a summary, which cannot be cut into stages; trace it"
         )
     strategy = shape.strategy
-    if strategy.kind == "zero2" or (strategy.kind == "fsdp" and strategy.reshard_after_forward):
+    if strategy.exchanges_every_micro_batch:
         raise StrategyError(
             f"'{strategy}' exchanges shards for every micro-batch of a pipeline, which cannot be "
             "estimated; write fsdp:no_reshard, zero1, distributed-optimizer or ddp"

@@ -193,7 +193,9 @@ def step_program(
             strategy=strategy,
             accumulation_steps=accumulation_steps,
             trained=trained_of(bound, cache),
-            updated=trained_of(bound, cache, sharded=merging and strategy.kind == "fsdp"),
+            updated=trained_of(
+                bound, cache, sharded=merging and strategy.keeps.parameters == "shard"
+            ),
             cache=cache,
         )
         return _compile(asked, exchanges)
@@ -239,7 +241,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         asked = replace(asked, exchanged=exchanges.seconds(bound, durations, accumulation_steps))
     if exchanges_s := asked.exchanged.total_s * accumulation_steps:
         durations = asked.exchanged.beside(durations)
-    sharding = asked.merging and strategy.kind == "fsdp"
+    sharding = asked.merging and strategy.keeps.parameters == "shard"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:
         passes = sharded_passes(graph, strategy, asked.cache)

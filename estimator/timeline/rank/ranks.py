@@ -186,7 +186,7 @@ class RankTable:
         self.strategy_text = str(shape.strategy)
         self._batch, self._merging, self._cache = batch, merging, cache
         # Under HSDP a rank shards in one group and replicates in another.
-        replicates = shape.strategy.kind == "fsdp" and shape.strategy.shard is not None
+        replicates = shape.strategy.keeps.parameters == "shard" and shape.strategy.shard is not None
         self._communicators = (1 + replicates) if merging else 0
         self._communicators += len(shape.exchanges.groups) if shape.exchanges else 0
         self._of_node: dict[NodeKind, RankKind] = {}

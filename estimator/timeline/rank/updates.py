@@ -377,13 +377,13 @@ def added_to_update(
             device_s = _moved_by_host_s(moved_bytes, graph, machine[0])
         else:
             device_s = _moved_s(moved_bytes, *machine)
-        if strategy.kind == "zero1":
+        if strategy.keeps.state == "shard" and not strategy.cuts_tensors:
             # ZeroRedundancyOptimizer shards the update alone: every rank clips all gradients.
             fixed_s += device_s
     if strategy.master_ratio(graph.precision) > 1:
         device_s += _moved_s(_MASTER_BYTES * trained.elements, *machine)
     if graph.optimizer == "muon":
-        if strategy.kind not in ("ddp", "zero1", "ps"):
+        if strategy.cuts_tensors:
             raise StrategyError(
                 f"muon updates whole matrices, found '{strategy}', which shards them; use ddp or "
                 "zero1"
@@ -421,7 +421,7 @@ def cast_passes(strategy: Strategy, precision: str) -> float:
     buffer has the dtype of its reduction: gradients are cast as they are copied there.
     """
     ratio = strategy.shard_dtypes(precision).reduced_ratio
-    if strategy.kind == "distributed-optimizer":
+    if strategy.has_gradient_buffer:
         return (ratio - 1) / 2
     return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
 
