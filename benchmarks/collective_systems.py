@@ -28,8 +28,8 @@ from estimator.placement.placement import place
 from estimator.probe.links.copies import fit_line
 from estimator.timeline.collectives.algorithms import (
     Algorithm,
+    GroupShape,
     InnerLinks,
-    Shape,
     algorithms_of,
     as_array,
     fastest_s,
@@ -188,7 +188,7 @@ def algorithms_for(group: Group) -> tuple[Algorithm, ...]:
 def ring_cost(group: Group) -> tuple[float, float]:
     """(hops between nodes in a row, share of the buffer over the network) of a ring."""
     ring = algorithms_of(group.op)[0]
-    shape = Shape(group.ranks, group.nodes, group.per_node)
+    shape = GroupShape(group.ranks, group.nodes, group.per_node)
     return ring.rounds(shape).across, ring.share(shape).across
 
 

@@ -27,7 +27,13 @@ from swap.checker import plan_flaws
 from swap.least_peak import least_peak
 from swap.tensile import tensile
 
-from estimator.advise.swap.problem import SwapProblem, Updates, host_link, joined, swap_problem
+from estimator.advise.swap.problem import (
+    SwapProblem,
+    UpdateSchedule,
+    host_link,
+    joined,
+    swap_problem,
+)
 from estimator.advise.swap.search import Planned, least_bytes, pareto
 from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph
@@ -47,10 +53,10 @@ TENSILES_MIB = {
 OUT_BYTES_PER_S, BACK_BYTES_PER_S = 12.5e9, 13.4e9
 OVERHEADS = (0.0, 0.01, 0.05, 0.15)
 UPDATES = {
-    "end": Updates(),
-    "ready": Updates(place="ready"),
-    "ready, sliced": Updates(place="ready", sub_group_bytes=16 * MIB),
-    "paced": Updates(place="paced", sub_group_bytes=8 * MIB),
+    "end": UpdateSchedule(),
+    "ready": UpdateSchedule(place="ready"),
+    "ready, sliced": UpdateSchedule(place="ready", sub_group_bytes=16 * MIB),
+    "paced": UpdateSchedule(place="paced", sub_group_bytes=8 * MIB),
 }
 JOBS_OVERHEAD = 0.05
 CAPUCHIN_SAVINGS = (0.25, 0.5)
@@ -136,7 +142,7 @@ def _trace(name: str) -> OpGraph:
     )
 
 
-def problem_for(graph: OpGraph, batch: int, updates: Updates) -> SwapProblem:
+def problem_for(graph: OpGraph, batch: int, updates: UpdateSchedule) -> SwapProblem:
     """The step to plan."""
     answer = estimate_graph(graph, "1x1:rtx-2080-ti", batch_per_gpu=batch)
     profile = load_profile("rtx-2080-ti")

@@ -72,7 +72,7 @@ def replayed(model: str) -> Callable[[], dict[str, float]]:
     from estimator.graph.models.model_text import load_model
     from estimator.probe.devices.backend import CpuBackend
     from estimator.probe.grid.kernels import prepare
-    from estimator.probe.ops import Step, distinct_calls, replay_plan, update_plan
+    from estimator.probe.ops import TimedStep, distinct_calls, replay_plan, update_plan
 
     module, batch, loss, _ = load_model(model)
     bound = trace_model(module, batch, loss=loss).at()
@@ -80,7 +80,7 @@ def replayed(model: str) -> Callable[[], dict[str, float]]:
     plan["update"] = update_plan(bound.graph, len(distinct_calls(bound)))
     backend = CpuBackend()
     prepare(backend, lambda _: None, budget_s=3.0)
-    step = Step(backend, plan, math.inf)
+    step = TimedStep(backend, plan, math.inf)
     phases = [op.phase for op in bound.graph.ops]
 
     def run() -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from estimator.calibrate.baselines import Regressor
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
 
 
@@ -26,7 +26,7 @@ class MistakenSpeeds:
         self._factors: dict[tuple[str, int], float] = {}
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         exact = self._exact.step_times_s(job, shapes, global_batch)
@@ -56,7 +56,7 @@ class FittedSpeeds:
         self,
         form: Callable[[], Regressor],
         true: Speeds,
-        sampled: Callable[[Job], Sequence[Shape]],
+        sampled: Callable[[Job], Sequence[AllocationShape]],
         workload: Callable[[Job], str] = lambda job: job.name,
     ) -> None:
         self._form, self._true, self._sampled = form, true, sampled
@@ -66,14 +66,14 @@ class FittedSpeeds:
         self._fitted: dict[tuple[str, str], Regressor] = {}
 
     def observe(
-        self, job: Job, shape: Shape, step_s: float, global_batch: int | None
+        self, job: Job, shape: AllocationShape, step_s: float, global_batch: int | None
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
         is_new = self._add(job, shape, step_s, global_batch)
         return self._jobs[self._workload(job)] if is_new else ()
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         workload = self._workload(job)
@@ -92,7 +92,9 @@ class FittedSpeeds:
             found.append(float(self._fitted[key].predict([_row(job, shape, global_batch)])[0]))
         return found
 
-    def _add(self, job: Job, shape: Shape, step_s: float, global_batch: int | None) -> bool:
+    def _add(
+        self, job: Job, shape: AllocationShape, step_s: float, global_batch: int | None
+    ) -> bool:
         """Whether the step is the first of its kind."""
         key, row = (self._workload(job), shape.machine), _row(job, shape, global_batch)
         seen = self._seen.setdefault(key, {})
@@ -103,12 +105,12 @@ class FittedSpeeds:
         return True
 
 
-def sample_counts(nodes: Nodes, job: Job) -> list[Shape]:
+def sample_counts(nodes: Nodes, job: Job) -> list[AllocationShape]:
     """One device, two, four, and what was asked for, packed on each machine type."""
     counts = {count for count in (1, 2, 4, job.devices) if count <= job.highest_count}
     return [nodes.packed(machine, count) for machine in nodes.machines for count in sorted(counts)]
 
 
-def _row(job: Job, shape: Shape, global_batch: int | None) -> tuple[float, ...]:
+def _row(job: Job, shape: AllocationShape, global_batch: int | None) -> tuple[float, ...]:
     """Ranks, nodes, samples per rank and micro-batch, micro-batches; see `calibrate.baselines`."""
     return (shape.ranks, len(shape.per_node), *job.split(shape.ranks, global_batch))

@@ -34,7 +34,7 @@ from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
 from estimator.replay.job_files import REQUESTS, drawn_run_s
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.replay import Costs
 from estimator.replay.speeds import (
     CalibratedSpeeds,
@@ -81,18 +81,20 @@ class MeasuredSpeeds:
     def __init__(self) -> None:
         self._steps: dict[tuple[str, str], dict[tuple[int, ...], Points]] = {}
 
-    def add(self, graph: str, shape: Shape, batch: int, step_s: float, sync_s: float) -> None:
+    def add(
+        self, graph: str, shape: AllocationShape, batch: int, step_s: float, sync_s: float
+    ) -> None:
         """One row of a table; a placement seen again replaces what was there."""
         known = self._steps.setdefault((graph, shape.machine), {})
         known.setdefault(shape.per_node, {})[batch] = step_s, sync_s
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         return [self._step_s(job, shape, global_batch) for shape in shapes]
 
-    def _step_s(self, job: Job, shape: Shape, global_batch: int | None) -> float:
+    def _step_s(self, job: Job, shape: AllocationShape, global_batch: int | None) -> float:
         known = self._steps[job.graph.name, shape.machine]
         points = known.get(shape.per_node) or known[min(known, key=partial(_distance, shape))]
         batch, micro_batches = job.split(shape.ranks, global_batch)
@@ -112,7 +114,7 @@ class MeasuredSpeeds:
         return (graph, machine) in self._steps
 
 
-def _distance(shape: Shape, per_node: tuple[int, ...]) -> float:
+def _distance(shape: AllocationShape, per_node: tuple[int, ...]) -> float:
     nodes = abs(math.log(len(per_node) / len(shape.per_node)))
     return nodes + abs(math.log(sum(per_node) / shape.ranks))
 
@@ -135,7 +137,9 @@ def measured(path: Path, store: GraphStore, home: Path) -> tuple[MeasuredSpeeds,
         per_node = tuple(sorted(row.step.node_sizes, reverse=True))
         sync_s = float(row.text("sync_time_s"))
         batch = round(row.step.batch_per_gpu)
-        speeds.add(graph.name, Shape(machine, per_node), batch, row.step.step_time_s, sync_s)
+        speeds.add(
+            graph.name, AllocationShape(machine, per_node), batch, row.step.step_time_s, sync_s
+        )
     for profile in profiles.values():
         profile.save(home / "machines" / f"{profile.name}.json")
     return speeds, list(graphs.values())

@@ -24,7 +24,7 @@ _ENTRY_BYTES = 1024
 _KEPT_RATIO = 0.8
 
 
-class _Entry:
+class _CacheEntry:
     """A value, kept with the objects that it was made of.
 
     `parts` are the entries whose values this one holds, `holders` is how many hold this one's.
@@ -32,7 +32,7 @@ class _Entry:
 
     __slots__ = ("holders", "owners", "parts", "size_bytes", "used", "value")
 
-    def __init__(self, owners: tuple[object, ...], value: Any, parts: list[_Entry]) -> None:
+    def __init__(self, owners: tuple[object, ...], value: Any, parts: list[_CacheEntry]) -> None:
         self.owners = owners
         self.value = value
         self.parts = parts
@@ -52,8 +52,8 @@ class Cache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
-        self._entries: dict[_Key, _Entry] = {}
-        self._of_value: dict[int, _Entry] = {}
+        self._entries: dict[_Key, _CacheEntry] = {}
+        self._of_value: dict[int, _CacheEntry] = {}
         self._making = threading.RLock()
         self._lock = threading.Lock()
         self._clock = count(1)
@@ -83,7 +83,9 @@ class Cache:
         entry.used = next(self._clock)
         return entry.value  # type: ignore[no-any-return]
 
-    def _made(self, key: _Key, owners: tuple[object, ...], make: Callable[[], object]) -> _Entry:
+    def _made(
+        self, key: _Key, owners: tuple[object, ...], make: Callable[[], object]
+    ) -> _CacheEntry:
         with self._making, _collected_later():
             # Whoever waited finds it made, or makes it where the first one failed.
             entry = self._entries.get(key)
@@ -93,10 +95,10 @@ class Cache:
                     entry = self._entries[key] = self._kept(owners, value)
         return entry
 
-    def _kept(self, owners: tuple[object, ...], value: object) -> _Entry:
+    def _kept(self, owners: tuple[object, ...], value: object) -> _CacheEntry:
         sizes = _Sizes(self._of_value, owners)
         size_bytes = _ENTRY_BYTES + sizes.of(value)
-        entry = _Entry(owners, value, list(sizes.parts.values()))
+        entry = _CacheEntry(owners, value, list(sizes.parts.values()))
         for part in entry.parts:
             part.holders += 1
         if _field_names(value) or isinstance(value, np.ndarray):
@@ -126,14 +128,14 @@ class Cache:
                     entry.parts.append(part)
                 self._charge(entry, size_bytes)
 
-    def _charge(self, entry: _Entry, size_bytes: int) -> None:
+    def _charge(self, entry: _CacheEntry, size_bytes: int) -> None:
         entry.used = next(self._clock)
         entry.size_bytes += size_bytes
         self.size_bytes += size_bytes
         if self.size_bytes > self.limit_bytes:
             self._forget(_KEPT_RATIO * self.limit_bytes, but=entry)
 
-    def _forget(self, limit_bytes: float, but: _Entry | None = None) -> None:
+    def _forget(self, limit_bytes: float, but: _CacheEntry | None = None) -> None:
         dropped = True
         while dropped:
             made = [(entry.used, key) for key, entry in self._entries.items()]
@@ -180,8 +182,8 @@ class _Sizes:
     `parts` are the entries met on the way, whose bytes are counted there. Owners count nowhere.
     """
 
-    def __init__(self, of_value: Mapping[int, _Entry], owners: Iterable[object]) -> None:
-        self.parts: dict[int, _Entry] = {}
+    def __init__(self, of_value: Mapping[int, _CacheEntry], owners: Iterable[object]) -> None:
+        self.parts: dict[int, _CacheEntry] = {}
         self._of_value = of_value
         self._owners = {id(owner) for owner in owners}
 

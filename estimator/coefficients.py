@@ -114,7 +114,7 @@ class PredictedStep:
     relative_error: float
 
 
-class Engine(Protocol):
+class StepPredictor(Protocol):
     """Predicts steps of the workload that an estimate is asked for.
 
     Engines with equal keys answer alike.
@@ -151,7 +151,7 @@ class Calibration(Protocol):
         self,
         questions: Sequence[StepQuestion],
         allocations: Sequence[Allocation],
-        engine: Engine,
+        engine: StepPredictor,
     ) -> list[Coefficients]:
         """The factors for each step, on an allocation; what is not known is asked of `engine`."""
         ...

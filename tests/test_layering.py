@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -88,3 +89,14 @@ def test_facts_of_a_strategy_are_asked_and_not_which_one_it_is() -> None:
         if isinstance(node, ast.Compare | ast.Match | ast.Call) and _asks_which_strategy(node)
     ]
     assert asking == []
+
+
+def test_each_class_name_stands_once() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    # Each framework's callback has the name that the documentation of both tells people to import.
+    assert {name for name, count in names.items() if count > 1} == {"EstimatorCallback"}

@@ -32,7 +32,7 @@ from estimator.graph.memory.peak import PeakMemory
 from estimator.graph.memory.step import Reduction
 from estimator.placement.allocation import Allocation
 from estimator.timeline.plan import StepPlan
-from estimator.timeline.rank.ranks import RankKind
+from estimator.timeline.rank.ranks import RankClass
 from estimator.timeline.simulated import op_times_s, played_step
 from estimator.workload.strategies import SAVING_MEMORY
 
@@ -50,7 +50,7 @@ class MemoryReport:
     answer: Estimate
     bound: BoundGraph
     curve: MemoryCurve
-    kind: RankKind
+    kind: RankClass
     every_tensor: tuple[LiveTensor, ...]
     device_bytes: int
 

@@ -18,8 +18,8 @@ from estimator.calibrate.store import ObservationStore
 from estimator.coefficients import (
     UNCALIBRATED,
     Coefficients,
-    Engine,
     PredictedStep,
+    StepPredictor,
     StepQuestion,
 )
 from estimator.errors import EstimatorError, ObservationError, printable
@@ -133,7 +133,7 @@ class Calibrator:
         self,
         questions: Sequence[StepQuestion],
         allocations: Sequence[Allocation],
-        engine: Engine,
+        engine: StepPredictor,
     ) -> list[Coefficients]:
         """The factors for each step; see `coefficients.Calibration`."""
         if not questions:
@@ -160,18 +160,20 @@ class Calibrator:
         asked = cluster.nodes.keys() if hosts is None else hosts
         return counting_drifts(cluster, asked, self.store.observations(), jobs)
 
-    def _learn(self, asked: StepQuestion, engine: Engine) -> _Fitted:
+    def _learn(self, asked: StepQuestion, engine: StepPredictor) -> _Fitted:
         with self._learning:
             if not self._fitted.knows(asked.job, engine):
                 seen = dict(self._fitted.seen)
-                new = _Seen(job=asked.job, workload=asked.workload, engine=engine, key=engine.key)
+                new = _JobObservations(
+                    job=asked.job, workload=asked.workload, engine=engine, key=engine.key
+                )
                 known, _ = new.read(self.store)
                 seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
                 self._fitted = _Fitted(seen)
             return self._fitted
 
 
-def _others(seen: Mapping[str, _Seen], known: _Seen) -> list[StepCorrections]:
+def _others(seen: Mapping[str, _JobObservations], known: _JobObservations) -> list[StepCorrections]:
     """What was learnt of other jobs by their own observations."""
     return [
         fitted
@@ -197,12 +199,12 @@ def _other_layouts(
 class _Fitted:
     """What all jobs have taught by some moment, and the answers given by that."""
 
-    def __init__(self, seen: Mapping[str, _Seen] | None = None) -> None:
-        self.seen: Mapping[str, _Seen] = seen or {}
+    def __init__(self, seen: Mapping[str, _JobObservations] | None = None) -> None:
+        self.seen: Mapping[str, _JobObservations] = seen or {}
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
         self._writing = threading.Lock()
 
-    def knows(self, job: str, engine: Engine) -> bool:
+    def knows(self, job: str, engine: StepPredictor) -> bool:
         """Whether the job was learnt of with an engine that answers like this one."""
         seen = self.seen.get(job)
         return seen is not None and seen.key == engine.key
@@ -229,12 +231,12 @@ class _Fitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Seen:
+class _JobObservations:
     """The observations of one job beside what an engine predicts of them."""
 
     job: str
     workload: str
-    engine: Engine
+    engine: StepPredictor
     revision: int = -1
     observations: tuple[tuple[Observation, PredictedStep], ...] = ()
     key: Hashable = None
@@ -242,7 +244,7 @@ class _Seen:
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
     fitted: Mapping[_Place, StepCorrections] = field(default_factory=dict)
 
-    def read(self, store: ObservationStore) -> tuple[_Seen, bool]:
+    def read(self, store: ObservationStore) -> tuple[_JobObservations, bool]:
         """With what was observed since, and whether that is more or less than before."""
         # Read first: what comes in between is read again rather than missed.
         revision = store.revision
@@ -294,7 +296,7 @@ class _Seen:
                 self.predicted[asked] = str(error)
         return self.predicted[asked]
 
-    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _Seen:
+    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _JobObservations:
         """With the corrections of every set of machine types and layout that was observed.
 
         A layout counts as a job of its own, of the same content: those seen most teach the others.

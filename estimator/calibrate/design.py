@@ -18,9 +18,9 @@ from estimator.calibrate.performance_model import (
     NODES,
     RANKS,
     Array,
+    ComputeReference,
     EngineTimes,
     Priors,
-    Reference,
     evaluate_model,
 )
 from estimator.errors import WorkloadError
@@ -110,29 +110,31 @@ class Dataset:
         return rows, places.reshape(-1)
 
 
-def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
+def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> ComputeReference:
     """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest.
 
     Each distinct row counts once, by the median of its runs. Without rows it is next to none, and
     so is the stall, which nothing has shown.
     """
     if not len(data.rows):
-        return Reference(compute_s=float(np.finfo(float).tiny), batch=1.0)
+        return ComputeReference(compute_s=float(np.finfo(float).tiny), batch=1.0)
     distinct, row_of = data.distinct()
     batch = float(np.exp(np.log(distinct[:, BATCH]).mean()))
     if compute_s is not None:
         # Of one row the engine says the same each time.
         first = np.unique(row_of, return_index=True)[1]
-        return Reference(compute_s=float(np.exp(np.log(compute_s[first]).mean())), batch=batch)
+        return ComputeReference(
+            compute_s=float(np.exp(np.log(compute_s[first]).mean())), batch=batch
+        )
     fewest = np.flatnonzero(distinct[:, RANKS] == distinct[:, RANKS].min())
     rows = distinct[fewest]
     times = np.array([np.median(data.log_times[row_of == row]) for row in fewest])
     reference_s = float(np.exp(times.mean()))
     for _ in range(_REFERENCE_ITERATIONS):
-        reference = Reference(compute_s=reference_s, batch=batch)
+        reference = ComputeReference(compute_s=reference_s, batch=batch)
         model = evaluate_model(priors.log_medians(), rows, reference)
         reference_s *= float(np.exp((times - model.log_step).mean()))
-    return Reference(compute_s=reference_s, batch=batch)
+    return ComputeReference(compute_s=reference_s, batch=batch)
 
 
 # Standard deviations and length scales (of logarithms) of the residuals that fits to whole tables

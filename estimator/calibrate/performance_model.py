@@ -219,7 +219,7 @@ class EngineTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ComputeReference:
     """The point that the model is relative to: seconds of compute at a batch size."""
 
     compute_s: float
@@ -255,7 +255,7 @@ class _Rows(NamedTuple):
 def evaluate_model(
     log_parameters: Array,
     rows: Array,
-    reference: Reference,
+    reference: ComputeReference,
     engine_times: EngineTimes | None = None,
 ) -> ModelValues:
     """The model at rows of (ranks, nodes, batch, micro-batches, most devices on one node)."""
@@ -270,7 +270,7 @@ def evaluate_model(
 def _evaluate(
     logs: Mapping[str, float],
     rows: _Rows,
-    reference: Reference,
+    reference: ComputeReference,
     compute_s: Values | None,
     sync_s: Values | None,
 ) -> ModelValues:
@@ -332,7 +332,7 @@ def _jacobian(derivatives: Derivatives, step: Values) -> Array:
 
 
 def _compute(
-    logs: Mapping[str, float], rows: _Rows, reference: Reference, compute_s: Values | None
+    logs: Mapping[str, float], rows: _Rows, reference: ComputeReference, compute_s: Values | None
 ) -> tuple[Values, Derivatives]:
     """Logarithm of one micro-batch's compute on the slowest rank, and its derivatives."""
     single = rows.ranks == 1
@@ -374,7 +374,7 @@ def _compute(
 
 
 def _sync(
-    logs: Mapping[str, float], rows: _Rows, reference: Reference, sync_s: Values | None
+    logs: Mapping[str, float], rows: _Rows, reference: ComputeReference, sync_s: Values | None
 ) -> tuple[Values, Derivatives]:
     """Logarithm of a step's gradient synchronisation, -inf on one rank, and its derivatives."""
     across, two = rows.nodes > 1, rows.nodes == 2

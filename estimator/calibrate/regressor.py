@@ -96,7 +96,7 @@ def fit_parameters(
     data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
 ) -> ParameterFit:
     """The best of several robust fits; `model_at` gives the model at standardised parameters."""
-    search = _Search(data, model_at, prior_sigmas)
+    search = _RobustFits(data, model_at, prior_sigmas)
     none = np.zeros(len(prior_sigmas))
     if search.is_believed_alone():
         fit = ParameterFit(standardised=none, weights=np.ones(1))
@@ -111,7 +111,7 @@ def fit_parameters(
     return search.reweighted(ParameterFit(standardised=none, weights=fit.weights))
 
 
-class _Search:
+class _RobustFits:
     """Robust fits of one model to one set of observations."""
 
     def __init__(
@@ -327,7 +327,7 @@ _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prediction:
+class StepTimePrediction:
     """Predictions for rows, in logarithms of seconds.
 
     Measured steps lie within `half_width` of `log_step` as often as was asked; rows that
@@ -508,7 +508,7 @@ class StepTimeRegressor:
         *,
         engine_times: EngineTimes | None = None,
         coverage_ratio: float = intervals.COVERAGE_RATIO,
-    ) -> Prediction:
+    ) -> StepTimePrediction:
         """Step times, intervals, the model's values and extrapolation of rows, at once."""
         inputs, model = self._inputs(X, engine_times)
         jacobian = model.jacobian * self.prior_sigmas_
@@ -520,7 +520,7 @@ class StepTimeRegressor:
         if self.speeds_ is not None:
             half_width = half_width + self.speeds_.wider(inputs.rows[:, NODES], coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
-        return Prediction(
+        return StepTimePrediction(
             log_step=log_step,
             half_width=half_width,
             extrapolates=intervals.extrapolates(

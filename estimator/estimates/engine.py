@@ -46,7 +46,7 @@ from estimator.timeline.plan import (
     members_of,
     step_plan,
 )
-from estimator.timeline.rank.layer_collectives import exchanges_of
+from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.ranks import StepShape
 from estimator.timeline.rank.rules import Groups
 from estimator.timeline.strategies import rules_of
@@ -138,7 +138,7 @@ class Engine:
         plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
         return _answered(plan, asked, answer_of(plan), *plan.memory())
 
-    def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> PipelineAnswer:
+    def _pipelined(self, asked: _StepRequest, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
         mesh, schedule = asked.mesh, asked.layout.schedule
         of = asked.graph, mesh, asked.batches, asked.shape, schedule, self.cache
@@ -146,7 +146,7 @@ class Engine:
         pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
         return pipeline_answer(schedule, *pipeline, stages)
 
-    def _parts(self, asked: _Asked, coefficients: Coefficients) -> tuple[StepAnswer, float]:
+    def _parts(self, asked: _StepRequest, coefficients: Coefficients) -> tuple[StepAnswer, float]:
         """The parts of a step, and seconds of all that is reduced in it."""
         if asked.layout.pp > 1:
             answer, plan, *_ = self._pipelined(asked, coefficients)
@@ -202,7 +202,7 @@ class Engine:
         loader: Loader | None = None,
         layout: Layout = DATA_PARALLEL,
         tp_plan: Plan | None = None,
-    ) -> _Asked:
+    ) -> _StepRequest:
         """Check what is asked of a placement; raises WorkloadError, StrategyError."""
         parsed = agreed_strategy(graph, strategy)
         accumulation_steps = check_count(
@@ -211,11 +211,13 @@ class Engine:
         mesh = Mesh.laid_out(placement, layout, parsed, micro_batches=accumulation_steps)
         batches = batches_of(graph.batch, mesh, batch_per_gpu, global_batch, accumulation_steps)
         graph = self.split(graph, layout, tp_plan)
-        exchanges = exchanges_of(mesh, self.cache, parsed) if layout.divides_layers else None
-        shape = StepShape(parsed, accumulation_steps, loader, exchanges)
-        return _Asked(mesh, shape, batches, graph, layout)
+        layer_collectives = (
+            layer_collectives_of(mesh, self.cache, parsed) if layout.divides_layers else None
+        )
+        shape = StepShape(parsed, accumulation_steps, loader, layer_collectives)
+        return _StepRequest(mesh, shape, batches, graph, layout)
 
-    def _members(self, asked: _Asked) -> Members:
+    def _members(self, asked: _StepRequest) -> Members:
         """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
         of = asked.graph, asked.mesh.placement, asked.batches, asked.shape, self.cache
         return members_of(*of, merging=asked.mesh.parallelism.replicas > 1)
@@ -241,7 +243,7 @@ class Engine:
         }
 
 
-class _Asked(NamedTuple):
+class _StepRequest(NamedTuple):
     """What an estimate is made of before the network and calibration are added."""
 
     mesh: Mesh
@@ -340,7 +342,7 @@ def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader
 
 def _answered(
     plan: StepPlan,
-    asked: _Asked,
+    asked: _StepRequest,
     answer: StepAnswer,
     memory: PeakMemory,
     used_ratio: float,

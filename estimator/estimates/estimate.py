@@ -21,7 +21,7 @@ from estimator.timeline.pipelines.stage_plans import PipelinedStep
 from estimator.timeline.plan import StepAnswer, StepPlan
 from estimator.timeline.rank.inputs import input_costs
 from estimator.timeline.rank.program import COPIES_ERROR, MEDIAN_TO_SIGMA
-from estimator.timeline.rank.ranks import LaneCosts, RankKind, at_peak_s
+from estimator.timeline.rank.ranks import LaneCosts, RankClass, at_peak_s
 from estimator.timeline.simulated import timeline_of
 from estimator.timeline.simulator.tasks import Timeline
 from estimator.timeline.step import Breakdown
@@ -45,7 +45,7 @@ def remedy_of(plan: StepPlan, parts: Breakdown) -> str:
     return _remedy(loader, kind, plan, float(parts.total_s - parts.input_stall_s))
 
 
-def _remedy(loader: Loader, kind: RankKind, plan: StepPlan, without_s: float) -> str:
+def _remedy(loader: Loader, kind: RankClass, plan: StepPlan, without_s: float) -> str:
     batches = plan.members.table.shape.accumulation_steps
     samples = batches * (kind.program.bound.batch or 1)
     ranks = max(each.ranks_per_node for each in plan.placement.kinds)

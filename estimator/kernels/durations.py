@@ -18,7 +18,7 @@ from estimator.graph.ir.ops import OpTiming
 from estimator.graph.ir.structure import Dataflow, GraphStructure
 from estimator.graph.summary import BLOCK_TENSORS
 from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
-from estimator.kernels.fits import KernelFits, Prediction, ProbedKernels
+from estimator.kernels.fits import KernelFits, KernelPrediction, ProbedKernels
 from estimator.kernels.host import awaited_ops, compiled_host_seconds, eager_host_seconds
 from estimator.kernels.roofline import Roofline
 from estimator.machines.profile import MachineProfile
@@ -68,7 +68,7 @@ _UNKNOWN_ERROR = 1.0
 _CARRIED_ERROR_RATIO = 0.5
 # Bytes read and written for each fp32 element of a copy.
 _COPIED_BYTES = 8
-_NO_KERNEL = Prediction(warm_s=0.0, cold_s=0.0, relative_error=0.0, source="view")
+_NO_KERNEL = KernelPrediction(warm_s=0.0, cold_s=0.0, relative_error=0.0, source="view")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +310,7 @@ def _kernel_seconds(
     )
 
 
-def _blend(timed: Sequence[Prediction], of: Indices, cold: Array) -> Array:
+def _blend(timed: Sequence[KernelPrediction], of: Indices, cold: Array) -> Array:
     """Seconds of each op, between its call's with inputs in cache and from memory."""
     warm_s = np.array([each.warm_s for each in timed])
     more_s = np.array([each.cold_s for each in timed]) - warm_s
@@ -319,7 +319,7 @@ def _blend(timed: Sequence[Prediction], of: Indices, cold: Array) -> Array:
 
 def _timed(
     graph: OpGraph, costs: CallCosts, fits: KernelFits | Roofline, profile: MachineProfile
-) -> list[Prediction]:
+) -> list[KernelPrediction]:
     """What each distinct call takes: as measured, as predicted, or as a copy of its bytes."""
     found = []
     predictions = fits.predict_each(costs.calls, costs.features)
@@ -329,7 +329,7 @@ def _timed(
         if timing is not None:
             seconds = timing.seconds
             found.append(
-                Prediction(
+                KernelPrediction(
                     warm_s=seconds,
                     cold_s=seconds,
                     relative_error=timing.noise_ratio,
@@ -343,7 +343,9 @@ def _timed(
     return found
 
 
-def _as_copy(call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile) -> Prediction:
+def _as_copy(
+    call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile
+) -> KernelPrediction:
     """An op without a formula, charged as an elementwise pass over all its bytes."""
     elements = max(_moved_bytes(call) // _COPIED_BYTES, 1)
     spec = TensorSpec((elements,))
@@ -352,7 +354,7 @@ def _as_copy(call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile)
         return replace(copied, relative_error=_UNKNOWN_ERROR, source="assumed")
     rate = profile.devices[0].memory_bandwidth_bytes_per_s
     seconds = float(_COPIED_BYTES) * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
-    return Prediction(
+    return KernelPrediction(
         warm_s=seconds, cold_s=seconds, relative_error=_UNKNOWN_ERROR, source="assumed"
     )
 
@@ -361,13 +363,13 @@ def _measured_ratios(
     structure: GraphStructure,
     costs: CallCosts,
     timings: Mapping[OpCall, OpTiming],
-    timed: Sequence[Prediction],
+    timed: Sequence[KernelPrediction],
     fits: KernelFits | Roofline,
     cold: Array,
 ) -> tuple[Array, Array]:
     """For each op measured at the traced batch: measured over fitted, and the error left of it."""
     graph = structure.graph
-    traced: list[Prediction] = []
+    traced: list[KernelPrediction] = []
     measured_s, left = np.ones(len(timed)), np.ones(len(timed))
     for number, op in enumerate(structure.first_op):
         call = graph.ops[op].call
@@ -380,7 +382,9 @@ def _measured_ratios(
             left[number] = _CARRIED_ERROR_RATIO
             fitted = fits.predict(call)
         measured_s[number] = timings[call].seconds if fitted else 1.0
-        traced.append(fitted or Prediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source=""))
+        traced.append(
+            fitted or KernelPrediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source="")
+        )
     of = structure.call_of
     return measured_s[of] / _blend(traced, of, cold), left[of]
 

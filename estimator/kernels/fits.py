@@ -184,7 +184,7 @@ _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class KernelPrediction:
     """Seconds with inputs in cache and from memory, and the fit's own relative error."""
 
     warm_s: float
@@ -422,21 +422,21 @@ class KernelFits:
         self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
         self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
 
-    def predict(self, call: OpCall) -> Prediction | None:
+    def predict(self, call: OpCall) -> KernelPrediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""
         return self.predict_each([call], [features_of(call)])[0]
 
     def predict_each(
         self, calls: Sequence[OpCall], features: Sequence[Features | None]
-    ) -> list[Prediction | None]:
+    ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
-        found: list[Prediction | None] = [None] * len(calls)
+        found: list[KernelPrediction | None] = [None] * len(calls)
         alike: defaultdict[tuple[str, str], list[tuple[int, Features, str]]] = defaultdict(list)
         for number, (call, each) in enumerate(zip(calls, features, strict=True)):
             known = self.exact.get(call)
             if known is not None:
                 warm_s, cold_s = known
-                found[number] = Prediction(
+                found[number] = KernelPrediction(
                     warm_s=warm_s, cold_s=cold_s, relative_error=_TIMED_ERROR, source="measured"
                 )
             elif each is not None:
@@ -451,7 +451,7 @@ class KernelFits:
             warm, cold = fit.predict_each(given, kinds)
             error *= fit.relative_error
             for number, warm_s, cold_s in zip(numbers, warm.tolist(), cold.tolist(), strict=True):
-                found[number] = Prediction(
+                found[number] = KernelPrediction(
                     warm_s=warm_s, cold_s=cold_s, relative_error=error, source="fitted"
                 )
         return found

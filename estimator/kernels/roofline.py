@@ -27,7 +27,7 @@ from estimator.kernels.datasheet_model import (
     peak_flops_per_s,
     sustained_ratio,
 )
-from estimator.kernels.fits import Prediction
+from estimator.kernels.fits import KernelPrediction
 from estimator.machines.profile import MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 
@@ -70,15 +70,15 @@ class Roofline:
         cache = self._device.details.get("l2_cache_bytes")
         self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
 
-    def predict(self, call: OpCall) -> Prediction | None:
+    def predict(self, call: OpCall) -> KernelPrediction | None:
         """Seconds of a call; None where its operator has no formula."""
         return self.predict_each([call], [features_of(call)])[0]
 
     def predict_each(
         self, calls: Sequence[OpCall], features: Sequence[Features | None]
-    ) -> list[Prediction | None]:
+    ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
-        found: list[Prediction | None] = [None] * len(calls)
+        found: list[KernelPrediction | None] = [None] * len(calls)
         alike: defaultdict[tuple[Family, str], list[int]] = defaultdict(list)
         for number, each in enumerate(features):
             if each is not None:
@@ -92,7 +92,7 @@ class Roofline:
             )
             error = errors.get(family, errors["other"])
             for number, warm, cold in zip(numbers, warm_s, cold_s, strict=True):
-                found[number] = Prediction(
+                found[number] = KernelPrediction(
                     warm_s=warm, cold_s=max(cold, warm), relative_error=error, source="datasheet"
                 )
         return found

@@ -153,7 +153,7 @@ class TextReader:
     """
 
     def __init__(self) -> None:
-        self._groups = _Groups()
+        self._groups = _GroupNumbers()
         self._first_row = 0
         self._strict = True
 
@@ -234,7 +234,7 @@ class TextReader:
                 nodes[0, row] = 0
 
 
-class _Groups(dict[str, int]):
+class _GroupNumbers(dict[str, int]):
     """Numbers of the groups met so far, by their text; an unknown one is read and numbered."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ _MOST_ROWS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PatternGroup:
     """One group of a pattern: numbers of nodes, of devices on each, and what they are of.
 
     Without numbers, `machine` is the text of a group that is always the same.
@@ -333,7 +333,7 @@ class AllocationGrid:
             raise AllocationError(f"{quoted(self.pattern)} names more than 2⁶² allocations")
 
     @property
-    def _parts(self) -> tuple[_Part, ...]:
+    def _parts(self) -> tuple[_PatternGroup, ...]:
         return tuple([_part(text.strip(), self.pattern) for text in self.pattern.split("+")])
 
     def __len__(self) -> int:
@@ -383,12 +383,12 @@ class AllocationGrid:
         )
 
 
-def _part(text: str, pattern: str) -> _Part:
+def _part(text: str, pattern: str) -> _PatternGroup:
     match = _PATTERN.fullmatch(text)
     if match is None:
-        return _Part((), (), text)
+        return _PatternGroup((), (), text)
     nodes, devices = (_counts(count, pattern) for count in match.groups()[:2])
-    return _Part(nodes, devices, match[3])
+    return _PatternGroup(nodes, devices, match[3])
 
 
 def _counts(text: str, pattern: str) -> tuple[int, ...]:

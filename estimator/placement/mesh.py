@@ -164,7 +164,7 @@ def groups_along(
     `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
     of all groups that leave a node, or a switch, share its uplink.
     """
-    nodes = _Nodes(placement)
+    nodes = _NodesOfRanks(placement)
     node = nodes.of_rank[members]
     following = np.roll(node, -1, axis=1)
     hop = node != following
@@ -269,7 +269,7 @@ def _shared_limits(
     }
 
 
-class _Nodes:
+class _NodesOfRanks:
     """The nodes of a placement one by one, and on which of them each rank is."""
 
     def __init__(self, placement: Placement) -> None:

@@ -152,7 +152,7 @@ def _on_machines(
     numbers: dict[tuple[str | None, int], int] = {}
     kinds: list[NodeKind] = []
     kind_of: list[int] = []
-    machines: dict[str | None, _Nodes] = {}
+    machines: dict[str | None, _NodesByCount] = {}
     locality = hop_locality(None)
     ranks = nodes = 0
     for group in allocation.groups:
@@ -207,7 +207,7 @@ def _on_hosts(
             )
     locality = hop_locality(cluster)
     kinds = []
-    unlike: dict[tuple[int, NodeNetwork | None, float], _Nodes] = {}
+    unlike: dict[tuple[int, NodeNetwork | None, float], _NodesByCount] = {}
     for node_group in node_groups:
         network = network_in_cluster(node_group.profile, cluster, node_group.host or "")
         key = (id(node_group.profile), network, node_group.slowdown_ratio)
@@ -250,7 +250,7 @@ def _no_network(allocation: Allocation, name: str | None) -> AllocationError:
     )
 
 
-class _Nodes(dict[int, NodeKind]):
+class _NodesByCount(dict[int, NodeKind]):
     """Nodes of one machine, network and speed, by how many ranks work on each."""
 
     def __init__(
@@ -283,11 +283,11 @@ def _nodes_of(
     cache: Cache | None,
     network: NodeNetwork | None = None,
     slowdown_ratio: float = 1.0,
-) -> _Nodes:
+) -> _NodesByCount:
     """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
 
-    def made() -> _Nodes:
-        return _Nodes(profile, locality, network, slowdown_ratio)
+    def made() -> _NodesByCount:
+        return _NodesByCount(profile, locality, network, slowdown_ratio)
 
     if cache is None:
         return made()

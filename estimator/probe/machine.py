@@ -33,13 +33,13 @@ from estimator.machines.profile import (
 )
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.interference import (
-    Watch,
+    InterferenceWatch,
     check_interference,
     default_patience_s,
     read_cpu_times,
 )
 from estimator.probe.devices.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
-from estimator.probe.devices.jobs import FINISHED, WATCH, Job, Watching, run_jobs
+from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, PinnedJob, run_jobs
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
 from estimator.probe.grid.kernels import kernel_grid
@@ -290,7 +290,7 @@ _GPU_JOBS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _MachinePart:
     """A part of the probe: the share of the budget it may take, and the code that measures it.
 
     An `itemised` one says itself what it did not measure when it is cut short.
@@ -332,7 +332,7 @@ def probe_machine(
     at = datetime.now(UTC).isoformat(timespec="seconds")
     # A GPU needs one core, which issues its work.
     needed = sum(len(device.cores) or 1 for device in found)
-    watching = Watching(
+    watching = InterferenceSettings(
         pid=os.getpid(),
         threads=sorted(usable_threads()),
         cores=needed,
@@ -407,13 +407,13 @@ class _Probe:
         thorough: bool,
         findings: Findings,
         report: Report,
-        watching: Watching,
+        watching: InterferenceSettings,
         say: Callable[[str], None] | None,
     ) -> None:
         self.devices, self.cpu, self.findings = devices, cpu, findings
         self.budget_s, self.thorough, self._report = budget_s, thorough, report
         self.watching, self._say = watching, say
-        self.watch = Watch(
+        self.watch = InterferenceWatch(
             patience_s=watching.patience_s,
             cores=watching.cores,
             spare_cores=watching.spare_cores,
@@ -486,26 +486,26 @@ class _Probe:
     def _used_s(self) -> float:
         return time.monotonic() - self._begun - self.watch.seen.waited_s
 
-    def _skip(self, parts: Sequence[_Part], reason: str) -> None:
+    def _skip(self, parts: Sequence[_MachinePart], reason: str) -> None:
         for part in parts:
             self.findings.missing.append(f"{part.name}: {reason}")
 
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[_MachinePart]:
         """In order of importance; alone on the machine first, then with all devices busy."""
         parts = [
-            _Part("kernels, host and updates", 0.76, self._one_device, itemised=True),
-            _Part("first touch", 0.02, self._first_touch),
-            _Part("input", 0.02, self._input),
+            _MachinePart("kernels, host and updates", 0.76, self._one_device, itemised=True),
+            _MachinePart("first touch", 0.02, self._first_touch),
+            _MachinePart("input", 0.02, self._input),
         ]
         if len(self.devices) > 1:
             parts += [
-                _Part("collectives", 0.11, self._watched(self._collectives)),
-                _Part("contention", 0.06, self._watched(self._contention)),
-                _Part("overlap", 0.12, self._watched(self._overlaps)),
+                _MachinePart("collectives", 0.11, self._watched(self._collectives)),
+                _MachinePart("contention", 0.06, self._watched(self._contention)),
+                _MachinePart("overlap", 0.12, self._watched(self._overlaps)),
             ]
-        parts.append(_Part("copies", 0.04, self._watched(self._copies)))
+        parts.append(_MachinePart("copies", 0.04, self._watched(self._copies)))
         if self.devices[0].kind == "cuda":
-            parts.append(_Part("updates on the CPU", 0.06, self._updates_on_cpu))
+            parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
         return parts
 
     def _watched(self, measure: Callable[[float], None]) -> Callable[[float], None]:
@@ -529,7 +529,7 @@ class _Probe:
     def _one_device(self, budget_s: float) -> None:
         """Everything that one process on device 0 can measure."""
         jobs = [
-            Job(
+            PinnedJob(
                 part=part,
                 function=f"estimator.probe.{function}",
                 budget_s=budget_s * share,
@@ -543,7 +543,7 @@ class _Probe:
     def _jobs(self) -> dict[str, tuple[str, float]]:
         return _GPU_JOBS if self.devices[0].kind == "cuda" else _JOBS
 
-    def _run_jobs(self, device: Device, jobs: Sequence[Job]) -> None:
+    def _run_jobs(self, device: Device, jobs: Sequence[PinnedJob]) -> None:
         begun: set[str] = set()
         finished: set[str] = set()
         seen: dict[str, Any] = {}
@@ -579,7 +579,7 @@ class _Probe:
             self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
 
     def _first_touch(self, budget_s: float) -> None:
-        job = Job(
+        job = PinnedJob(
             part="first touch",
             function="estimator.probe.devices.memory:measure_first_touch",
             budget_s=budget_s,
@@ -587,7 +587,7 @@ class _Probe:
         self._run_jobs(self._cpu_device(), [job])
 
     def _input(self, budget_s: float) -> None:
-        job = Job(
+        job = PinnedJob(
             part="input",
             function="estimator.probe.devices.storage:measure_input",
             budget_s=budget_s,
@@ -596,7 +596,7 @@ class _Probe:
 
     def _updates_on_cpu(self, budget_s: float) -> None:
         jobs = [
-            Job(part=part, function=f"estimator.probe.{function}", budget_s=budget_s)
+            PinnedJob(part=part, function=f"estimator.probe.{function}", budget_s=budget_s)
             for part, (function, _) in _JOBS.items()
             if part in ("preparing", "updates")
         ]

@@ -26,7 +26,7 @@ from estimator.probe.devices.calls import (
     torch_dtype,
 )
 from estimator.probe.devices.inventory import read_cpu
-from estimator.probe.devices.jobs import Emit, Job, canary_s, run_jobs
+from estimator.probe.devices.jobs import Emit, PinnedJob, canary_s, run_jobs
 from estimator.probe.devices.updates import TORCH_OPTIMIZERS, optimizer_of
 from estimator.probe.grid.kernels import float32_matmuls, noise_ratio
 from estimator.probe.machine import torch_sees_cuda
@@ -124,7 +124,7 @@ def replay(
 
     begin = time.monotonic()
     torch.manual_seed(0)
-    step = Step(backend, plan, begin + budget_s)
+    step = TimedStep(backend, plan, begin + budget_s)
     canaries: list[float] = []
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
     with torch.enable_grad(), float32_matmuls(on_tensor_cores=plan.get("tf32", False)):
@@ -168,7 +168,7 @@ def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:
     return passes >= _MOST_PASSES and spent_share >= _WAITING_SHARE
 
 
-class Step:
+class TimedStep:
     """The tensors and calls of a step, and how long each call took in each pass."""
 
     def __init__(self, backend: Backend, plan: Mapping[str, Any], end: float) -> None:
@@ -489,8 +489,8 @@ def _replay(
         skipped.extend((wanted[n].target, reason) for n, reason in message.get("skipped", ()))
 
     jobs = [
-        Job(part="preparing", function="estimator.probe.grid.kernels:prepare", budget_s=3.0),
-        Job(
+        PinnedJob(part="preparing", function="estimator.probe.grid.kernels:prepare", budget_s=3.0),
+        PinnedJob(
             part="replay",
             function="estimator.probe.ops:replay",
             budget_s=budget_s,

@@ -19,7 +19,7 @@ from estimator.placement.topology import Cluster
 PlacementRule = Literal["pack", "even", "spread"]
 
 
-class Shape(NamedTuple):
+class AllocationShape(NamedTuple):
     """Devices used on each node of one machine type: what a step's time depends on.
 
     Nodes come most devices first, in a described cluster as `hosts` names them, in rank order.
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
         return "+".join(parts)
 
 
-class Node(NamedTuple):
+class ReplayNode(NamedTuple):
     """A node of the cluster, by its name where a cluster file describes it."""
 
     machine: str
@@ -62,7 +62,7 @@ class Nodes:
 
     def __init__(
         self,
-        nodes: tuple[Node, ...],
+        nodes: tuple[ReplayNode, ...],
         rule: PlacementRule = "pack",
         cluster: Cluster | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Nodes:
 
         With a cluster they are its first ones of each machine type.
         """
-        nodes: list[Node] = []
+        nodes: list[ReplayNode] = []
         for group in Allocation.parse(text).groups:
             if group.machine is None:
                 raise AllocationError(
@@ -121,7 +121,8 @@ class Nodes:
                         f"cluster file has {len(hosts)} more; ask for as many, or describe others"
                     )
             nodes += [
-                Node(group.machine, group.devices_per_node, host) for host in hosts[: group.nodes]
+                ReplayNode(group.machine, group.devices_per_node, host)
+                for host in hosts[: group.nodes]
             ]
         return cls(tuple(nodes), rule, cluster)
 
@@ -145,7 +146,7 @@ class Nodes:
         """Devices of the largest node of a machine type."""
         return max(self.nodes[index].devices for index in self._of[machine])
 
-    def packed(self, machine: str, count: int) -> Shape:
+    def packed(self, machine: str, count: int) -> AllocationShape:
         """The shape that `count` devices have by the rule on an empty cluster."""
         if self.cluster is not None:
             empty = Nodes(self.nodes, self.rule, self.cluster)
@@ -153,10 +154,10 @@ class Nodes:
         largest = self.per_node(machine)
         full, rest = divmod(count, largest)
         if self.rule == "pack":
-            return Shape(machine, (largest,) * full + ((rest,) if rest else ()))
+            return AllocationShape(machine, (largest,) * full + ((rest,) if rest else ()))
         nodes = -(-count // largest) if self.rule == "even" else min(count, len(self._of[machine]))
         fewer, more = divmod(count, nodes)
-        return Shape(machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
+        return AllocationShape(machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
 
     def take(
         self,
@@ -287,7 +288,7 @@ class Nodes:
                 best = moved
         return best or []
 
-    def shape(self, given: Mapping[int, int]) -> Shape:
+    def shape(self, given: Mapping[int, int]) -> AllocationShape:
         """What the step time of devices on these nodes depends on.
 
         Ranks go through the tree of switches depth first, so that a ring crosses each uplink once
@@ -295,8 +296,8 @@ class Nodes:
         """
         machine = self.nodes[next(iter(given))].machine
         if self.cluster is None:
-            return Shape(machine, tuple(sorted(given.values(), reverse=True)))
+            return AllocationShape(machine, tuple(sorted(given.values(), reverse=True)))
         order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))
         unused = {kind: iter(hosts) for kind, hosts in self._alike.items()}
         hosts = tuple(next(unused[self._kinds[index]]) for index in order)
-        return Shape(machine, tuple(given[index] for index in order), hosts)
+        return AllocationShape(machine, tuple(given[index] for index in order), hosts)

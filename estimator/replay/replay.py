@@ -13,7 +13,7 @@ import numpy as np
 
 from estimator.errors import WorkloadError, quoted
 from estimator.replay.jobs import Job, check_names
-from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
 from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting, counts_up_to
 from estimator.user_code import UserCode
@@ -51,7 +51,7 @@ class Segment:
     start_s: float
     trains_from_s: float
     end_s: float
-    shape: Shape
+    shape: AllocationShape
     given: Mapping[int, int]
     samples: float
     lost_samples: float
@@ -82,7 +82,7 @@ class _Running:
 
     process: Any
     given: Mapping[int, int]
-    shape: Shape
+    shape: AllocationShape
     grant: Grant
     useful_batch: float
     step_s: float

@@ -12,8 +12,8 @@ from estimator.coefficients import (
     UNCALIBRATED,
     Calibration,
     Coefficients,
-    Engine,
     PredictedStep,
+    StepPredictor,
     StepQuestion,
 )
 from estimator.estimates.engine import DEFAULT, TrialEngine
@@ -22,7 +22,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Shape
+from estimator.replay.nodes import AllocationShape
 
 # Hidden differences between the engine and the machine, as standard deviations of the logarithm:
 # of a job's computing, of its network, and of each of its allocations.
@@ -35,7 +35,7 @@ class Speeds(Protocol):
     """Step times of jobs on shapes."""
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         ...
@@ -46,14 +46,14 @@ class EngineSpeeds:
 
     def __init__(self, cluster: Cluster | None = None) -> None:
         self._cluster = cluster
-        self._known: dict[tuple[int, int, int, Shape], float] = {}
+        self._known: dict[tuple[int, int, int, AllocationShape], float] = {}
 
     def __reduce__(self) -> tuple[type[EngineSpeeds], tuple[Cluster | None]]:
         # What is known goes by where graphs are in memory: another process has others there.
         return EngineSpeeds, (self._cluster,)
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         keys = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in shapes]
@@ -89,10 +89,10 @@ class TrueSpeeds:
             self._factors[job.name] = _Factors(
                 float(np.exp(compute_spread * compute)), float(np.exp(network_spread * network))
             )
-        self._known: dict[tuple[str, int | None, Shape], float] = {}
+        self._known: dict[tuple[str, int | None, AllocationShape], float] = {}
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         keys = [(job.name, global_batch, shape) for shape in shapes]
@@ -105,7 +105,7 @@ class TrueSpeeds:
                 self._known[known] = found[key] * self._allocation_factor(job, key[-1])
         return [self._known[key] for key in keys]
 
-    def _allocation_factor(self, job: Job, shape: Shape) -> float:
+    def _allocation_factor(self, job: Job, shape: AllocationShape) -> float:
         machine = [len(shape.machine), *shape.machine.encode()]
         seed = [self._seed, self._numbers[job.name], *machine, *shape.per_node]
         return float(
@@ -127,13 +127,13 @@ class _Factors:
         self,
         questions: Sequence[StepQuestion],
         allocations: Sequence[Allocation],
-        engine: Engine,
+        engine: StepPredictor,
     ) -> list[Coefficients]:
         """The same factors for every step; see `coefficients.Calibration`."""
         return [self.coefficients] * len(questions)
 
 
-_Key = tuple[int, int, int, Shape]
+_Key = tuple[int, int, int, AllocationShape]
 
 
 def _asked(
@@ -160,7 +160,7 @@ def _asked(
 # times is taken as it was seen.
 _STEADY = 3.0
 # Graph, samples per rank and micro-batch, micro-batches, devices.
-_Asked = tuple[int, int, int, Shape]
+_StepKey = tuple[int, int, int, AllocationShape]
 
 
 class CalibratedSpeeds:
@@ -178,12 +178,12 @@ class CalibratedSpeeds:
     ) -> None:
         self._workload, self._cluster = workload, cluster
         self._jobs: dict[str, dict[str, None]] = {}
-        self._predicted: dict[_Asked, PredictedStep] = {}
-        self._seen: dict[tuple[str, str], dict[_Asked, float]] = {}
+        self._predicted: dict[_StepKey, PredictedStep] = {}
+        self._seen: dict[tuple[str, str], dict[_StepKey, float]] = {}
         self._fitted: dict[tuple[str, str], StepCorrections] = {}
 
     def observe(
-        self, job: Job, shape: Shape, step_s: float, global_batch: int | None
+        self, job: Job, shape: AllocationShape, step_s: float, global_batch: int | None
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
         workload, asked = self._workload(job), _asked_of(job, shape, global_batch)
@@ -198,7 +198,7 @@ class CalibratedSpeeds:
         return self._jobs.get(workload, {})
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
         workload = self._workload(job)
@@ -215,7 +215,7 @@ class CalibratedSpeeds:
                     found[row] = correction.step_s
         return found
 
-    def _predict(self, graph: OpGraph, asked: _Asked) -> PredictedStep:
+    def _predict(self, graph: OpGraph, asked: _StepKey) -> PredictedStep:
         if asked not in self._predicted:
             _, batch, micro_batches, shape = asked
             engine = TrialEngine(
@@ -235,5 +235,5 @@ class CalibratedSpeeds:
         return self._predicted[asked]
 
 
-def _asked_of(job: Job, shape: Shape, global_batch: int | None) -> _Asked:
+def _asked_of(job: Job, shape: AllocationShape, global_batch: int | None) -> _StepKey:
     return (id(job.graph), *job.split(shape.ranks, global_batch), shape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Nodes, Shape
+from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
 
 CurveKey = tuple[str, int | None, int | None]
@@ -72,7 +72,7 @@ class View:
     ) -> list[float]:
         """Believed throughput on counts packed onto as few nodes as can be."""
         kind = machine or self.machine
-        shapes: list[Shape] = [self.nodes.packed(kind, count) for count in counts]
+        shapes: list[AllocationShape] = [self.nodes.packed(kind, count) for count in counts]
         batch = global_batch or job.global_batch
         return [
             batch / seconds for seconds in self.believed.step_times_s(job, shapes, global_batch)

@@ -28,7 +28,7 @@ _AHEAD = 2.0
 _PAGE_BYTES = 4096
 
 
-class Watching(Generic[Batch]):
+class WatchedLoader(Generic[Batch]):
     """An iterable whose batches are timed and replaced under the hooks; else it is as given."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -46,7 +46,7 @@ class Watching(Generic[Batch]):
         raise TypeError(f"{type(self._batches).__name__} has no length")
 
 
-def watch_loader(batches: Iterable[Batch]) -> Watching[Batch]:
+def watch_loader(batches: Iterable[Batch]) -> WatchedLoader[Batch]:
     """Make any iterable of batches one whose stalls can be measured.
 
     >>> for batch in watch_loader([1, 2]):
@@ -54,7 +54,7 @@ def watch_loader(batches: Iterable[Batch]) -> Watching[Batch]:
     1
     2
     """
-    return Watching(batches)
+    return WatchedLoader(batches)
 
 
 def measure_loader(loader: DataLoader[Any], *, batches: int = 8) -> Loader:

@@ -20,7 +20,7 @@ from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network, whole_
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.rank.inputs import InputCosts
 from estimator.timeline.rank.program import StepProgram
-from estimator.timeline.rank.ranks import STEP, RankKind, RankTable, StepShape, step_key
+from estimator.timeline.rank.ranks import STEP, RankClass, RankTable, StepShape, step_key
 from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
@@ -63,7 +63,7 @@ class Members(NamedTuple):
 
     table: RankTable
     rules: Rules
-    kinds: tuple[RankKind, ...]
+    kinds: tuple[RankClass, ...]
     kind_of: tuple[int, ...]
 
 
@@ -100,7 +100,7 @@ def members_of(
     if batches is None or batches.count(batches[0]) == len(batches):
         kinds = tuple([table[node] for node in placement.kinds])
         return Members(table, rules, kinds, placement.kind_of)
-    numbers: dict[RankKind, int] = {}
+    numbers: dict[RankClass, int] = {}
     kind_of = []
     for number, batch in zip(placement.kind_of, placement.by_node_group(batches), strict=True):
         each, _ = compiled_step(graph, shape, batch, merging, cache)
@@ -131,7 +131,7 @@ class StepPlan(NamedTuple):
         return self.mesh.placement
 
     @property
-    def kinds(self) -> tuple[RankKind, ...]:
+    def kinds(self) -> tuple[RankClass, ...]:
         """What the ranks of each kind cost; a kind may come twice where networks differ."""
         return self.members.kinds
 
@@ -150,7 +150,7 @@ class StepPlan(NamedTuple):
         own = [g for axis, gs in self.groups.items() if axis != DP for g in gs if g.nodes > 1]
         return min(own or several or [self.group], key=lambda group: group.bytes_per_s)
 
-    def alone_s(self, slowest: RankKind) -> float:
+    def alone_s(self, slowest: RankClass) -> float:
         """Seconds of all collectives of the step, one after the other."""
         return 0.0 if self.network is None else float(self.network.alone_s(self.ranks(slowest)))
 
@@ -162,7 +162,7 @@ class StepPlan(NamedTuple):
     @property
     def ranks_by_kind(self) -> tuple[RanksOfKind, ...]:
         """Ranks by the program that they run and by how slow they run it."""
-        ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
+        ranks_of: dict[RankClass, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
         for node_group, number in zip(
             self.placement.node_groups, self.members.kind_of, strict=True
@@ -179,13 +179,13 @@ class StepPlan(NamedTuple):
             for kind, ranks in ranks_of.items()
         )
 
-    def ranks(self, slowest: RankKind) -> Ranks:
+    def ranks(self, slowest: RankClass) -> Ranks:
         """What the ranks bring to their collectives, the slowest of them given."""
         compute = self.coefficients.compute_ratio
         lane_s = slowest.lane.length_s(self.shards) * compute
         return Ranks(
             groups=self.groups,
-            ready=_Ready(self.kinds, lane_s, compute),
+            ready=_ReadyByKind(self.kinds, lane_s, compute),
             segments_s=_segments_s(self.kinds, compute),
             lane_s=lane_s,
             compute_ratio=compute,
@@ -216,12 +216,12 @@ class StepPlan(NamedTuple):
 _WHOLE_BYTES = attrgetter("whole_memory.total_bytes")
 
 
-class _Ready:
+class _ReadyByKind:
     """When the slowest kind of some ranks has each bucket ready; see `rules.Ready`."""
 
     alike = None
 
-    def __init__(self, kinds: Sequence[RankKind], lane_s: float, compute_ratio: float) -> None:
+    def __init__(self, kinds: Sequence[RankClass], lane_s: float, compute_ratio: float) -> None:
         self._kinds, self._lane_s, self._ratio = kinds, lane_s, compute_ratio
 
     def slack_s(self, rows: Indices | None) -> Array:
@@ -232,7 +232,7 @@ class _Ready:
         return self._lane_s - latest_s * self._ratio
 
 
-def _segments_s(kinds: Sequence[RankKind], ratio: float) -> list[float] | list[Array]:
+def _segments_s(kinds: Sequence[RankClass], ratio: float) -> list[float] | list[Array]:
     """FSDP's segments: numbers where all ranks are alike, else arrays with one for each kind."""
     if not len(kinds[0].segments_s):
         return []
@@ -343,7 +343,7 @@ def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
     return plan._replace(groups=groups)
 
 
-def slowest_kind(kinds: Sequence[RankKind], shards: int) -> RankKind:
+def slowest_kind(kinds: Sequence[RankClass], shards: int) -> RankClass:
     """The ranks with the longest lane."""
     if not kinds[0].lane.sharded_lane_s:
         return max(kinds, key=_LANE_S)
@@ -357,7 +357,7 @@ class StepAnswer(NamedTuple):
     """A plan's step: its parts, the rank that they are of, and what it waits for."""
 
     parts: Breakdown
-    slowest: RankKind
+    slowest: RankClass
     communication: Communication | None
 
 
@@ -393,7 +393,7 @@ def answer_of(plan: StepPlan) -> StepAnswer:
     return StepAnswer(parts, slowest, found)
 
 
-def slowest_input(kinds: Sequence[RankKind]) -> InputCosts:
+def slowest_input(kinds: Sequence[RankClass]) -> InputCosts:
     """What the loaders of all kinds of ranks add together: every step waits for the slowest."""
     each = [kind.input for kind in kinds]
     return InputCosts(max(one.own_s for one in each), max(one.period_s for one in each))

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
-from estimator.timeline.rank.ranks import RankKind
-from estimator.timeline.simulator.simulation import Played, simulate
+from estimator.timeline.rank.ranks import RankClass
+from estimator.timeline.simulator.simulation import SimulatedStep, simulate
 from estimator.timeline.simulator.tasks import (
     COMPUTE,
     LANES,
@@ -35,8 +35,8 @@ class PlayedStep:
     """The tasks of a plan's step and their simulation; a class of ranks has a column each."""
 
     tasks: TaskList
-    played: Played
-    kinds: tuple[RankKind, ...]
+    played: SimulatedStep
+    kinds: tuple[RankClass, ...]
 
 
 def played_step(plan: StepPlan) -> PlayedStep:
@@ -55,7 +55,7 @@ def played_step(plan: StepPlan) -> PlayedStep:
     return PlayedStep(tasks=tasks, played=simulate(tasks.tasks, overlap, slots=slots), kinds=kinds)
 
 
-def _ranks(plan: StepPlan, answer: StepAnswer, kinds: tuple[RankKind, ...]) -> Any:
+def _ranks(plan: StepPlan, answer: StepAnswer, kinds: tuple[RankClass, ...]) -> Any:
     """What the ranks bring to their tasks; of bucketed ones when each bucket is ready, and all."""
     ranks = plan._replace(members=plan.members._replace(kinds=kinds)).ranks(answer.slowest)
     if ranks.segments_s:
@@ -72,7 +72,7 @@ def _by_class(values: Sequence[Any]) -> Any:
 
 
 def _add_update(
-    tasks: TaskList, plan: StepPlan, answer: StepAnswer, kinds: tuple[RankKind, ...]
+    tasks: TaskList, plan: StepPlan, answer: StepAnswer, kinds: tuple[RankClass, ...]
 ) -> None:
     """What follows the last collective: waiting for the slowest rank, copies, the update."""
     ratios = plan.ratios

@@ -114,7 +114,7 @@ def breakdown_of(
         straggler_s=lane_s * compute * jitter_ratio * expected_maximum(ranks),
         update_s=last.update_s(share) * ratios.update,
         copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
-        layer_communication_s=slowest.exchanges_s * compute,
+        layer_communication_s=slowest.layer_collectives_s * compute,
     )
 
 

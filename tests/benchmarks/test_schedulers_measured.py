@@ -9,7 +9,7 @@ from schedulers import seed_lines
 from schedulers_measured import MeasuredSpeeds
 
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Shape
+from estimator.replay.nodes import AllocationShape
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([8, 8]), name="net")
@@ -20,7 +20,7 @@ def measured() -> MeasuredSpeeds:
     speeds = MeasuredSpeeds()
     for per_node, sync_s in (((1,), 0.0), ((2,), 0.1)):
         for batch, step_s in ((10, 1.0), (20, 1.6)):
-            speeds.add("net", Shape("m", per_node), batch, step_s + sync_s, sync_s)
+            speeds.add("net", AllocationShape("m", per_node), batch, step_s + sync_s, sync_s)
     return speeds
 
 
@@ -34,7 +34,7 @@ def seconds(per_node: tuple[int, ...], global_batch: int, most: int = 20) -> flo
         global_batch=global_batch,
         most_batch_per_gpu=most,
     )
-    return measured().step_times_s(job, [Shape("m", per_node)])[0]
+    return measured().step_times_s(job, [AllocationShape("m", per_node)])[0]
 
 
 def test_a_batch_between_measured_ones_lies_on_their_line() -> None:

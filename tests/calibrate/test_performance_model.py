@@ -10,14 +10,14 @@ import pytest
 from estimator.calibrate.performance_model import (
     PARAMETERS,
     WEAK_PRIORS,
+    ComputeReference,
     EngineTimes,
     ModelValues,
-    Reference,
     evaluate_model,
 )
 from estimator.errors import WorkloadError
 
-REFERENCE = Reference(compute_s=0.3, batch=30.0)
+REFERENCE = ComputeReference(compute_s=0.3, batch=30.0)
 PLACEMENTS = ((1, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (5, 2, 3), (9, 3, 3), (64, 16, 4))
 ROWS = np.array(
     [

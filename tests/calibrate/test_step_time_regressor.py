@@ -8,9 +8,9 @@ import pytest
 from estimator.calibrate.baselines import LinearScaling, PolluxRegressor
 from estimator.calibrate.performance_model import (
     WEAK_PRIORS,
+    ComputeReference,
     EngineTimes,
     LogNormalPrior,
-    Reference,
     evaluate_model,
 )
 from estimator.calibrate.regressor import StepTimeRegressor
@@ -59,7 +59,7 @@ def error(fitted: StepTimeRegressor | PolluxRegressor | LinearScaling) -> float:
 def test_steps_of_the_model_itself_are_recovered_from_few_rows() -> None:
     truth = np.exp(
         evaluate_model(
-            WEAK_PRIORS.log_medians(), ROWS, Reference(compute_s=0.4, batch=22.0)
+            WEAK_PRIORS.log_medians(), ROWS, ComputeReference(compute_s=0.4, batch=22.0)
         ).log_step
     )
     predicted = np.exp(StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).model(ROWS).log_step)

@@ -17,7 +17,7 @@ from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
 from estimator.probe.devices.interference import CpuTimes, Seen
 from estimator.probe.devices.inventory import read_cpu
-from estimator.probe.devices.jobs import FINISHED, WATCH, Watching
+from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings
 from estimator.probe.machine import Findings, probe_machine, with_best_rates
 from estimator.tensors import OpCall, TensorSpec
 
@@ -187,7 +187,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
         return CpuTimes(all_s=others * now_s * len(read_cpu().cores), own_s=0.0)
 
     monkeypatch.setattr(machine_module, "read_cpu_times", read_cpu_times)
-    watch = partial(machine_module.Watch, clock=lambda: now_s, sleep=sleep)
+    watch = partial(machine_module.InterferenceWatch, clock=lambda: now_s, sleep=sleep)
     monkeypatch.setattr(machine_module, "Watch", watch)
 
 
@@ -214,7 +214,9 @@ def test_what_others_took_while_jobs_ran_is_in_the_profile(
     seen = asdict(Seen(others_s=6.0, cores_s=20.0, canaries_s=[0.004, 0.005], waited_s=3.0))
     patience: list[float] = []
 
-    def run_jobs(_device: Device, _jobs: Any, on_finding: Any, watching: Watching) -> None:
+    def run_jobs(
+        _device: Device, _jobs: Any, on_finding: Any, watching: InterferenceSettings
+    ) -> None:
         patience.append(watching.patience_s)
         if len(patience) == 1:
             on_finding(WATCH, {"waiting": "other programs used 30 % of the cores"})
@@ -238,7 +240,9 @@ def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
     busy(monkeypatch, 0.0)
     usual: list[float | None] = []
 
-    def run_jobs(_device: Device, _jobs: Any, on_finding: Any, watching: Watching) -> None:
+    def run_jobs(
+        _device: Device, _jobs: Any, on_finding: Any, watching: InterferenceSettings
+    ) -> None:
         usual.append(watching.usual_canary_s)
         on_finding(WATCH, {"seen": asdict(Seen(canaries_s=[0.004]))})
         raise KeyboardInterrupt

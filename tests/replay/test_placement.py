@@ -13,7 +13,7 @@ import pytest
 from estimator.errors import AllocationError
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Nodes, PlacementRule, Shape
+from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule
 from estimator.replay.speeds import EngineSpeeds
 from tests.synthetic import perceptron
 
@@ -69,7 +69,7 @@ def test_ranks_go_through_one_switch_before_the_next() -> None:
 
 def test_the_rank_order_of_the_placement_is_faster_than_that_of_the_file() -> None:
     in_order = racks().packed(MACHINE, 32)
-    as_listed = Shape(MACHINE, (4,) * 8, tuple(RACKS.nodes))
+    as_listed = AllocationShape(MACHINE, (4,) * 8, tuple(RACKS.nodes))
     ordered_s, listed_s = EngineSpeeds(RACKS).step_times_s(JOB, [in_order, as_listed])
     # In order one hop of the ring leaves each rack, as listed all four: the uplinks are the slowest
     # links of both, so that communication takes four times as long.

@@ -15,7 +15,7 @@ from scipy.stats import lognorm
 from estimator.calibrate.baselines import OptimusRegressor
 from estimator.errors import AllocationError, WorkloadError
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Node, Nodes, PlacementRule, Shape
+from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
 from estimator.replay.policies.gavel import time_shares
 from estimator.replay.policies.ones import Ones, reordered
@@ -38,7 +38,7 @@ class Table:
         self.rates = rates
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         batch = global_batch or job.global_batch
         found = [self.rates[job.name][shape.ranks.bit_length() - 1] for shape in shapes]
@@ -59,7 +59,7 @@ def waiting(name: str, samples: float, devices: int = 1, **more: object) -> Wait
 
 
 def counts(policy: str, jobs: list[Waiting], table: Table, devices: int = 4) -> dict[str, int]:
-    nodes = Nodes((Node("m", devices),))
+    nodes = Nodes((ReplayNode("m", devices),))
     plan = load_policy(policy).plan(View(now_s=0, jobs=jobs, nodes=nodes, believed=table))
     return {name: grant.count for name, grant in plan.items()}
 
@@ -136,7 +136,7 @@ def test_gavel_gives_the_fast_machine_to_who_gains_most_from_it() -> None:
 
 def test_gavel_shares_a_machine_by_rounds() -> None:
     table = Table(a=(1,), b=(1,))
-    policy, nodes = load_policy("gavel"), Nodes((Node("m", 1),))
+    policy, nodes = load_policy("gavel"), Nodes((ReplayNode("m", 1),))
     had = []
     for _ in range(8):
         view = View(now_s=0, jobs=[waiting("a", 9), waiting("b", 9)], nodes=nodes, believed=table)
@@ -158,13 +158,13 @@ def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> No
         """Two devices on a node train 1.9 times as fast as one, four of two nodes three times."""
 
         def step_times_s(
-            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+            self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
         ) -> list[float]:
             rates = {1: 1.0, 2: 1.9, 3: 2.4, 4: 3.0}
             return [(1 + 0.4 * (len(s.per_node) - 1)) / rates[s.ranks] for s in shapes]
 
     # Each of two jobs has a node to itself: a job that spans both would be slower on two devices.
-    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    nodes = Nodes((ReplayNode("m", 2), ReplayNode("m", 2)))
     jobs = [waiting("a", 100), waiting("b", 100)]
     view = View(now_s=60, jobs=jobs, nodes=nodes, believed=Spanning())
     plan = load_policy("pollux-search").plan(view)
@@ -178,7 +178,7 @@ class Amdahl:
     """
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         serial = {"a": 0.5, "b": 0.1, "c": 0.0}[job.name]
         return [
@@ -197,7 +197,7 @@ def pollux_fitness(rows: Sequence[tuple[int, int]], held: Sequence[tuple[int, in
     for name, row, held_row in zip("abc", rows, held, strict=True):
         if not sum(row):
             return 0.0
-        shapes = [Shape("m", tuple(filter(None, row))), Shape("m", (2,))]
+        shapes = [AllocationShape("m", tuple(filter(None, row))), AllocationShape("m", (2,))]
         step_s, fair_s = Amdahl().step_times_s(waiting(name, 100).job, shapes)
         moves = any(held_row) and row != held_row
         speed_ups.append(fair_s / step_s * (120 / 150 if moves else 1))
@@ -210,7 +210,7 @@ def pollux_fitness(rows: Sequence[tuple[int, int]], held: Sequence[tuple[int, in
 def test_the_search_reaches_the_best_fitness_of_all_placements(
     held: tuple[tuple[int, int], ...],
 ) -> None:
-    nodes = Nodes((Node("m", 4), Node("m", 4)))
+    nodes = Nodes((ReplayNode("m", 4), ReplayNode("m", 4)))
     jobs = []
     for name, row in zip("abc", held, strict=True):
         on = tuple((node, devices) for node, devices in enumerate(row) if devices)
@@ -233,7 +233,7 @@ def test_the_search_reaches_the_best_fitness_of_all_placements(
 
 
 def test_a_plan_that_names_taken_devices_is_refused() -> None:
-    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    nodes = Nodes((ReplayNode("m", 2), ReplayNode("m", 2)))
     nodes.take("a", 2, "m", ((0, 2),))
     with pytest.raises(AllocationError, match="given 2 devices of m as"):
         nodes.take("b", 2, "m", ((0, 1), (1, 1)))
@@ -255,7 +255,7 @@ def trained(name: str, epochs: float, devices: int) -> Waiting:
 
 def ones_plans(policy: Ones, rounds: list[list[Waiting]], table: Table) -> list[dict[str, int]]:
     """Counts of each round on two devices."""
-    nodes = Nodes((Node("m", 2),))
+    nodes = Nodes((ReplayNode("m", 2),))
     plans = [policy.plan(View(now_s=0, jobs=j, nodes=nodes, believed=table)) for j in rounds]
     return [{name: grant.count for name, grant in plan.items()} for plan in plans]
 
@@ -312,7 +312,7 @@ def real_job(name: str = "a") -> Job:
 
 def test_hidden_factors_are_the_same_for_one_seed_and_spread_as_said() -> None:
     jobs = [real_job(str(number)) for number in range(400)]
-    shape = [Shape(MACHINE, (1,))]
+    shape = [AllocationShape(MACHINE, (1,))]
     (engine_s,) = EngineSpeeds().step_times_s(jobs[0], shape)
     true = TrueSpeeds(jobs, 3, allocation_spread=0.0)
     ratios = [true.step_times_s(job, shape)[0] / engine_s for job in jobs]
@@ -327,7 +327,7 @@ def test_mistaken_speeds_are_exact_on_one_device_and_one_factor_a_power_of_two()
     jobs = [real_job()]
     exact = EngineSpeeds()
     mistaken = MistakenSpeeds(exact, 0.25, jobs, 0)
-    shapes = [Shape(MACHINE, (count,)) for count in (1, 2, 3, 4)]
+    shapes = [AllocationShape(MACHINE, (count,)) for count in (1, 2, 3, 4)]
     pairs = zip(mistaken.step_times_s(jobs[0], shapes), exact.step_times_s(jobs[0], shapes))
     ratios = [wrong / right for wrong, right in pairs]
     assert ratios[0] == 1
@@ -336,14 +336,14 @@ def test_mistaken_speeds_are_exact_on_one_device_and_one_factor_a_power_of_two()
 
 
 def test_calibrated_speeds_move_towards_what_was_observed() -> None:
-    job, speeds, shape = real_job(), CalibratedSpeeds(), Shape(MACHINE, (2,))
+    job, speeds, shape = real_job(), CalibratedSpeeds(), AllocationShape(MACHINE, (2,))
     (before,) = speeds.step_times_s(job, [shape])
     assert before == pytest.approx(EngineSpeeds().step_times_s(job, [shape])[0])
     assert list(speeds.observe(job, shape, 1.5 * before, None)) == ["a"]
     assert not speeds.observe(job, shape, 1.5 * before, None)
     (after,) = speeds.step_times_s(job, [shape])
     assert 1.2 * before < after <= 1.5 * before * (1 + 1e-9)
-    others = [Shape(MACHINE, (4,)), Shape(MACHINE, (1,))]
+    others = [AllocationShape(MACHINE, (4,)), AllocationShape(MACHINE, (1,))]
     for found, cold in zip(
         speeds.step_times_s(job, others), EngineSpeeds().step_times_s(job, others), strict=True
     ):
@@ -355,22 +355,22 @@ def test_a_fitted_form_finds_the_steps_that_it_was_made_of() -> None:
         """Optimus' form: 2 ms a sample of each rank, 10 ms, and 1 ms a rank."""
 
         def step_times_s(
-            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+            self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
         ) -> list[float]:
             return [0.002 * 64 / each.ranks + 0.01 + 0.001 * each.ranks for each in shapes]
 
-    job, nodes = real_job(), Nodes((Node("m", 16),))
+    job, nodes = real_job(), Nodes((ReplayNode("m", 16),))
     speeds = FittedSpeeds(OptimusRegressor, Formed(), partial(sample_counts, nodes))
-    found = speeds.step_times_s(job, [Shape("m", (8,)), Shape("m", (16,))])
+    found = speeds.step_times_s(job, [AllocationShape("m", (8,)), AllocationShape("m", (16,))])
     assert found == pytest.approx([0.016 + 0.018, 0.008 + 0.026])
-    assert list(speeds.observe(job, Shape("m", (8,)), 0.05, None)) == ["a"]
-    assert not speeds.observe(job, Shape("m", (8,)), 0.05, None)
-    assert speeds.step_times_s(job, [Shape("m", (8,))])[0] > 0.034
+    assert list(speeds.observe(job, AllocationShape("m", (8,)), 0.05, None)) == ["a"]
+    assert not speeds.observe(job, AllocationShape("m", (8,)), 0.05, None)
+    assert speeds.step_times_s(job, [AllocationShape("m", (8,))])[0] > 0.034
 
 
 @pytest.mark.parametrize("held", list(itertools.product((0, 1, 2, 3), repeat=2)))
 def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> None:
-    nodes = Nodes((Node("m", 4), Node("m", 4)))
+    nodes = Nodes((ReplayNode("m", 4), ReplayNode("m", 4)))
     for index, devices in enumerate(held):
         nodes.free_on[index] -= devices
     given = nodes.take("job", 2, "m")
@@ -393,15 +393,15 @@ def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> N
 def test_five_devices_are_placed_by_the_rule(
     rule: PlacementRule, taken: dict[int, int], alone: tuple[int, ...]
 ) -> None:
-    nodes = Nodes((Node("m", 4),) * 3, rule)
-    assert nodes.packed("m", 5) == Shape("m", alone)
+    nodes = Nodes((ReplayNode("m", 4),) * 3, rule)
+    assert nodes.packed("m", 5) == AllocationShape("m", alone)
     nodes.free_on = [3, 3, 2]
     assert nodes.take("job", 5, "m") == taken
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_no_policy_plans_on_nodes_that_are_all_down(policy: str) -> None:
-    nodes = Nodes((Node("m", 4),))
+    nodes = Nodes((ReplayNode("m", 4),))
     nodes.set_down(0, True)
     table = Table(a=(1, 2, 4))
     view = View(now_s=0, jobs=[waiting("a", 10)], nodes=nodes, believed=table)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from estimator.errors import WorkloadError
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Node, Nodes, PlacementRule, Shape
+from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
 from estimator.replay.policies.pollux import PolluxSearch
 from estimator.replay.replay import Costs, Ran, Replay
@@ -30,7 +30,7 @@ class Linear:
         self.efficiency = efficiency
 
     def step_times_s(
-        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         batch = global_batch or job.global_batch
         return [batch / each.ranks**self.efficiency for each in shapes]
@@ -48,7 +48,7 @@ def job(name: str, arrival_s: float, samples: float, devices: int = 1) -> Job:
 
 
 def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> Nodes:
-    return Nodes((Node("synthetic", devices),) * nodes, rule)
+    return Nodes((ReplayNode("synthetic", devices),) * nodes, rule)
 
 
 def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:

@@ -6,12 +6,12 @@ import pickle
 from dataclasses import replace
 
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Node, Nodes
+from estimator.replay.nodes import Nodes, ReplayNode
 from estimator.replay.speeds import EngineSpeeds
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([64, 64]), target="cuda")
-NODES = Nodes((Node("t4-g4dn", 4),) * 2, "pack")
+NODES = Nodes((ReplayNode("t4-g4dn", 4),) * 2, "pack")
 JOBS = [
     Job(name=f"j{n}", arrival_s=5.0 * n, graph=GRAPH, samples=1e6, devices=1 + n, global_batch=64)
     for n in range(4)

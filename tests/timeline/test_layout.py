@@ -20,7 +20,7 @@ from estimator.graph.partition.plan import Plan
 from estimator.kernels.durations import op_durations
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
-from estimator.timeline.rank.layer_collectives import exchanges_of
+from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
@@ -79,14 +79,14 @@ def test_ranks_wait_for_collectives_after_computing_as_measured_so() -> None:
 def test_no_exchange_takes_less_than_without_knowing_what_is_computed_before_it() -> None:
     profile, strategy, cache = with_every_collective(PROFILE), Strategy(), Cache(limit_bytes=0)
     layout, placement = Layout.parse("tp=2,sp"), DEFAULT.place("1x2:m", profile=profile)
-    exchanges = exchanges_of(Mesh.laid_out(placement, layout, strategy), cache)
+    layer_collectives = layer_collectives_of(Mesh.laid_out(placement, layout, strategy), cache)
     bound = DEFAULT.split(GRAPH, layout).at()
     durations = op_durations(bound, profile, devices_busy=2, cache=cache)
-    least_s = exchanges.seconds(bound).each_s
+    least_s = layer_collectives.seconds(bound).each_s
     assert least_s.sum() > 0
     # Gradients that the update sums, three times, are summed for all micro-batches together.
     for micro_batches in (1, 3, 8):
-        assert (least_s <= exchanges.seconds(bound, durations, micro_batches).each_s).all()
+        assert (least_s <= layer_collectives.seconds(bound, durations, micro_batches).each_s).all()
 
 
 def test_calls_of_no_bytes_say_nothing_of_what_ranks_wait_for() -> None:

@@ -11,7 +11,7 @@ import estimator as est
 from estimator.errors import StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.kernels.durations import Durations
-from estimator.timeline.rank.layer_collectives import ExchangeSeconds
+from estimator.timeline.rank.layer_collectives import LayerCollectiveSeconds
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split_context import BATCH, graph_of
 from tests.synthetic import Machine, with_every_collective
@@ -62,7 +62,7 @@ def test_tp_and_cp_ranks_have_groups_of_their_own() -> None:
 
 def test_a_ring_is_hidden_by_the_block_that_is_computed_meanwhile() -> None:
     # Two hops beside a kernel of 3 ms, one of 5 ms beside one of 2 ms, one beside nothing.
-    sent = ExchangeSeconds(
+    sent = LayerCollectiveSeconds(
         each_s=np.array([2e-3, 2e-3, 0.0, 5e-3, 0.0, 1e-3]),
         error_s=0.0,
         source="measured",

@@ -27,7 +27,7 @@ from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.pipelines.stage_plans import balanced_points, blocks_of
 from estimator.timeline.plan import groups_of
-from estimator.timeline.rank.layer_collectives import exchanges_of
+from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.ranks import StepShape
 from estimator.timeline.rank.rules import DP_REPLICATE, Ranks
 from estimator.timeline.strategies import rules_of
@@ -373,8 +373,8 @@ class LayoutBounds:
         if found is None:
             cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
             mesh = Mesh.laid_out(self._placement, layout, Strategy())
-            exchanges = exchanges_of(mesh, cache) if layout.divides_layers else None
-            of = graph, mesh, batch, exchanges, layout.schedule, cache
+            layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
+            of = graph, mesh, batch, layer_collectives, layout.schedule, cache
             costs = self._blocks(layout, batch)
             found = self._stages[key] = costs.stages(balanced_points(*of))
         return found
@@ -434,7 +434,7 @@ class LayoutBounds:
             if layout.divides_layers:
                 mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), Strategy())
                 # Gradients of experts may be reduced with all others, or among fewer ranks.
-                exchanged = exchanges_of(mesh, cache, _FSDP).seconds(bound)
+                exchanged = layer_collectives_of(mesh, cache, _FSDP).seconds(bound)
                 alone_s = exchanged.each_s.copy()
                 # What runs beside a kernel may add nothing.
                 alone_s[[place for place, _ in exchanged.hidden_by]] = 0.0

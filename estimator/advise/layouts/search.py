@@ -71,10 +71,10 @@ def step_errors(answer: Estimate) -> StepErrors:
         for (family, source), (_, error_s) in program.kernels.items()
     }
     found["device"] = program.durations.shared_error * kernels_s
-    exchanges = plan.members.table.shape.exchanges
-    if exchanges is not None and program.exchanged.relative_error:
+    layer_collectives = plan.members.table.shape.layer_collectives
+    if layer_collectives is not None and program.exchanged.relative_error:
         error_s = program.exchanged.relative_error * parts.layer_communication_s
-        found[f"exchanges {exchanges.groups}"] = MEDIAN_TO_SIGMA * error_s
+        found[f"exchanges {layer_collectives.groups}"] = MEDIAN_TO_SIGMA * error_s
     found["host"] = MEDIAN_TO_SIGMA * lane.host_error * parts.host_exposed_s
     found["update"] = MEDIAN_TO_SIGMA * lane.update_error * parts.update_s
     found["copies"] = MEDIAN_TO_SIGMA * COPIES_ERROR * parts.copies_exposed_s
@@ -197,7 +197,7 @@ def best_layout(
             "its module was divided before it was traced; trace the module before it is divided"
         )
     placement = engine.place(allocation, cluster=cluster, profile=profile)
-    search = _Search(
+    search = _LayoutSearch(
         several,
         placement,
         engine,
@@ -256,7 +256,7 @@ def _answer(
 _Found = tuple[float, int, Candidate, Estimate, StepErrors]
 
 
-class _Search:
+class _LayoutSearch:
     """Works out candidates in the order of their bounds, and keeps the best."""
 
     def __init__(

@@ -28,7 +28,7 @@ UpdatePlace = Literal["end", "ready", "paced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updates:
+class UpdateSchedule:
     """When parameters are updated, and how much of one at once.
 
     At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
@@ -63,7 +63,7 @@ def update_slices(
     structure: GraphStructure,
     parameter_of: dict[int, int],
     op_ends_s: NDArray[np.float64],
-    updates: Updates,
+    updates: UpdateSchedule,
 ) -> list[UpdateSlice]:
     """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
     graph = structure.graph
@@ -127,7 +127,7 @@ TensorKind = Literal["parameter", "gradient", "state", "activation"]
 # What draws random numbers gives others when it runs again.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
 
-AT_THE_END = Updates()
+AT_THE_END = UpdateSchedule()
 # They take norms or products of a whole parameter.
 _BY_TENSOR = ("lamb", "muon")
 
@@ -222,7 +222,7 @@ def swap_problem(
     *,
     d2h: Link | None = None,
     h2d: Link | None = None,
-    updates: Updates = AT_THE_END,
+    updates: UpdateSchedule = AT_THE_END,
     fused_updates: bool = True,
 ) -> SwapProblem:
     """The step of an estimate for one rank with one micro-batch.
@@ -283,7 +283,7 @@ class _Builder:
         update_s: float,
         d2h: Link,
         h2d: Link,
-        updates: Updates,
+        updates: UpdateSchedule,
         fused: bool,
     ) -> None:
         self.bound: BoundGraph = program.bound

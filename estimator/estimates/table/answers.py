@@ -25,10 +25,10 @@ from estimator.estimates.table.placed import (
     NetworkTable,
     NodeGroupTable,
     PlacedColumns,
-    RankKindTable,
+    RankClassTable,
     place_columns,
 )
-from estimator.estimates.table.question import Flags, Indices, Question
+from estimator.estimates.table.question import Flags, Indices, TableQuestion
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.kernels.durations import why_not_on
 from estimator.machines.profile import MachineProfile
@@ -81,7 +81,7 @@ class StepRows:
         self, graph: OpGraph, table: NodeGroupTable, shape: StepShape, cache: Cache
     ) -> None:
         self._network_table = NetworkTable(table)
-        self._kinds = RankKindTable(graph, table, shape, cache)
+        self._kinds = RankClassTable(graph, table, shape, cache)
         self._rules = rules_of(graph, shape, cache)
         self._has_loader = shape.loader is not None
         self._network: Network | None = None
@@ -185,7 +185,7 @@ def _ranks(
     segments_s = kinds.segments_s[:, kind_of] * compute if len(kinds.segments_s) else ()
     return Ranks(
         groups=groups,
-        ready=_Ready(kinds, kind_of, slowest, lane_s, compute),
+        ready=_RowReady(kinds, kind_of, slowest, lane_s, compute),
         segments_s=segments_s,
         lane_s=lane_s * compute,
         compute_ratio=compute,
@@ -193,7 +193,7 @@ def _ranks(
     )
 
 
-class _Ready:
+class _RowReady:
     """When the last rank of a row has each bucket ready; see `rules.Ready`.
 
     In most rows the slowest kind of rank has every bucket ready last: those rows are `alike`.
@@ -271,7 +271,7 @@ _SEGMENTS_AT_ONCE = 1 << 22
 class RowAnswers:
     """Answers questions that differ in allocations and batches; compiles a kind of rank once."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: TableQuestion) -> None:
         self._graph, self._strategy = question.graph, question.strategy
         self._accumulation_steps = check_count(
             question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
@@ -283,7 +283,7 @@ class RowAnswers:
         self._steps: StepRows | None = None
         self._indexed_groups = 0
 
-    def fill(self, question: Question, columns: Columns) -> None:
+    def fill(self, question: TableQuestion, columns: Columns) -> None:
         """Write every row's estimate into `columns`; rows that have none are left as they are.
 
         Where the question is strict, the first of those raises.
@@ -294,7 +294,7 @@ class RowAnswers:
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
                 self._answer(question, part[first : first + answer_rows], rows, columns)
 
-    def _parts(self, question: Question) -> Iterator[tuple[int, AllocationColumns]]:
+    def _parts(self, question: TableQuestion) -> Iterator[tuple[int, AllocationColumns]]:
         if isinstance(question.allocations, AllocationColumns):
             yield 0, question.allocations
         else:
@@ -304,7 +304,7 @@ class RowAnswers:
 
     def _answer(
         self,
-        question: Question,
+        question: TableQuestion,
         part: AllocationColumns,
         rows: slice | Indices,
         columns: Columns,
@@ -334,7 +334,7 @@ class RowAnswers:
 
     def _answer_rest(
         self,
-        question: Question,
+        question: TableQuestion,
         part: AllocationColumns,
         rows: slice | Indices,
         columns: Columns,
@@ -360,14 +360,16 @@ class RowAnswers:
         if not apart.all():
             self._answer(question, part[~apart], numbers[~apart], columns)
 
-    def _by_speed(self, question: Question, placed: PlacedColumns, steps: StepRows) -> Flags | bool:
+    def _by_speed(
+        self, question: TableQuestion, placed: PlacedColumns, steps: StepRows
+    ) -> Flags | bool:
         """The rows whose global batch is split over unlike devices."""
         if question.global_batch is None or question.batch_per_gpu is not None:
             return False
         return steps.are_mixed(placed) & ~placed.invalid
 
     def _groups_of(
-        self, question: Question, numbers: Indices, steps: StepRows
+        self, question: TableQuestion, numbers: Indices, steps: StepRows
     ) -> Callable[[int], Groups]:
         """A function for the process groups of one row, with profiles by the indices of `steps`."""
 
@@ -396,7 +398,7 @@ class RowAnswers:
         return self._steps
 
     def _batches(
-        self, question: Question, rows: slice | Indices, placed: PlacedColumns
+        self, question: TableQuestion, rows: slice | Indices, placed: PlacedColumns
     ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
         """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
         batch, whole = question.batch_per_gpu, question.global_batch
@@ -413,7 +415,7 @@ class RowAnswers:
         return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
     def _calibrated(
-        self, question: Question, placed: PlacedColumns, batch: Indices | int, numbers: Indices
+        self, question: TableQuestion, placed: PlacedColumns, batch: Indices | int, numbers: Indices
     ) -> tuple[Ratios, Array | None]:
         """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
 

@@ -101,7 +101,7 @@ def balance(
             f"global batch {global_batch} leaves ranks without a sample; {sum(ranks)} ranks and "
             f"{accumulation_steps} accumulation steps need at least {needed}"
         )
-    search = _Search(answer_of, ranks, global_batch // accumulation_steps)
+    search = _SplitSearch(answer_of, ranks, global_batch // accumulation_steps)
     best = search.best() if global_batch % accumulation_steps == 0 else None
     if best is None:
         raise WorkloadError(
@@ -128,7 +128,7 @@ class AffineModel:
         return cls(known[first] - slope * first, slope)
 
 
-class _Search:
+class _SplitSearch:
     """Searches the splits of `total` samples over groups of ranks; estimates each split once."""
 
     def __init__(self, answer_of: Callable[[Split], Estimate], ranks: Split, total: int) -> None:

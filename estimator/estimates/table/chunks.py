@@ -21,7 +21,7 @@ from estimator.coefficients import Calibration
 from estimator.errors import WorkloadError, quoted
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import Allocations, Question
+from estimator.estimates.table.question import Allocations, TableQuestion
 from estimator.estimates.table.table import (
     EstimateTable,
     check_asked,
@@ -181,7 +181,7 @@ def estimate_chunks(
         raise WorkloadError(f"rows is {quoted(rows)}; write a number of rows from 1")
     if reduce is not None and not callable(reduce):
         raise WorkloadError(f"reduce is {quoted(reduce)}; give a function of a table, or None")
-    question = Question(
+    question = TableQuestion(
         graph=graph,
         allocations=(),
         batch_per_gpu=batch_per_gpu,
@@ -224,7 +224,7 @@ def _pieces(
         first += len(piece)
 
 
-def _asked(question: Question, piece: _Piece) -> Question:
+def _asked(question: TableQuestion, piece: _Piece) -> TableQuestion:
     """The question about the allocations of a piece; a worker has an engine of its own.
 
     The ranks of a module that was divided before it was traced are laid out so.
@@ -241,14 +241,16 @@ def _asked(question: Question, piece: _Piece) -> Question:
     )
 
 
-def _columns(question: Question, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
+def _columns(
+    question: TableQuestion, kept: dict[str, Any], piece: _Piece
+) -> dict[str, NDArray[Any]]:
     """The columns of a piece, on a worker."""
     return _answers(_asked(question, piece), kept)
 
 
 def _reduced(
     reduce: Callable[[EstimateTable], Reduced],
-    question: Question,
+    question: TableQuestion,
     kept: dict[str, Any],
     piece: _Piece,
 ) -> Reduced:
@@ -257,7 +259,7 @@ def _reduced(
     return reduce(EstimateTable(question=asked, **_answers(asked, kept)))
 
 
-def _answers(asked: Question, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
+def _answers(asked: TableQuestion, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """All columns; `kept` has what the pieces before compiled."""
     if "answers" not in kept:
         kept["answers"] = RowAnswers(asked)

@@ -27,7 +27,7 @@ from estimator.placement.placement import (
 )
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import compiled_step
-from estimator.timeline.rank.ranks import RankColumns, RankKind, StepShape, largest
+from estimator.timeline.rank.ranks import RankClass, RankColumns, StepShape, largest
 from estimator.timeline.rank.rules import DP_REPLICATE, DP_SHARD, Groups
 
 Indices = NDArray[np.intp]
@@ -104,7 +104,7 @@ class NodeGroupTable:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Groups:
+class _ChunkGroups:
     """The groups of a chunk of rows, in arrays (groups, rows); `name` is in `columns.machines`."""
 
     columns: AllocationColumns
@@ -133,7 +133,7 @@ def place_columns(columns: AllocationColumns, table: NodeGroupTable) -> PlacedCo
     return placed
 
 
-def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
+def _checked(columns: AllocationColumns, *, one_machine: bool) -> _ChunkGroups:
     """The groups of rows; rows whose counts no allocation can have are invalid."""
     name = np.ascontiguousarray(columns.machine.T, dtype=np.intp)
     nodes = np.ascontiguousarray(columns.nodes.T, dtype=np.intp)
@@ -154,12 +154,12 @@ def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
     if one_machine and len(columns.machines) > 1:
         named = np.where(is_host, len(columns.machines), name)
         invalid |= ((named != named[0]) & is_present).any(axis=0)
-    return _Groups(
+    return _ChunkGroups(
         columns=columns, name=name, nodes=nodes, devices=devices, is_host=is_host, invalid=invalid
     )
 
 
-def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
+def _on_machines(groups: _ChunkGroups, table: NodeGroupTable) -> PlacedColumns:
     names = groups.columns.machines
     indices = np.array([*table.indices(names), -1], dtype=np.intp)
     node_group = indices[groups.name]
@@ -177,7 +177,7 @@ def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
     )
 
 
-def _in_cluster(groups: _Groups, table: NodeGroupTable, cluster: Cluster) -> PlacedColumns:
+def _in_cluster(groups: _ChunkGroups, table: NodeGroupTable, cluster: Cluster) -> PlacedColumns:
     """Expand each row's groups node by node; counted groups take the first free nodes."""
     names = groups.columns.machines
     hosts = [name.removesuffix(HOST_MARK) if name.endswith(HOST_MARK) else None for name in names]
@@ -207,7 +207,7 @@ def _in_cluster(groups: _Groups, table: NodeGroupTable, cluster: Cluster) -> Pla
     return _joined(node_group, per_node, invalid)
 
 
-def _taken_before(groups: _Groups) -> Indices:
+def _taken_before(groups: _ChunkGroups) -> Indices:
     """For each group, the nodes that earlier groups of its row take of the same machine type."""
     before = np.zeros_like(groups.nodes)
     for later in range(1, len(before)):
@@ -218,7 +218,7 @@ def _taken_before(groups: _Groups) -> Indices:
 
 
 def _expanded(
-    groups: _Groups, starts: Indices, pool: Indices, host_index: Indices, valid: Flags
+    groups: _ChunkGroups, starts: Indices, pool: Indices, host_index: Indices, valid: Flags
 ) -> tuple[Indices, Indices]:
     """(node_group, devices) node by node, in arrays (nodes, rows); invalid rows stay empty."""
     count = np.where(valid, groups.nodes, 0).T.ravel()
@@ -237,7 +237,7 @@ def _expanded(
 
 
 def _place_row(
-    groups: _Groups,
+    groups: _ChunkGroups,
     row: int,
     table: NodeGroupTable,
     node_group: Indices,
@@ -486,7 +486,7 @@ def _measured_pairs(groups: Sequence[NodeGroup]) -> list[tuple[Indices, Indices,
 _LARGEST = np.iinfo(np.int64).max
 
 
-class RankKindTable:
+class RankClassTable:
     """Kinds of ranks by (batch, whether it synchronises, machine and slowdown, ranks on its node).
 
     A kind is compiled when a row first needs it. Index 0 pads rows behind their last node group.
@@ -511,7 +511,7 @@ class RankKindTable:
         self._batches: dict[int, int] = {}
         self._sizes = np.array([_LARGEST])
         self._kind_of_code: Indices = np.zeros(0, dtype=np.intp)
-        self._kinds: list[RankKind] = []
+        self._kinds: list[RankClass] = []
         self.columns = RankColumns(self._kinds)
 
     def are_mixed(self, placed: PlacedColumns) -> NDArray[np.bool_]:

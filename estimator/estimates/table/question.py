@@ -32,7 +32,7 @@ Allocations = Sequence[str | Allocation] | AllocationColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Question:
+class TableQuestion:
     """What is asked of every allocation: `estimate`'s arguments; batches one each, or one.
 
     `layouts` has one for each allocation, None for data-parallel ranks; None: all are.
@@ -105,7 +105,7 @@ class Question:
             return False
         return np.array([self.layouts[number] is not None for number in numbers.tolist()])
 
-    def rows(self, chosen: slice | Indices) -> Question:
+    def rows(self, chosen: slice | Indices) -> TableQuestion:
         """The same question of some of the rows."""
         batch, whole = (
             value[chosen] if isinstance(value, np.ndarray) else value
@@ -149,7 +149,7 @@ class KnownRows:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, question: Question) -> KnownRows | None:
+    def of(cls, question: TableQuestion) -> KnownRows | None:
         """Those of a question; None for one whose rows are not kept.
 
         Corrections change with what is observed, and a large table is made of columns.
@@ -166,7 +166,7 @@ class KnownRows:
         owners, details = _key(question)
         return question.engine.cache.get("rows", owners, cls, *details)
 
-    def table(self, question: Question, made: Callable[[Question], Columns]) -> Columns:
+    def table(self, question: TableQuestion, made: Callable[[TableQuestion], Columns]) -> Columns:
         """The columns of a question; `made` makes those of the rows that are not known."""
         texts = [question.text(row) for row in range(len(question.allocations))]
         with self._lock:
@@ -190,7 +190,7 @@ class KnownRows:
 
     def _keep(
         self,
-        question: Question,
+        question: TableQuestion,
         columns: Columns,
         place: dict[str, int],
         added: list[str],
@@ -209,7 +209,7 @@ class KnownRows:
             for machine in _machines(question, (text for text in added if text in place)):
                 self._machines.setdefault(machine, named_profile(machine))
 
-    def _forget_if_changed(self, question: Question) -> None:
+    def _forget_if_changed(self, question: TableQuestion) -> None:
         try:
             if all(named_profile(name) is each for name, each in self._machines.items()):
                 return
@@ -226,14 +226,14 @@ class KnownRows:
         return {name: column[rows] for name, column in columns.items()}
 
 
-def _key(question: Question) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+def _key(question: TableQuestion) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the engine's cache keeps the rows of a question."""
     owners = (question.graph, question.cluster, question.profile)
     batches: tuple[Any, ...] = (question.batch_per_gpu, question.global_batch)
     return owners, (*batches, question.accumulation_steps, question.strategy, question.loader)
 
 
-def _machines(question: Question, texts: Iterable[str]) -> set[str]:
+def _machines(question: TableQuestion, texts: Iterable[str]) -> set[str]:
     """The machines that allocations are on."""
     groups = {text.strip() for whole in texts for text in whole.split("+")}
     found = set()

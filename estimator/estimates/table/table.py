@@ -26,7 +26,7 @@ from estimator.errors import (
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import FITS, Estimate
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import Allocations, Integers, KnownRows, Question
+from estimator.estimates.table.question import Allocations, Integers, KnownRows, TableQuestion
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.layout import agreed_layout, agreed_strategy
 from estimator.machines.profile import MachineProfile
@@ -86,7 +86,7 @@ class EstimateTable:
     full estimate; with a slice, row numbers or flags, a table of those rows.
     """
 
-    question: Question
+    question: TableQuestion
     step_time_s: Array
     low_s: Array
     high_s: Array
@@ -303,7 +303,7 @@ def estimate_many(
     check_asked(graph, allocations, profile, calibration)
     if not isinstance(allocations, Sequence | AllocationColumns):
         allocations = list(allocations)
-    question = Question(
+    question = TableQuestion(
         graph=graph,
         allocations=allocations,
         batch_per_gpu=_checked_batches(batch_per_gpu, len(allocations)),
@@ -363,7 +363,9 @@ def read_loader(loader: Loader | str | None) -> Loader | None:
     return None if loader is None else Loader.parse(loader)
 
 
-def columns_of(question: Question, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
+def columns_of(
+    question: TableQuestion, answers: RowAnswers | None = None
+) -> dict[str, NDArray[Any]]:
     """The columns of a table of a question."""
     rows = len(question.allocations)
     columns: dict[str, NDArray[Any]] = {

@@ -41,7 +41,7 @@ def _blocks(graph: OpGraph) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
+class _RecomputedOps:
     """What a checkpoint runs again before one op of the backward pass."""
 
     before: int
@@ -67,13 +67,15 @@ class _Added:
                         self._maker.setdefault(value, index)
                         self._run_of.setdefault(value, number)
         self._paths = [run.path for run in runs]
-        self.copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _RecomputedOps] = {}
         for number, saved in self._saved().items():
             needed = {value for values in saved.values() for value in values}
             last = max(self._maker[value] for value in needed)
             # The second run ends once it has all that the backward pass reads.
             again = tuple(index for index in own[number] if index <= last)
-            self.copies[number] = _Copy(before=min(saved), ops=again, values=self._made(again))
+            self.copies[number] = _RecomputedOps(
+                before=min(saved), ops=again, values=self._made(again)
+            )
 
     def _saved(self) -> dict[int, dict[int, list[int]]]:
         """For each run the ops of its backward pass that read what it makes, and what they read."""
@@ -110,7 +112,7 @@ class _Added:
 
     def graph(self) -> OpGraph:
         graph = self._graph
-        before: defaultdict[int, list[_Copy]] = defaultdict(list)
+        before: defaultdict[int, list[_RecomputedOps]] = defaultdict(list)
         for copy in self.copies.values():
             before[copy.before].append(copy)
         ops: list[Op] = []

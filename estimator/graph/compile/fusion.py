@@ -21,7 +21,7 @@ from typing import get_args
 
 from estimator.errors import ModelError
 from estimator.graph.compile.parts import (
-    Part,
+    KernelPart,
     PartKind,
     SplitGraph,
     split_graph,
@@ -49,7 +49,7 @@ class Kernel:
     kind: PartKind
     elements: int
     rows: int
-    placed: dict[int, Part] = field(default_factory=dict)
+    placed: dict[int, KernelPart] = field(default_factory=dict)
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Kernel:
     is_closed: bool = False
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[KernelPart]:
         return [self.placed[index] for index in sorted(self.placed)]
 
     @property
@@ -76,7 +76,7 @@ class Kernel:
 class Grouping:
     """The kernels of a compiled step, each before those that need it, by number."""
 
-    def __init__(self, split: SplitGraph, parts: Sequence[Part]) -> None:
+    def __init__(self, split: SplitGraph, parts: Sequence[KernelPart]) -> None:
         self.split = split
         self.kernels: dict[int, Kernel] = {}
         self.readers: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -113,7 +113,7 @@ class Grouping:
 
     # Placing
 
-    def _place(self, index: int, part: Part) -> None:
+    def _place(self, index: int, part: KernelPart) -> None:
         reads, writes = self.split.reads(part), self.split.writes(part)
         needed = {self._writer[root] for root in reads | writes if root in self._writer}
         for root in writes:  # written again: after all that read the old content
@@ -128,7 +128,7 @@ class Grouping:
                 if self._can_merge(number, other):
                     self._merge(number, other)
 
-    def _join(self, number: int, index: int, part: Part, needed: set[int]) -> None:
+    def _join(self, number: int, index: int, part: KernelPart, needed: set[int]) -> None:
         kernel = self.kernels[number]
         kernel.placed[index] = part
         kernel.elements = max(kernel.elements, part.elements[0])
@@ -143,7 +143,7 @@ class Grouping:
             kernel.writes.add(root)
             self._writer[root] = number
 
-    def _best(self, index: int, part: Part, needed: set[int]) -> int | None:
+    def _best(self, index: int, part: KernelPart, needed: set[int]) -> int | None:
         reads = self.split.reads(part)
         near = needed | {number for root in reads for number in list(self.readers[root])[-3:]}
         best, most = None, 0
@@ -171,7 +171,7 @@ class Grouping:
                 ahead.extend(earlier)
         return False
 
-    def _can_join(self, kernel: Kernel, part: Part) -> bool:
+    def _can_join(self, kernel: Kernel, part: KernelPart) -> bool:
         full = len(kernel.placed) >= _MOST_PARTS
         if kernel.kind == "whole" or kernel.is_closed or kernel.phase != part.phase or full:
             return False
@@ -194,7 +194,7 @@ class Grouping:
             return elements >= kernel.elements and self._is_all_that_reads(kernel, part)
         return elements == kernel.elements
 
-    def _is_all_that_reads(self, kernel: Kernel, part: Part) -> bool:
+    def _is_all_that_reads(self, kernel: Kernel, part: KernelPart) -> bool:
         if kernel.writes & self._kept:
             return False
         parts = (*kernel.placed.values(), part)
@@ -252,7 +252,7 @@ class Grouping:
                 self.readers[root].pop(reader, None)
         self._drop_unused(number)
 
-    def _chain(self, kernel: Kernel, root: int) -> dict[int, Part]:
+    def _chain(self, kernel: Kernel, root: int) -> dict[int, KernelPart]:
         """The parts of a kernel that compute a storage from what the kernel reads."""
         wanted, chain = {root}, {}
         for index in sorted(kernel.placed, reverse=True):
@@ -262,7 +262,7 @@ class Grouping:
                 wanted |= self.split.reads(part)
         return chain
 
-    def _outside(self, chain: dict[int, Part]) -> set[int]:
+    def _outside(self, chain: dict[int, KernelPart]) -> set[int]:
         made = {written for part in chain.values() for written in self.split.writes(part)}
         return {read for part in chain.values() for read in self.split.reads(part)} - made
 
@@ -275,7 +275,7 @@ class Grouping:
             for other in others
         )
 
-    def _can_inline(self, chain: dict[int, Part], root: int, readers: Sequence[int]) -> bool:
+    def _can_inline(self, chain: dict[int, KernelPart], root: int, readers: Sequence[int]) -> bool:
         if len(chain) > (_MOST_INLINED_PARTS if self._uses[root] > 1 else _MOST_PARTS):
             return False
         if not all(part.can_repeat for part in chain.values()):
@@ -285,7 +285,7 @@ class Grouping:
         elements = max((part.elements[0] for part in chain.values()), default=0)
         return all(self.kernels[reader].elements >= elements for reader in readers)
 
-    def _copy_into(self, number: int, chain: dict[int, Part]) -> None:
+    def _copy_into(self, number: int, chain: dict[int, KernelPart]) -> None:
         kernel = self.kernels[number]
         for index, part in chain.items():
             if index not in kernel.placed:
@@ -374,7 +374,7 @@ def _rebuilt(split: SplitGraph, grouping: Grouping) -> OpGraph:
     made = {split.roots[value]: value for op in ops for value in op.outputs}
     parameters = [_parameter(p, split, made_at, made) for p in graph.parameters]
     parameters.sort(key=lambda p: len(ops) if p.ready_after is None else p.ready_after)
-    kept = _Kept(split, ops, parameters)
+    kept = _KeptValues(split, ops, parameters)
     return replace(
         graph,
         ops=tuple(kept.op(op) for op in ops),
@@ -500,7 +500,7 @@ def _outputs(split: SplitGraph, grouping: Grouping, number: int) -> tuple[int, .
 
 
 @dataclass(slots=True, init=False)
-class _Kept:
+class _KeptValues:
     """The values that a fused graph still has, numbered anew."""
 
     number: dict[int, int]

@@ -47,7 +47,7 @@ _LONG_ROW, _FEW_ROWS = 8192, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class KernelPart:
     """A part of op `op` of a graph, with its sizes at both batch sizes.
 
     It reads and writes `values`. A "row" part sums along memory, so that what is computed from its
@@ -69,7 +69,7 @@ class Part:
     can_repeat: bool = False
     ends_fusion: bool = False
 
-    def reading(self, instead: Mapping[int, int]) -> Part:
+    def reading(self, instead: Mapping[int, int]) -> KernelPart:
         """The part with some of the values it reads replaced."""
         reads = tuple(instead.get(value, value) for value in self.reads)
         looked_up = tuple((instead.get(value, value), size) for value, size in self.looked_up)
@@ -86,7 +86,7 @@ class SplitGraph:
     graph: OpGraph
     values: list[Value]
     roots: list[int]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[KernelPart] = field(default_factory=list)
 
     def new_value(self, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
         """A float32 value that passes between parts of one operator."""
@@ -101,11 +101,11 @@ class SplitGraph:
         self.roots.append(len(self.values) - 1)
         return self.roots[-1]
 
-    def reads(self, part: Part) -> set[int]:
+    def reads(self, part: KernelPart) -> set[int]:
         """The storages that a part reads."""
         return {self.roots[value] for value in part.reads}
 
-    def writes(self, part: Part) -> set[int]:
+    def writes(self, part: KernelPart) -> set[int]:
         """The storages that a part writes."""
         return {self.roots[value] for value in part.writes}
 
@@ -153,11 +153,11 @@ def _roots(split: SplitGraph, values: Sequence[int]) -> tuple[int, ...]:
     return tuple(split.roots[value] for value in values)
 
 
-def _whole(index: int, op: Op) -> Part:
-    return Part(op=index, phase=op.phase, kind="whole", reads=op.inputs, writes=op.outputs)
+def _whole(index: int, op: Op) -> KernelPart:
+    return KernelPart(op=index, phase=op.phase, kind="whole", reads=op.inputs, writes=op.outputs)
 
 
-def _parts(split: SplitGraph, index: int, op: Op) -> list[Part]:
+def _parts(split: SplitGraph, index: int, op: Op) -> list[KernelPart]:
     family, name = family_of(op.call.target), _name(op)
     whole = _whole(index, op)
     if not op.outputs or op_cost(op.call) == OpCost():
@@ -192,7 +192,7 @@ def _written(op: Op) -> Sizes:
     return one, two
 
 
-def _pointwise(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _pointwise(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     name, family = _name(op), family_of(op.call.target)
     if name == "native_dropout":
         return _dropout(whole, op)
@@ -215,7 +215,7 @@ def _pointwise(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
     ]
 
 
-def _dropout(whole: Part, op: Op) -> list[Part]:
+def _dropout(whole: KernelPart, op: Op) -> list[KernelPart]:
     """The mask is drawn once and kept; what it is applied to can be applied again."""
     result, mask = op.outputs
     drawn = replace(
@@ -225,7 +225,7 @@ def _dropout(whole: Part, op: Op) -> list[Part]:
     return [drawn, replace(applied, flops=(0.0, 0.0))]
 
 
-def _lookup(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _lookup(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     rows = tuple(sum(spec.nbytes for spec in call.outputs) for call in _calls(op))
     return [
         replace(
@@ -239,7 +239,7 @@ def _lookup(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
     ]
 
 
-def _reduction(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _reduction(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     if _name(op) in _SCANS:
         return [whole]
     source, rows = op.call.inputs[0], _written(op)
@@ -264,7 +264,7 @@ def _is_cut(rows: int, elements: int) -> bool:
     return rows < _FEW_ROWS and elements > rows * _LONG_ROW
 
 
-def _softmax(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _softmax(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     """The sums of each row, then what uses them; the gradient likewise."""
     if "masked" in op.call.target:
         return [whole]
@@ -281,15 +281,15 @@ def _rows(op: Op) -> Sizes:
 
 
 def _summed_and_applied(
-    split: SplitGraph, op: Op, summed: Part, used: Sequence[int], applied: tuple[int, ...]
-) -> list[Part]:
+    split: SplitGraph, op: Op, summed: KernelPart, used: Sequence[int], applied: tuple[int, ...]
+) -> list[KernelPart]:
     """The part that sums (into a new value, if it has none), and what uses sums and values."""
     rows = _rows(op)
     sums = summed.writes or (split.new_value(((rows[0], 2), (rows[1], 2))),)
     summed = replace(
         summed, writes=sums, elements=_most(op), rows=rows, flops=_flops(op, _SUMMED_RATIO)
     )
-    pointwise = Part(
+    pointwise = KernelPart(
         op=summed.op,
         phase=summed.phase,
         kind="pointwise",
@@ -302,7 +302,7 @@ def _summed_and_applied(
     return [summed, pointwise]
 
 
-def _normalization(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _normalization(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     name = _name(op)
     if "weight_norm" in name:
         return [whole]
@@ -325,12 +325,12 @@ def _normalization(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
 def _normalization_backward(
     split: SplitGraph,
     op: Op,
-    summed: Part,
+    summed: KernelPart,
     applied: tuple[int, ...],
     rest: tuple[int, ...],
     *,
     is_batch: bool,
-) -> list[Part]:
+) -> list[KernelPart]:
     """Two sums give the input's gradient; a batch norm's are those of its scale and shift."""
     # cuDNN's reserve space is of no use to another kernel.
     used = tuple(v for v in op.inputs if split.values[v].spec.dtype != "uint8")
@@ -344,7 +344,7 @@ def _normalization_backward(
     return found
 
 
-def _loss(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _loss(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     """The gradient is pointwise; the loss is one sum, of a likelihood the scores looked up."""
     name = _name(op)
     if "ctc" in name or "multilabel" in name:
@@ -360,7 +360,7 @@ def _loss(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
     return [replace(part, can_repeat=True)]
 
 
-def _likelihood(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
+def _likelihood(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     scores, targets = op.inputs[:2]
     ends = split.values[targets].spec.shape, split.values[targets].other_spec.shape
     counts = split.values[targets].spec.numel, split.values[targets].other_spec.numel
@@ -374,7 +374,7 @@ def _likelihood(split: SplitGraph, whole: Part, op: Op) -> list[Part]:
     return [replace(first, can_repeat=True), replace(second, flops=_flops(op))]
 
 
-_RULES: dict[str, Callable[[SplitGraph, Part, Op], list[Part]]] = {
+_RULES: dict[str, Callable[[SplitGraph, KernelPart, Op], list[KernelPart]]] = {
     "elementwise": _pointwise,
     "copy": _pointwise,
     "fill": _pointwise,
@@ -391,12 +391,12 @@ _LONGEST_CHAIN = 100
 _WHOLE_CAPACITY = 1 << 30
 
 
-def with_recomputation(split: SplitGraph) -> list[Part]:
+def with_recomputation(split: SplitGraph) -> list[KernelPart]:
     """The parts, with a copy of each that is computed again before its first backward reader."""
     uses = _Uses(split)
     saved = _cheapest_cut(split, uses)
     again: dict[int, int] = {}
-    found: list[Part] = []
+    found: list[KernelPart] = []
     for part in split.parts:
         if part.phase == "backward" and part.kind != "whole":
             for maker in _wanted(split, uses, saved, part, again):
@@ -407,7 +407,7 @@ def with_recomputation(split: SplitGraph) -> list[Part]:
 
 
 def _wanted(
-    split: SplitGraph, uses: _Uses, saved: set[int], part: Part, again: Mapping[int, int]
+    split: SplitGraph, uses: _Uses, saved: set[int], part: KernelPart, again: Mapping[int, int]
 ) -> list[int]:
     """The forward parts to run again for what a part reads that is not saved, in their order."""
     makers: set[int] = set()
@@ -423,7 +423,7 @@ def _wanted(
     return sorted(makers)
 
 
-def _repeated(split: SplitGraph, part: Part, again: dict[int, int]) -> Part:
+def _repeated(split: SplitGraph, part: KernelPart, again: dict[int, int]) -> KernelPart:
     reading = _reading_again(split, part, again)
     for root in sorted(split.writes(part)):
         again[root] = split.new_copy(root)
@@ -431,7 +431,7 @@ def _repeated(split: SplitGraph, part: Part, again: dict[int, int]) -> Part:
     return replace(reading, phase="backward", writes=writes)
 
 
-def _reading_again(split: SplitGraph, part: Part, again: Mapping[int, int]) -> Part:
+def _reading_again(split: SplitGraph, part: KernelPart, again: Mapping[int, int]) -> KernelPart:
     return part.reading({value: again.get(split.roots[value], value) for value in part.reads})
 
 

@@ -116,7 +116,7 @@ class Reduction(NamedTuple):
         return self.size_bytes if self.shard_bytes is None else self.shard_bytes
 
 
-class MicroBatch(NamedTuple):
+class MicroBatchGradients(NamedTuple):
     """Which gradients there are before a micro-batch, and whether it reduces its own."""
 
     held: Literal["nothing", "shards", "whole"]
@@ -124,7 +124,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class MemoryOverStep:
     """What a rank holds at every instant; `gradient_shards` of all ranks together."""
 
     gathered: Levels
@@ -137,11 +137,11 @@ def play_fsdp(
     graph: OpGraph,
     units: Mapping[str, int],
     gradients: Sequence[Gradient],
-    micro: MicroBatch,
+    micro: MicroBatchGradients,
     dtypes: ShardDtypes = _AS_THEY_ARE,
     *,
     regathers: bool = True,
-) -> Played:
+) -> MemoryOverStep:
     """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers.
 
     Unless it `regathers`, a unit is whole from its first forward to its last backward pass.
@@ -180,7 +180,7 @@ def play_fsdp(
     whole, shards = _reduce(
         graph, buffers, gradients, afters, reductions, micro, dtypes.reduced_ratio
     )
-    return Played(
+    return MemoryOverStep(
         gathered=gathered.levels(),
         buffers=buffers.levels(),
         gradients=whole,
@@ -217,8 +217,11 @@ def _whole(
 
 
 def play_zero2(
-    graph: OpGraph, buckets: Sequence[Reduction], gradients: Sequence[Gradient], micro: MicroBatch
-) -> Played:
+    graph: OpGraph,
+    buckets: Sequence[Reduction],
+    gradients: Sequence[Gradient],
+    micro: MicroBatchGradients,
+) -> MemoryOverStep:
     """A micro-batch whose gradients are reduce-scattered bucket by bucket."""
     ops = len(graph.ops)
     buffers = Ledger(ops)
@@ -227,7 +230,7 @@ def play_zero2(
         for gradient in gradients
     ]
     whole, shards = _reduce(graph, buffers, gradients, afters, buckets, micro)
-    return Played(
+    return MemoryOverStep(
         gathered=Ledger(ops).levels(),
         buffers=buffers.levels(),
         gradients=whole,
@@ -248,7 +251,7 @@ def _reduce(
     gradients: Sequence[Gradient],
     afters: Sequence[int],
     reductions: Sequence[Reduction],
-    micro: MicroBatch,
+    micro: MicroBatchGradients,
     reduced_ratio: float = 1.0,
 ) -> tuple[Levels, Levels]:
     """Whole gradients and gradient shards; gradient k goes after op `afters[k]`.
@@ -344,7 +347,7 @@ def holds_shards(strategy: Strategy, *, merging: bool) -> bool:
 
 def play_step(
     step: ShardedStep, buckets: Sequence[Reduction], *, micro_batches: int
-) -> list[Played]:
+) -> list[MemoryOverStep]:
     """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
     strategy = step.strategy
     passes = _micro_batches(micro_batches, strategy.gradient_sync)
@@ -362,14 +365,14 @@ def play_step(
     return played
 
 
-def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
+def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatchGradients]:
     """The micro-batches of a step, among which is the one with the peak."""
     if micro_batches == 1:
-        return [MicroBatch("nothing", reduces=True)]
+        return [MicroBatchGradients("nothing", reduces=True)]
     if gradient_sync:
-        return [MicroBatch("shards", reduces=True)]
-    before = MicroBatch("whole" if micro_batches > 2 else "nothing", reduces=False)
-    return [before, MicroBatch("whole", reduces=True)]
+        return [MicroBatchGradients("shards", reduces=True)]
+    before = MicroBatchGradients("whole" if micro_batches > 2 else "nothing", reduces=False)
+    return [before, MicroBatchGradients("whole", reduces=True)]
 
 
 def _zero1_memory(replica: PeakMemory, own: OptimizerMemory) -> ShardedMemory:
@@ -464,7 +467,7 @@ class ShardedStep:
         activations.hold_each(at(every, RUN), at(every, RAN), sizes.workspaces)
         self.activations = activations.levels()
 
-    def memory(self, played: Sequence[Played]) -> ShardedMemory:
+    def memory(self, played: Sequence[MemoryOverStep]) -> ShardedMemory:
         """The peak over micro-batches and the update."""
         fixed, sharded = self.inputs_bytes + self.buffers_bytes, self.state_bytes
         whole = self.strategy.keeps.parameters == "whole"

@@ -18,7 +18,7 @@ from estimator.graph.costs.registry import argument
 from estimator.graph.ir.collectives import Overlapped, collective_call, ring_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
-from estimator.graph.partition.partitioner import KEEP_PARTIAL, Walk, op_name
+from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Shard, attention_names
 from estimator.tensors import OpCall, TensorSpec
 
@@ -27,7 +27,7 @@ _TOKENS = 2  # of (samples, heads, tokens, width)
 _PASSES_OF_A_MERGE = 3
 
 
-class Step(NamedTuple):
+class PassCall(NamedTuple):
     """One call of a pass; `in2` is the attention's third tensor, `out0` its first result."""
 
     name: str
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     computes: bool = True
 
 
-def attention_steps(call: OpCall, axis: str, degree: int, *, ring: bool) -> Iterator[Step]:
+def attention_steps(call: OpCall, axis: str, degree: int, *, ring: bool) -> Iterator[PassCall]:
     """What one of `degree` ranks runs for a call of attention on its own tokens."""
     start, is_backward, _ = attention_arguments(call)
     names = [f"in{number}" for number in range(len(call.inputs))]
@@ -53,7 +53,7 @@ def attention_steps(call: OpCall, axis: str, degree: int, *, ring: bool) -> Iter
             given[start + 1] = given[start + 2] = f"arrived{step - 1 if ring else 0}"
             found = [f"block{step}_{n}" for n in range(len(call.outputs))]
             of_keys = given[start + 1], given[start + 2]
-        yield Step(f"block{step}", block, tuple(given), tuple(found))
+        yield PassCall(f"block{step}", block, tuple(given), tuple(found))
         if is_backward:
             yield from _gradients(call, step, found, axis, degree)
         elif step:
@@ -61,7 +61,9 @@ def attention_steps(call: OpCall, axis: str, degree: int, *, ring: bool) -> Iter
                 yield _sum(f"merged{step}_{turn}", call.outputs[0], ("out0", found[0]))
 
 
-def _gradients(call: OpCall, step: int, found: list[str], axis: str, degree: int) -> Iterator[Step]:
+def _gradients(
+    call: OpCall, step: int, found: list[str], axis: str, degree: int
+) -> Iterator[PassCall]:
     """Sums in float32, and those of keys and values to the next rank."""
     for number in range(3):
         yield _sum(f"sum{step}_{number}", call.outputs[number], (f"out{number}", found[number]))
@@ -71,10 +73,10 @@ def _gradients(call: OpCall, step: int, found: list[str], axis: str, degree: int
     yield _sent(f"back{step}", keys, f"gradients{step}", axis, degree, ring=True, overlaps=not last)
 
 
-def _joined(name: str, keys: tuple[TensorSpec, TensorSpec], given: tuple[str, str]) -> Step:
+def _joined(name: str, keys: tuple[TensorSpec, TensorSpec], given: tuple[str, str]) -> PassCall:
     """Keys and values in one buffer."""
     call = OpCall("aten.cat.default", (keys, 3), (), (_both(keys),))
-    return Step(name, call, given, (name,))
+    return PassCall(name, call, given, (name,))
 
 
 def _sent(
@@ -86,7 +88,7 @@ def _sent(
     *,
     ring: bool,
     overlaps: bool = True,
-) -> Step:
+) -> PassCall:
     both = _both(keys)
     if ring:
         call = ring_call(axis, both, degree, overlaps=overlaps)
@@ -94,7 +96,7 @@ def _sent(
         gathered = TensorSpec((degree * both.shape[0], *both.shape[1:]), both.dtype)
         beside: Overlapped | None = "attention" if overlaps else None
         call = collective_call("all_gather", axis, both, gathered, overlaps=beside)
-    return Step(name, call, (given,), (name,), computes=False)
+    return PassCall(name, call, (given,), (name,), computes=False)
 
 
 def _both(keys: tuple[TensorSpec, TensorSpec]) -> TensorSpec:
@@ -102,9 +104,9 @@ def _both(keys: tuple[TensorSpec, TensorSpec]) -> TensorSpec:
     return TensorSpec((*key.shape[:3], key.shape[3] + value.shape[3]), key.dtype)
 
 
-def _sum(name: str, spec: TensorSpec, given: tuple[str, str]) -> Step:
+def _sum(name: str, spec: TensorSpec, given: tuple[str, str]) -> PassCall:
     wide = _wide(spec)
-    return Step(name, OpCall("aten.add.Tensor", (wide, wide), (), (wide,)), given, (name,))
+    return PassCall(name, OpCall("aten.add.Tensor", (wide, wide), (), (wide,)), given, (name,))
 
 
 def _wide(spec: TensorSpec) -> TensorSpec:
@@ -145,10 +147,10 @@ def split_context(graph: OpGraph, *, cp: int, ring: bool = False) -> OpGraph:
 
     Raises StrategyError where no tokens are found, and for attention that is not fused.
     """
-    return graph if cp == 1 else _Splitter(graph, cp, ring=ring).split()
+    return graph if cp == 1 else _TokenSplitter(graph, cp, ring=ring).split()
 
 
-class _Splitter(Walk):
+class _TokenSplitter(Partitioner):
     def __init__(self, graph: OpGraph, degree: int, *, ring: bool) -> None:
         super().__init__(graph, "cp", degree)
         self.ring = ring

@@ -16,7 +16,7 @@ from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter
-from estimator.graph.partition.partitioner import KEEP_PARTIAL, Walk, op_name
+from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
 from estimator.graph.partition.plan import divided_experts
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Routed, Shard
 from estimator.machines.profile import CollectiveName
@@ -43,7 +43,7 @@ def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph
     return graph if ep == 1 else ExpertSplitter(graph, ep, imbalance).split()
 
 
-class ExpertSplitter(Walk):
+class ExpertSplitter(Partitioner):
     """One of the ranks among which experts are divided."""
 
     def __init__(self, graph: OpGraph, degree: int, imbalance: float) -> None:
@@ -246,7 +246,7 @@ class ExpertSplitter(Walk):
             self._issue("all_to_all", calls, op, (), ())
 
 
-def _specs(walk: Walk, value: int) -> tuple[TensorSpec, TensorSpec]:
+def _specs(walk: Partitioner, value: int) -> tuple[TensorSpec, TensorSpec]:
     return walk.values[value].spec, walk.values[value].other_spec
 
 
@@ -287,7 +287,7 @@ class _Modules:
         return self._known[module]
 
 
-class _Slices(Walk):
+class _Slices(Partitioner):
     def __init__(self, graph: OpGraph, axis: str, degree: int) -> None:
         super().__init__(graph, axis, degree)
         self.modules = _Modules(graph)

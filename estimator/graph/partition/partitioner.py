@@ -37,7 +37,7 @@ from estimator.tensors import OpCall, TensorSpec
 KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "_to_copy"}
 
 
-class Walk(ABC):
+class Partitioner(ABC):
     """One pass over the operators of a graph, for one of `degree` ranks along `axis`."""
 
     # Whether collectives copy what they send, as torch's functional ones.
@@ -405,10 +405,10 @@ def split(graph: OpGraph, plan: Plan, *, tp: int, megatron: bool = False) -> OpG
     """
     if tp == 1:
         return graph
-    return (_MegatronSplitter if megatron else _Splitter)(graph, plan, tp).split()
+    return (_MegatronSplitter if megatron else _TensorSplitter)(graph, plan, tp).split()
 
 
-class _Splitter(Walk):
+class _TensorSplitter(Partitioner):
     """Tensor-parallel ranks: weights are divided as a plan says."""
 
     _manner = "its collectives overlap nothing, as in eager torch"
@@ -526,7 +526,7 @@ class _Splitter(Walk):
         )
 
 
-class _MegatronSplitter(_Splitter):
+class _MegatronSplitter(_TensorSplitter):
     """Tensor-parallel ranks by Megatron-LM's layers (megatron/core/tensor_parallel/layers.py).
 
     Sums are made in place, and of gradients beside the product that gives a weight's. What tokens

@@ -299,7 +299,7 @@ def found_plan(graph: OpGraph, *, sequence: bool = False, vocabulary: bool = Fal
     With `sequence` tokens are divided between divided layers, and the vocabulary of the embedding
     of inputs; with `vocabulary` that of the last layer and its loss as well.
     """
-    search = _Search(graph)
+    search = _StyleSearch(graph)
     styles: dict[str, Style] = {}
     for index in search.linears:
         module = graph.ops[index].module
@@ -322,7 +322,7 @@ def found_plan(graph: OpGraph, *, sequence: bool = False, vocabulary: bool = Fal
     return Plan(tuple(styles.items()), sequence=sequence, reduces_once=sequence, source=source)
 
 
-class _Search:
+class _StyleSearch:
     """Who consumes each value of the forward pass, and which operators are linear layers."""
 
     def __init__(self, graph: OpGraph) -> None:

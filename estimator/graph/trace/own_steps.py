@@ -42,7 +42,7 @@ _NOT_UPDATED = "the step calls no optimizer's step(): every parameter is updated
 
 
 @dataclass(slots=True)
-class Updates:
+class OptimizerUpdates:
     """By the name of a parameter, the optimizer that updates it, and how often in a step.
 
     Those that are not there are not updated.
@@ -103,7 +103,7 @@ class RecordedStep:
         self._done: dict[str, tuple[int | None, int]] = {}
         self._used: dict[str, tuple[int | None, int]] = {}
         self._held: dict[int, tuple[Optimizer, list[list[Tensor]]]] = {}
-        self.updates = Updates()
+        self.updates = OptimizerUpdates()
         self.backwards = 0
 
     @contextmanager
@@ -306,9 +306,9 @@ class Configured:
             return cls(unknown=f"gave {type(found).__name__}, in which no optimizer was found")
         return cls(optimizers, schedulers)
 
-    def updates(self, model: nn.Module) -> Updates:
+    def updates(self, model: nn.Module) -> OptimizerUpdates:
         """What each optimizer updates in a step whose trainer calls them."""
-        found = Updates()
+        found = OptimizerUpdates()
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         for optimizer in self.optimizers:
             held = [id(p) for group in optimizer.param_groups for p in group["params"]]

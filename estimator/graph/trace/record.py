@@ -126,7 +126,7 @@ class _Traits:
     is_view: bool
 
 
-class _Seen:
+class _ValueMark:
     """The mark that a recorder leaves on a tensor: which value it stands for.
 
     It goes with its tensor, which the recorder is told.
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
 
     def index_of(self, tensor: Tensor) -> int | None:
         """The value that a tensor stands for, None if this recorder never saw it."""
-        seen: _Seen | None = getattr(tensor, "_estimator_value", None)
+        seen: _ValueMark | None = getattr(tensor, "_estimator_value", None)
         return seen.value if seen is not None and seen.owner is self else None
 
     def gradient_of(self, name: str, parameter: Tensor) -> int | None:
@@ -241,11 +241,11 @@ class Recorder(TorchDispatchMode):
         spec = self._spec_of(tensor)
         index = len(self.values)
         self.values.append(RecordedValue(spec, kind, base))
-        tensor._estimator_value = _Seen(self, index, spec)  # type: ignore[attr-defined]
+        tensor._estimator_value = _ValueMark(self, index, spec)  # type: ignore[attr-defined]
         return index
 
     def _seen(self, tensor: Tensor) -> tuple[int, TensorSpec]:
-        seen: _Seen | None = getattr(tensor, "_estimator_value", None)
+        seen: _ValueMark | None = getattr(tensor, "_estimator_value", None)
         if seen is not None and seen.owner is self:
             return seen.value, seen.spec
         held = self._foreign.get(id(tensor))
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):
         if source is result:
             return result
         index, spec = self._seen(source)
-        result._estimator_value = _Seen(self, index, spec)
+        result._estimator_value = _ValueMark(self, index, spec)
         constants = self.constants.of(source)
         if constants is not None:
             result._constant = constants

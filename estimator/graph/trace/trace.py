@@ -136,7 +136,7 @@ def _samples(batch: Any, dim: int, name: str) -> int | None:
 
 def _graph(
     tracer: _Tracer,
-    first: _Run,
+    first: _RecordedRun,
     joined: JoinedRuns,
     *,
     optimizer: str | None,
@@ -191,7 +191,7 @@ def _graph(
 
 
 def _updated(
-    tracer: _Tracer, first: _Run, joined: JoinedRuns, optimizer: str | None
+    tracer: _Tracer, first: _RecordedRun, joined: JoinedRuns, optimizer: str | None
 ) -> tuple[str, tuple[Parameter, ...], tuple[str, ...]]:
     """(the optimizer, the parameters with what updates them, what is assumed of that)."""
     updates, assumptions = first.recorded.updates, first.recorded.assumptions
@@ -237,7 +237,7 @@ def _held_precision(model: nn.Module, precision: str) -> tuple[str, str | None]:
 
 
 @dataclass(slots=True)
-class _Run:
+class _RecordedRun:
     recorder: Recorder
     fakes: FakeTensors
     recorded: RecordedStep
@@ -268,7 +268,7 @@ class _Tracer:
     def assumptions(self) -> tuple[str, ...]:
         return (CUDA_ASSUMPTION,) if self.target == "cuda" else ()
 
-    def run(self, batch: Any) -> _Run:
+    def run(self, batch: Any) -> _RecordedRun:
         """One step at one batch size; the model is put back by the caller and between runs."""
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -287,7 +287,7 @@ class _Tracer:
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
             )
-            run = _Run(recorder, fakes, RecordedStep(recorder, fakes))
+            run = _RecordedRun(recorder, fakes, RecordedStep(recorder, fakes))
             self._place_model(run)
             fake_batch = self._place_batch(run, batch, dtype)
             with run.recorded.watching(), watched_calls(recorder), torch.enable_grad():
@@ -296,7 +296,7 @@ class _Tracer:
 
     def run_at_twice(
         self, batch: Any, dim: int, samples: int | None
-    ) -> tuple[_Run | None, str | None]:
+    ) -> tuple[_RecordedRun | None, str | None]:
         """The same step at twice the batch, or why there is none."""
         if samples is None:
             return None, "its inputs share no size along the batch dimension"
@@ -309,14 +309,14 @@ class _Tracer:
         except EstimatorError:
             return None, f"twice that fails ({failed})"
 
-    def _place_model(self, run: _Run) -> None:
+    def _place_model(self, run: _RecordedRun) -> None:
         for parameter in run.fakes.parameters.values():
             run.recorder.place(parameter, "parameter")
         for name, buffer in run.fakes.buffers.items():
             run.recorder.place(buffer, "buffer")
             run.recorder.constants.give(buffer, run.fakes.real_buffers[name])
 
-    def _place_batch(self, run: _Run, batch: Any, dtype: torch.dtype | None) -> Any:
+    def _place_batch(self, run: _RecordedRun, batch: Any, dtype: torch.dtype | None) -> Any:
         inputs: list[GraphInput] = []
 
         def change(path: str, real: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class _Tracer:
         run.inputs = tuple(inputs)
         return fake_batch
 
-    def _step(self, run: _Run, batch: Any) -> None:
+    def _step(self, run: _RecordedRun, batch: Any) -> None:
         recorder, recorded = run.recorder, run.recorded
         user_code = UserCode(
             f"{self.name} cannot run on this batch",

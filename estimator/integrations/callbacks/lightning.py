@@ -5,7 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from estimator.integrations.callbacks.training import Comparison, Settings, Training, precision_of
+from estimator.integrations.callbacks.training import (
+    Comparison,
+    Settings,
+    WatchedTraining,
+    precision_of,
+)
 
 try:
     from lightning.pytorch import Callback
@@ -25,7 +30,7 @@ class EstimatorCallback(Callback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.training = Training(settings=Settings(**settings))
+        self.training = WatchedTraining(settings=Settings(**settings))
         self._steps_before = 0
 
     @property

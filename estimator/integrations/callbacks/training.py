@@ -107,7 +107,7 @@ class Settings:
 
 
 @dataclass(slots=True, kw_only=True)
-class Training:
+class WatchedTraining:
     """One training that is watched, on rank 0 alone.
 
     A failure to trace, to predict or to keep what was seen is told at the end, and never ends the
@@ -117,7 +117,7 @@ class Training:
     settings: Settings
     comparison: Comparison | None = None
     _watch: Watch | None = None
-    _seen: _Kept | None = None
+    _seen: _RememberingStore | None = None
     _expected: Comparison | None = field(default=None)
 
     @property
@@ -165,7 +165,7 @@ class Training:
             refusal=refusal,
             remark=remark,
         )
-        self._seen = _Kept(settings.store)
+        self._seen = _RememberingStore(settings.store)
         self._watch = observe(
             self._seen,
             workload=summary,
@@ -205,7 +205,7 @@ class Training:
         return self.comparison
 
 
-class _Kept:
+class _RememberingStore:
     """A store that also remembers what this training put into it."""
 
     def __init__(self, store: str | os.PathLike[str] | None) -> None:
@@ -280,7 +280,7 @@ class HookedTraining:
     """
 
     def __init__(self, model: Any, optimizer: Any, settings: Settings, **about: Any) -> None:
-        self.training = Training(settings=settings)
+        self.training = WatchedTraining(settings=settings)
         self._model, self._optimizer, self._about = model, optimizer, about
         self._batch: Any = None
         self._handles: list[Any] = []

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from estimator.integrations.callbacks.training import Comparison, Settings, Training, precision_of
+from estimator.integrations.callbacks.training import (
+    Comparison,
+    Settings,
+    WatchedTraining,
+    precision_of,
+)
 
 try:
     from transformers import TrainerCallback
@@ -22,7 +27,7 @@ class EstimatorCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.training = Training(settings=Settings(**settings))
+        self.training = WatchedTraining(settings=Settings(**settings))
         self._batch: dict[str, Any] | None = None
         self._hook: Any = None
 

@@ -68,26 +68,26 @@ class Arena:
             each.asked.put(None)
             each.thread.join()
 
-    def send(self, storage: UntypedStorage) -> _Copy:
+    def send(self, storage: UntypedStorage) -> _PendingCopy:
         spare = self._spare[storage.nbytes()]
         host = spare.pop() if spare else np.empty(storage.nbytes(), dtype=np.uint8)
         return self._out.copy(host, _block(storage))
 
-    def free(self, sent: _Copy, storage: UntypedStorage) -> None:
+    def free(self, sent: _PendingCopy, storage: UntypedStorage) -> None:
         sent.done.wait()
         storage.resize_(0)
 
-    def fetch(self, sent: _Copy, storage: UntypedStorage) -> _Copy:
+    def fetch(self, sent: _PendingCopy, storage: UntypedStorage) -> _PendingCopy:
         storage.resize_(sent.host.nbytes)
         return self._back.copy(sent.host, _block(storage), out=False)
 
-    def use(self, fetched: _Copy) -> None:
+    def use(self, fetched: _PendingCopy) -> None:
         fetched.done.wait()
         self._spare[fetched.host.nbytes].append(fetched.host)
 
 
 @dataclass(slots=True)
-class _Copy:
+class _PendingCopy:
     """`device` is None as soon as it is done: nothing may point into memory that is freed next."""
 
     host: Any
@@ -100,11 +100,11 @@ class _Copy:
 class _Direction:
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.asked: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[_PendingCopy | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def copy(self, host: Any, device: Any, *, out: bool = True) -> _Copy:
-        asked = _Copy(host, device, out, threading.Event(), time.perf_counter())
+    def copy(self, host: Any, device: Any, *, out: bool = True) -> _PendingCopy:
+        asked = _PendingCopy(host, device, out, threading.Event(), time.perf_counter())
         self.asked.put(asked)
         return asked
 

@@ -15,9 +15,9 @@ from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.discovery import Place, shared_on_this_host
 from estimator.probe.cluster.findings import ClusterFindings, Member, WorkerGroup, unequal_versions
-from estimator.probe.cluster.leader import CALLED_OFF_S, Leader, Slot, Task
+from estimator.probe.cluster.leader import CALLED_OFF_S, Leader, RankTask, Slot
 from estimator.probe.cluster.messages import Assignment, Rendezvous, begin_session, connect, listen
-from estimator.probe.cluster.parts import ClusterParts, Part
+from estimator.probe.cluster.parts import ClusterParts, ProbePart
 from estimator.probe.cluster.worker import START_S, run_worker
 
 Report = Callable[[str, float], None]
@@ -205,7 +205,7 @@ class _ClusterProbe:
         budget_s = _MACHINE_RATIO * self.request.budget_s
         strangers = [member for member in first_of.values() if member.machine != mine.machine]
         tasks = [
-            Task(
+            RankTask(
                 ranks=(member.rank,),
                 function="probe_own_machine",
                 arguments=self._machine_arguments(member, budget_s),
@@ -265,7 +265,7 @@ class _ClusterProbe:
             return "no two ranks are left"
         return "the budget was over" if left_s < _LEAST_PART_S else ""
 
-    def _measure(self, part: Part, planned_s: float) -> None:
+    def _measure(self, part: ProbePart, planned_s: float) -> None:
         """One part; once more without the ranks that were lost during it."""
         for _ in range(2):
             left_s = self.request.budget_s - self._used_s()

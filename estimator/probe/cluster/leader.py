@@ -42,7 +42,7 @@ _CONSEQUENCES = ("Connection closed", "Connection reset", "died without a result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class RankTask:
     """One of the listed functions that some ranks run in a process group, or one rank alone.
 
     Its rank in a group is the position in `ranks`. Arguments are JSON values.
@@ -59,10 +59,10 @@ class Task:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class TaskOutcome:
     """What came of a task: reports and results by rank, and why ranks failed."""
 
-    task: Task
+    task: RankTask
     reports: dict[int, list[Any]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -136,11 +136,11 @@ class Leader:
 
     def run(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[RankTask],
         *,
         timeout_s: float,
         tell: Callable[[], None],
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Run tasks of unlike ranks at once; what came of each, at the latest after `timeout_s`.
 
         A task of which a rank fails or is lost is called off for its other ranks. What is called
@@ -195,9 +195,9 @@ class Leader:
 class _RunningTask:
     """A task under way: who has not ended yet, and since when it is called off."""
 
-    def __init__(self, store: MessageStore, key: str, task: Task) -> None:
+    def __init__(self, store: MessageStore, key: str, task: RankTask) -> None:
         self.store, self.key = store, key
-        self.outcome = Outcome(task=task)
+        self.outcome = TaskOutcome(task=task)
         self.waiting = set(task.ranks)
         self.lost: dict[int, str] = {}
         self._called_off_at: float | None = None
@@ -296,7 +296,7 @@ class Slot:
         """What the members' devices communicate with."""
         return "nccl" if self.workers.members[0].device.kind == "cuda" else "gloo"
 
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: RankTask) -> TaskOutcome:
         """Run one task within the slot."""
         timeout_s = max(_LEAST_TIMEOUT_S, self.ends_at - time.monotonic())
         (outcome,) = self.leader.run([task], timeout_s=timeout_s, tell=self.tell)

@@ -25,7 +25,7 @@ from estimator.probe.cluster.findings import (
     slow_links,
     slow_nodes,
 )
-from estimator.probe.cluster.leader import Outcome, Slot, Task
+from estimator.probe.cluster.leader import RankTask, Slot, TaskOutcome
 from estimator.probe.cluster.shapes import (
     OTHER_SIZES_BYTES,
     SIZES_BYTES,
@@ -113,13 +113,13 @@ class LinkParts:
         sizes_bytes: Sequence[int],
         slot: Slot,
         budget_s: float,
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Time messages between the first ranks of pairs of nodes, apart where they may meet."""
         workers = slot.workers
         hosts = [host for host in workers.nodes if any(host in pair for pair in chosen)]
         place = {host: position for position, host in enumerate(hosts)}
         links = {(place[a], place[b]): workers.links_between(a, b) for a, b in chosen}
-        task = Task(
+        task = RankTask(
             ranks=tuple(workers.nodes[host][0].rank for host in hosts),
             function="time_pairs",
             arguments={
@@ -137,7 +137,7 @@ class LinkParts:
         cases = list(_flow_cases(workers.densest_first))
         for ranks, note in cases:
             count = len(ranks) // 2
-            task = Task(
+            task = RankTask(
                 ranks=ranks,
                 function="time_flows",
                 arguments={
@@ -167,7 +167,7 @@ class LinkParts:
                 pairs.setdefault(locality, (a, b))
         if not pairs:
             return ""
-        task = Task(
+        task = RankTask(
             ranks=tuple(member.rank for member in members),
             function="time_pairs",
             arguments={
@@ -216,7 +216,7 @@ def _rate_bytes_per_s(message: Mapping[str, Any]) -> float:
     return pair_link("tcp", "rack", message).bandwidth_bytes_per_s
 
 
-def _sent(workers: WorkerGroup, outcome: Outcome) -> dict[tuple[str, str], Mapping[str, Any]]:
+def _sent(workers: WorkerGroup, outcome: TaskOutcome) -> dict[tuple[str, str], Mapping[str, Any]]:
     """What senders reported, by nodes (from, to)."""
     hosts = workers.hosts(outcome.task.ranks)
     return {
@@ -338,8 +338,8 @@ class CollectiveParts:
         slot: Slot,
         sizes_bytes: Sequence[int],
         **more: Any,
-    ) -> Outcome:
-        task = Task(
+    ) -> TaskOutcome:
+        task = RankTask(
             ranks=ranks,
             function="time_shape",
             arguments={
@@ -362,7 +362,7 @@ class CollectiveParts:
             if not cases:
                 words = shape_words(workers, group)
                 return f"{words}: the links are too slow to do it in time; use a larger --budget"
-            task = Task(
+            task = RankTask(
                 ranks=group,
                 function="time_overlap",
                 arguments={
@@ -425,7 +425,7 @@ FEW_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProbePart:
     """A part of the probe, its share of the time, and how to measure it.
 
     `measure` returns why it failed, or "".
@@ -447,23 +447,29 @@ class ClusterParts:
         self._collectives = CollectiveParts(findings)
         self._canaries_s: dict[str, float] = {}
 
-    def plan(self, workers: WorkerGroup) -> list[Part]:
+    def plan(self, workers: WorkerGroup) -> list[ProbePart]:
         """In order of importance; only what these nodes and devices have."""
         links, collectives = self._links, self._collectives
         several, dense = len(workers.nodes) > 1, len(workers.densest_first[0]) > 1
         few = len(workers.nodes) <= FEW_NODES
         pairs = several and (few if self.all_pairs is None else self.all_pairs)
         wanted = (
-            (several, Part("speed of each node", 0.02, self._speeds)),
-            (several, Part("links between nodes", 0.16, links.between_nodes)),
-            (True, Part("all-reduce over everything", 0.26, collectives.all_reduce_everywhere)),
-            (True, Part("all-reduce over smaller groups", 0.16, collectives.all_reduce_in_groups)),
-            (several and dense, Part("flows that share a NIC", 0.06, links.shared_nics)),
-            (pairs, Part("every pair of nodes", 0.09, links.every_pair)),
-            (True, Part("other collectives", 0.08, collectives.other_collectives)),
-            (several, Part("sharding in groups", 0.10, collectives.sharding_in_groups)),
-            (several, Part("communication beside compute", 0.11, collectives.beside_compute)),
-            (dense, Part("links inside a node", 0.03, links.inside_a_node)),
+            (several, ProbePart("speed of each node", 0.02, self._speeds)),
+            (several, ProbePart("links between nodes", 0.16, links.between_nodes)),
+            (
+                True,
+                ProbePart("all-reduce over everything", 0.26, collectives.all_reduce_everywhere),
+            ),
+            (
+                True,
+                ProbePart("all-reduce over smaller groups", 0.16, collectives.all_reduce_in_groups),
+            ),
+            (several and dense, ProbePart("flows that share a NIC", 0.06, links.shared_nics)),
+            (pairs, ProbePart("every pair of nodes", 0.09, links.every_pair)),
+            (True, ProbePart("other collectives", 0.08, collectives.other_collectives)),
+            (several, ProbePart("sharding in groups", 0.10, collectives.sharding_in_groups)),
+            (several, ProbePart("communication beside compute", 0.11, collectives.beside_compute)),
+            (dense, ProbePart("links inside a node", 0.03, links.inside_a_node)),
         )
         return [part for is_wanted, part in wanted if is_wanted]
 
@@ -477,7 +483,7 @@ class ClusterParts:
     def _speeds(self, slot: Slot) -> str:
         """How long one device of each node takes for the same matmul."""
         nodes = slot.workers.nodes
-        task = Task(
+        task = RankTask(
             ranks=tuple(members[0].rank for members in nodes.values()),
             function="time_canary",
         )

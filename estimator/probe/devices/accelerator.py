@@ -70,7 +70,7 @@ def half_attention(torch: Any, device: Any) -> str:
 
     seen: list[str] = []
 
-    class Watch(TorchDispatchMode):
+    class OperatorNames(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -78,7 +78,7 @@ def half_attention(torch: Any, device: Any) -> str:
             return func(*args, **(kwargs or {}))
 
     heads = torch.randn(2, 4, 256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    with Watch():
+    with OperatorNames():
         torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
     return next((name for name in seen if "_scaled_dot_product" in name), "math")
 

@@ -130,7 +130,7 @@ def _canary_ratio(canary_s: float | None, usual_s: float | None) -> float:
     return max(1.0, canary_s / usual_s) if canary_s and usual_s else 1.0
 
 
-class Watch:
+class InterferenceWatch:
     """Measures beside a look at the load of others, and again once they have ended.
 
     Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and

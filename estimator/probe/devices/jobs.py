@@ -18,7 +18,7 @@ from typing import Any
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.devices.backend import Backend, CpuBackend, open_backend
-from estimator.probe.devices.interference import Watch, read_cpu_times
+from estimator.probe.devices.interference import InterferenceWatch, read_cpu_times
 from estimator.probe.devices.inventory import read_cpu
 
 _CANARY_SIDE = 512
@@ -73,7 +73,7 @@ _LEAST_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PinnedJob:
     """One function to call there: ``function(backend, emit, budget_s=…, **arguments)``.
 
     One that measures `in_pieces` is also given ``watch=…``, to run each of them.
@@ -87,7 +87,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watching:
+class InterferenceSettings:
     """Whose CPU time on which hardware threads is not that of others, and how long to wait.
 
     The measurements need `cores` cores; `spare_cores` more are there.
@@ -103,9 +103,9 @@ class Watching:
 
 def run_jobs(
     device: Device,
-    jobs: Sequence[Job],
+    jobs: Sequence[PinnedJob],
     on_finding: Callable[[str, dict[str, Any]], None],
-    watching: Watching | None = None,
+    watching: InterferenceSettings | None = None,
 ) -> None:
     """Run `jobs` in order in one process pinned to `device`; `on_finding(part, what)` as it comes.
 
@@ -171,10 +171,12 @@ def _share_s(planned_s: Sequence[float], number: int, used_s: float) -> float:
     return max(own_s, _LEAST_RATIO * planned_s[number])
 
 
-def _open_watch(arguments: Mapping[str, Any] | None, backend: Backend, emit: Emit) -> Watch:
+def _open_watch(
+    arguments: Mapping[str, Any] | None, backend: Backend, emit: Emit
+) -> InterferenceWatch:
     if arguments is None:
-        return Watch()
-    return Watch(
+        return InterferenceWatch()
+    return InterferenceWatch(
         patience_s=arguments["patience_s"],
         cores=arguments["cores"],
         spare_cores=arguments["spare_cores"],

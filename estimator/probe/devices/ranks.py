@@ -224,11 +224,11 @@ def run_on_devices(
             }
             for rank, device in enumerate(devices)
         ]
-        with _counted_run(modules), _Run(orders, modules, Path(folder)) as run:
+        with _counted_run(modules), _RunningRanks(orders, modules, Path(folder)) as run:
             return run.results(timeout_s, on_report)
 
 
-class _Run:
+class _RunningRanks:
     """The ranks of one call: started on entry, gone after exit."""
 
     def __init__(
@@ -242,7 +242,7 @@ class _Run:
         self.found: dict[int, Any] = {}
         self.failures: dict[int, EstimatorError] = {}
 
-    def __enter__(self) -> _Run:
+    def __enter__(self) -> _RunningRanks:
         try:
             for order in self.orders:
                 log = os.open(self.log_path(order["rank"]), os.O_CREAT | os.O_WRONLY, 0o600)

@@ -28,7 +28,7 @@ from estimator.probe.devices.calls import (
     real_arguments,
     spec_of,
 )
-from estimator.probe.devices.interference import Watch
+from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.devices.jobs import Emit
 from estimator.probe.grid import cuda, matmuls, memory_bound
 from estimator.tensors import OpCall, TensorSpec
@@ -160,7 +160,7 @@ def measure_kernels(
     budget_s: float,
     thorough: bool = False,
     least_share: int = 1,
-    watch: Watch | None = None,
+    watch: InterferenceWatch | None = None,
 ) -> None:
     """Emit a point for each call of the grid until the budget is over, then how many are left.
 
@@ -168,7 +168,11 @@ def measure_kernels(
     that others disturbed are emitted again once `watch` has seen these end.
     """
     grid = kernel_grid(backend.kind, thorough=thorough)[::least_share]
-    source, watch, end = TensorSource(backend), watch or Watch(), time.monotonic() + budget_s
+    source, watch, end = (
+        TensorSource(backend),
+        watch or InterferenceWatch(),
+        time.monotonic() + budget_s,
+    )
     waited_s = watch.seen.waited_s
     lacking: dict[str, None] = {}
     first, done, is_lost = 0, 0, False

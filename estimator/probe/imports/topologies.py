@@ -41,7 +41,7 @@ _MOST_DEVICES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Device:
     """A GPU or a NIC with the elements above it, outermost first."""
 
     element: Element
@@ -97,16 +97,16 @@ def read_nccl_topology(text: str) -> Imported:
     )
 
 
-def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Part]:
+def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Device]:
     if len(above) > _MOST_LEVELS:
         raise ValueError(f"more than {_MOST_LEVELS} levels")
     if element.tag in ("gpu", "net"):
-        yield _Part(element, above)
+        yield _Device(element, above)
     for child in element:
         yield from _parts(child, (*above, element))
 
 
-def _check_one_node(root: Element, gpus: Sequence[_Part]) -> None:
+def _check_one_node(root: Element, gpus: Sequence[_Device]) -> None:
     if root.tag != "system" or not gpus:
         raise ImportedFileError(
             f"the XML describes no GPU ({quoted(root.tag)} on top); give what "
@@ -121,7 +121,7 @@ def _check_one_node(root: Element, gpus: Sequence[_Part]) -> None:
         )
 
 
-def _facts(gpu: _Part, gpus: Sequence[_Part], nets: Sequence[_Part]) -> dict[str, Fact]:
+def _facts(gpu: _Device, gpus: Sequence[_Device], nets: Sequence[_Device]) -> dict[str, Fact]:
     peers: dict[int | str, Route] = {
         other.index: _peer_path(gpu, other) for other in gpus if other is not gpu
     }
@@ -146,7 +146,7 @@ def _transfers(pci: Element) -> float:
     return float(found[1]) if found else 0.0
 
 
-def _peer_path(gpu: _Part, other: _Part) -> Route:
+def _peer_path(gpu: _Device, other: _Device) -> Route:
     direct = {link.get("target"): link for link in gpu.element.iter("nvlink")}
     if other.busid in direct:
         count = int(direct[other.busid].get("count", "1"))
@@ -157,7 +157,7 @@ def _peer_path(gpu: _Part, other: _Part) -> Route:
     return _pcie_path(gpu, other)
 
 
-def _to_switch(gpu: _Part) -> int:
+def _to_switch(gpu: _Device) -> int:
     return sum(
         int(link.get("count", "1"))
         for link in gpu.element.iter("nvlink")
@@ -165,7 +165,7 @@ def _to_switch(gpu: _Part) -> int:
     )
 
 
-def _pcie_path(first: _Part, second: _Part) -> Route:
+def _pcie_path(first: _Device, second: _Device) -> Route:
     shared = [a for a, b in zip(first.above, second.above, strict=False) if a is b]
     if any(element.tag == "pci" for element in shared):
         return Route("pcie", "device_switch")
@@ -174,14 +174,14 @@ def _pcie_path(first: _Part, second: _Part) -> Route:
     return Route("pcie", "node")
 
 
-def _routes(gpus: Sequence[_Part]) -> Routes:
+def _routes(gpus: Sequence[_Device]) -> Routes:
     return {
         gpu.index: {other.index: _peer_path(gpu, other) for other in gpus if other is not gpu}
         for gpu in gpus
     }
 
 
-def _links(gpus: Sequence[_Part]) -> Iterator[Link]:
+def _links(gpus: Sequence[_Device]) -> Iterator[Link]:
     for route, devices in rings_of(_routes(gpus), links_to_switch=any(map(_to_switch, gpus))):
         if route.kind == "nvlink":
             rate = route.links * min(map(_nvlink_bytes_per_s, gpus))
@@ -190,7 +190,7 @@ def _links(gpus: Sequence[_Part]) -> Iterator[Link]:
         yield _line_rate(route.kind, route.locality, rate, devices)
 
 
-def _nvlink_bytes_per_s(gpu: _Part) -> float:
+def _nvlink_bytes_per_s(gpu: _Device) -> float:
     known = [sm for sm in _NVLINK_BYTES_PER_S if sm <= int(gpu.element.get("sm", "60"))]
     return _NVLINK_BYTES_PER_S[max(known, default=60)]
 
@@ -215,7 +215,7 @@ def _line_rate(kind: LinkKind, locality: Locality, rate: float, ring_devices: in
     )
 
 
-def _network(nets: Sequence[_Part]) -> Iterator[Link]:
+def _network(nets: Sequence[_Device]) -> Iterator[Link]:
     """The fastest NIC of each kind, one flow through it."""
     best: dict[Transport, float] = {}
     for net in nets:
@@ -236,7 +236,7 @@ def _network(nets: Sequence[_Part]) -> Iterator[Link]:
             )
 
 
-def _transport(net: _Part) -> Transport:
+def _transport(net: _Device) -> Transport:
     # NCCL's socket transport has no hardware address to give.
     if int(net.element.get("guid", "0"), 0) == 0:
         return "tcp"
@@ -336,7 +336,7 @@ _BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Switch:
     """One switch or block: the nodes and the switches below it."""
 
     name: str
@@ -427,7 +427,7 @@ def _chosen(content: Any) -> Mapping[str, Any]:
     return (defaults or topologies)[0]
 
 
-def _listed(listed: Any, key: str) -> Iterator[_Entry]:
+def _listed(listed: Any, key: str) -> Iterator[_Switch]:
     if not isinstance(listed, list):
         raise ImportedFileError(
             f"the topology has no list of {key} entries; give the whole topology.yaml"
@@ -440,8 +440,8 @@ def _listed(listed: Any, key: str) -> Iterator[_Entry]:
         yield _entry(entry[key], entry.get("nodes"), entry.get("children"))
 
 
-def _entry(name: str, nodes: Any, switches: Any) -> _Entry:
-    return _Entry(name, tuple(_hosts(nodes)), tuple(_hosts(switches)))
+def _entry(name: str, nodes: Any, switches: Any) -> _Switch:
+    return _Switch(name, tuple(_hosts(nodes)), tuple(_hosts(switches)))
 
 
 def _hosts(listed: Any) -> Iterator[str]:
@@ -462,7 +462,7 @@ def _hosts(listed: Any) -> Iterator[str]:
         raise ImportedFileError(f"the topology cannot be read: {error}") from None
 
 
-def _cluster(entries: Sequence[_Entry], machine: str) -> Cluster:
+def _cluster(entries: Sequence[_Switch], machine: str) -> Cluster:
     parents: dict[str, str] = {}
     plugged: dict[str, str] = {}
     for entry in entries:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import Shape
+from estimator.replay.nodes import AllocationShape
 from estimator.replay.view import Grant, View, Waiting
 
 # The paper's scheduling interval, section 5.1.
@@ -240,11 +240,11 @@ class _Fitness:
 
     def _ask(self, row: int, count: int, nodes: int) -> None:
         fewer, more = divmod(count, nodes)
-        shape = Shape(self._view.machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
+        shape = AllocationShape(self._view.machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
         found = self._best(self._view.jobs[row].job, shape)
         self._goodputs[row, count, nodes], self._batches[row, count, nodes] = found
 
-    def _best(self, job: Job, shape: Shape) -> tuple[float, int | None]:
+    def _best(self, job: Job, shape: AllocationShape) -> tuple[float, int | None]:
         found: list[tuple[float, int | None]] = []
         for batch in batches(job):
             chosen = None if batch == job.global_batch else batch

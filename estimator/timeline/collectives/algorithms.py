@@ -207,7 +207,7 @@ TREE_RATIO = 0.76
 IN_SWITCH_RATIO = 0.87
 
 
-class Shape(NamedTuple):
+class GroupShape(NamedTuple):
     """How many ranks a group has, on how many nodes, and on the node with most: numbers or rows."""
 
     ranks: Any
@@ -253,10 +253,10 @@ class Algorithm(NamedTuple):
     `protocols`, those after the first need a network that keeps the order of bytes.
     """
 
-    rounds: Callable[[Shape], Cost]
-    share: Callable[[Shape], Cost]
+    rounds: Callable[[GroupShape], Cost]
+    share: Callable[[GroupShape], Cost]
     ratio: Cost = Cost(1.0, 1.0)
-    runs: Callable[[Shape, InnerLinks], Any] = lambda shape, links: True
+    runs: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: True
     protocols: tuple[Protocol, ...] = (Protocol(),)
 
 
@@ -314,7 +314,7 @@ def nccl_lines(
 
     Where NCCL does not have one, in some rows, those have the first's.
     """
-    shape = Shape(group.ranks, group.nodes, group.per_node)
+    shape = GroupShape(group.ranks, group.nodes, group.per_node)
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
         for number, protocol in enumerate(algorithm.protocols):
@@ -331,7 +331,7 @@ def nccl_lines(
 
 
 def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
-    shape = Shape(group.ranks, group.nodes, group.per_node)
+    shape = GroupShape(group.ranks, group.nodes, group.per_node)
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
     # Inside one node the latency is that of all protocols together, and so is k.
@@ -358,5 +358,5 @@ def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
 
     Its start and its hops are in the same proportion as usual.
     """
-    hops = algorithms_of(op)[0].rounds(Shape(ranks, 1, ranks)).inside
+    hops = algorithms_of(op)[0].rounds(GroupShape(ranks, 1, ranks)).inside
     return latency_s / float(hops + START_S / USUAL_HOP_S)

@@ -216,7 +216,7 @@ ERROR_PER_E_OF_NODES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class MeasuredReference:
     """What one measured group says of a collective: how far the formula is off at each size.
 
     `blocking` are those of calls that ranks wait for, by seconds of computing before them, rising.
@@ -264,7 +264,7 @@ class CollectiveCosts:
     ) -> None:
         self.op, self.kind, self.profiles = op, kind, profiles
         found: list[tuple[int, tuple[int, int]]] = []
-        references: list[Reference] = []
+        references: list[MeasuredReference] = []
         inner: list[tuple[InnerLinks | None, ...]] = []
         for number, profile in enumerate(profiles):
             links, known = known_of(profile, op, cluster, cache)
@@ -274,7 +274,7 @@ class CollectiveCosts:
                 (2 * number + each.cost.spans_nodes, (each.cost.group_size, each.cost.nodes))
                 for each in known
             ]
-        self.references: tuple[Reference, ...] = tuple(references)
+        self.references: tuple[MeasuredReference, ...] = tuple(references)
         # The last one stands for the formula, where nothing of the kind was measured.
         self.corrections = (*(each.corrections for each in references), NO_CORRECTIONS)
         self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
@@ -436,7 +436,7 @@ class GroupCollective:
         return np.asarray(SizedCollective(self._costs.corrections, sizes_bytes).times_s(self.model))
 
 
-_Known = tuple[tuple[InnerLinks | None, ...], tuple[Reference, ...]]
+_Known = tuple[tuple[InnerLinks | None, ...], tuple[MeasuredReference, ...]]
 
 
 def known_of(
@@ -505,7 +505,7 @@ def _reference(
     cost: CollectiveCost,
     inner: Sequence[InnerLinks | None],
     cluster: Cluster | None,
-) -> Reference:
+) -> MeasuredReference:
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
     nic = nic_of(profile, math.ceil(cost.group_size / cost.nodes))
     ring = ring_between(cost, network_latency_s(profile), nic, profile, cluster)
@@ -516,7 +516,7 @@ def _reference(
     for window_s, size, seconds in cost.blocking:
         if size > 0:
             blocking.setdefault(window_s, []).append((size, seconds))
-    return Reference(
+    return MeasuredReference(
         cost,
         corrections,
         cost.provenance.relative_error or _UNSTATED_ERROR,

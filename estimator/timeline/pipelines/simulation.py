@@ -254,7 +254,7 @@ class RunTask(NamedTuple):
     third: int
 
 
-class Run(NamedTuple):
+class RepeatedTasks(NamedTuple):
     """Tasks that are played so many times; `more` times more for each further block."""
 
     tasks: tuple[RunTask, ...]
@@ -269,7 +269,7 @@ class _Pattern(NamedTuple):
     looks.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RepeatedTasks, ...]
     last: tuple[int, ...]
     reach: int
     blocks: int
@@ -298,7 +298,9 @@ def _last_ends_s(
     return tuple([ends[place] for place in pattern.last])
 
 
-def play_run(run: Run, times: int, reach: int, seconds: Sequence[float], ends: list[float]) -> None:
+def play_run(
+    run: RepeatedTasks, times: int, reach: int, seconds: Sequence[float], ends: list[float]
+) -> None:
     """Play a run so many times and add the ends."""
     length, alike = len(run.tasks), 0
     window = -(-reach // length) + 2
@@ -333,7 +335,7 @@ def play_run(run: Run, times: int, reach: int, seconds: Sequence[float], ends: l
 
 
 def _blocks_ahead(
-    run: Run,
+    run: RepeatedTasks,
     seconds: Sequence[float],
     ends: Sequence[float],
     growth: Sequence[float],
@@ -396,7 +398,7 @@ def _runs_of(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern
         (task.cost, number): at
         for at, (task, number) in enumerate(zip(tasks, micro_batches, strict=True))
     }
-    runs: list[Run] = []
+    runs: list[RepeatedTasks] = []
     # Up to where tasks repeat, by how far apart: found once for all that begin on the way.
     known: dict[int, int] = {}
     begin = at = 0
@@ -415,11 +417,11 @@ def _runs_of(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern
             at += 1
             continue
         if begin < at:
-            runs.append(Run(tuple(tasks[begin:at]), 1, 0))
-        runs.append(Run(tuple(tasks[at : at + length]), times, 0))
+            runs.append(RepeatedTasks(tuple(tasks[begin:at]), 1, 0))
+        runs.append(RepeatedTasks(tuple(tasks[at : at + length]), times, 0))
         begin = at = at + times * length
     if begin < len(tasks):
-        runs.append(Run(tuple(tasks[begin:]), 1, 0))
+        runs.append(RepeatedTasks(tuple(tasks[begin:]), 1, 0))
     reach = -min([*last, *(back for task in tasks for back in task[1:])])
     return _Pattern(tuple(runs), last, reach, blocks)
 

@@ -47,8 +47,8 @@ from estimator.timeline.plan import (
     slowest_kind,
     step_plan,
 )
-from estimator.timeline.rank.layer_collectives import Exchanges
-from estimator.timeline.rank.ranks import LaneCosts, RankKind, StepShape, at_peak_s
+from estimator.timeline.rank.layer_collectives import LayerCollectives
+from estimator.timeline.rank.ranks import LaneCosts, RankClass, StepShape, at_peak_s
 from estimator.timeline.rank.rules import without_cost
 from estimator.timeline.rank.updates import accumulate_s, trained_of
 from estimator.timeline.simulator.simulation import simulate
@@ -278,8 +278,8 @@ def _at_peak_s(
 
     A stage computes this ratio of a step's micro-batches.
     """
-    work: list[tuple[RankKind, float]] = []
-    devices: list[tuple[RankKind, float]] = []
+    work: list[tuple[RankClass, float]] = []
+    devices: list[tuple[RankClass, float]] = []
     for rank, numbers in enumerate(held):
         for number in numbers:
             own = _ranks_of(stages[number].plan, rank, len(held))
@@ -288,7 +288,7 @@ def _at_peak_s(
     return at_peak_s(work, devices)
 
 
-def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankKind, int]]:
+def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankClass, int]]:
     """How many ranks of each kind are one pipeline rank of so many."""
     each = plan.placement.ranks // count
     found, first = [], 0
@@ -302,8 +302,8 @@ def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankKind, int
 
 
 def _with_lanes(
-    longest: RankKind, own: Sequence[LaneCosts], passes: int, at_peak: tuple[float, float]
-) -> RankKind:
+    longest: RankClass, own: Sequence[LaneCosts], passes: int, at_peak: tuple[float, float]
+) -> RankClass:
     """The longest stage's rank with the lanes of all its stages and passes together.
 
     What it computes in one micro-batch at its peak is the mean over ranks, `at_peak`.
@@ -505,7 +505,7 @@ def _kept_bytes(bound: BoundGraph, outputs: tuple[int, ...], cache: Cache) -> in
     )
 
 
-def _added_s(kind: RankKind, devices_busy: int, cache: Cache) -> float:
+def _added_s(kind: RankClass, devices_busy: int, cache: Cache) -> float:
     """Adding one micro-batch's gradients; Megatron-LM's products add them by themselves.
 
     Its `gradient_accumulation_fusion` is on by default.
@@ -516,7 +516,7 @@ def _added_s(kind: RankKind, devices_busy: int, cache: Cache) -> float:
     return kind.slowdown_ratio * added_s
 
 
-def _passes_s(kind: RankKind, stage: Stage, cache: Cache) -> tuple[float, float, float]:
+def _passes_s(kind: RankClass, stage: Stage, cache: Cache) -> tuple[float, float, float]:
     """Passes in a run of micro-batches, whose host is ahead where it can be."""
 
     def made() -> tuple[float, float, float]:
@@ -545,7 +545,7 @@ def _stages(
     cache: Cache,
 ) -> tuple[Stage, ...]:
     if not points:
-        points = balanced_points(graph, mesh, batch, shape.exchanges, schedule, cache)
+        points = balanced_points(graph, mesh, batch, shape.layer_collectives, schedule, cache)
     known = structure_of(graph, cache), dataflow_of(graph, cache)
     return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
 
@@ -554,7 +554,7 @@ def balanced_points(
     graph: OpGraph,
     mesh: Mesh,
     batch: int | None,
-    exchanges: Exchanges | None,
+    layer_collectives: LayerCollectives | None,
     schedule: Schedule,
     cache: Cache,
 ) -> tuple[str, ...]:
@@ -566,7 +566,9 @@ def balanced_points(
     def spent() -> Array:
         profile = costed(node.profile, cache)
         durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
-        exchanged_s = exchanges.seconds(bound, durations).each_s if exchanges else 0.0
+        exchanged_s = (
+            layer_collectives.seconds(bound, durations).each_s if layer_collectives else 0.0
+        )
         return np.asarray(durations.device_s + durations.host_s + exchanged_s)
 
     def balanced() -> tuple[str, ...]:
@@ -574,7 +576,7 @@ def balanced_points(
         return blocks.balanced(stages, seconds)
 
     stages = schedule.model_stages(mesh.parallelism.pp)
-    details = node.ranks_per_node, exchanges
+    details = node.ranks_per_node, layer_collectives
     return cache.get("balanced", (bound, node.profile), balanced, *details, stages)
 
 

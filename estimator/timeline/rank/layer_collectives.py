@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 _DDP = Strategy()
 
 
-class ExchangeSeconds(NamedTuple):
+class LayerCollectiveSeconds(NamedTuple):
     """Seconds of the collectives of a micro-batch, by operator, and what they are off together.
 
     `hidden_by` are (operator of a collective, kernel that runs meanwhile). `summed_again` are the
@@ -38,7 +38,7 @@ class ExchangeSeconds(NamedTuple):
     hidden_by: tuple[tuple[int, int], ...] = ()
     summed_again: int = 0
 
-    def exposed(self, durations: Durations) -> ExchangeSeconds:
+    def exposed(self, durations: Durations) -> LayerCollectiveSeconds:
         """What is left of those that run beside a kernel."""
         if not self.hidden_by:
             return self
@@ -62,7 +62,7 @@ class ExchangeSeconds(NamedTuple):
         return self.error_s / self.total_s if self.total_s else None
 
 
-class Exchanges:
+class LayerCollectives:
     """The process groups along the axes that share a micro-batch, on their links.
 
     Where nothing `merges` gradients before the update, DTensor sums those of vectors that ranks
@@ -85,7 +85,7 @@ class Exchanges:
 
     def seconds(
         self, bound: BoundGraph, durations: Durations | None = None, micro_batches: int = 1
-    ) -> ExchangeSeconds:
+    ) -> LayerCollectiveSeconds:
         """What ranks wait for every collective of a graph, in one of the micro-batches of a step.
 
         The operators between two collectives are the computing before the second; none is known
@@ -134,7 +134,7 @@ class Exchanges:
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
-        found = ExchangeSeconds(each_s, error_s, source, tuple(beside), summed_again)
+        found = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), summed_again)
         return found if durations is None else found.exposed(durations)
 
 
@@ -173,7 +173,7 @@ def _blocking_s(
     return np.asarray(shorter_s + (after - before) * (longer_s - shorter_s))
 
 
-def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchanges:
+def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> LayerCollectives:
     """Those of a mesh: of the groups along an axis, which work at once, the slowest counts.
 
     Gradients of experts are exchanged among the operators, but where FSDP does it with all others.
@@ -191,9 +191,9 @@ def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchang
     return cache.get(
         "exchanges",
         (profile, cluster),
-        lambda: Exchanges(named, profile, cluster, cache, merges=merges),
+        lambda: LayerCollectives(named, profile, cluster, cache, merges=merges),
         *(named, merges),
     )
 
 
-NO_EXCHANGES = ExchangeSeconds(np.zeros(0), 0.0, "measured")
+NO_LAYER_COLLECTIVES = LayerCollectiveSeconds(np.zeros(0), 0.0, "measured")

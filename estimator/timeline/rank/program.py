@@ -40,7 +40,11 @@ from estimator.timeline.rank.lanes import (
     sharded_passes,
     unit_copies_s,
 )
-from estimator.timeline.rank.layer_collectives import NO_EXCHANGES, Exchanges, ExchangeSeconds
+from estimator.timeline.rank.layer_collectives import (
+    NO_LAYER_COLLECTIVES,
+    LayerCollectives,
+    LayerCollectiveSeconds,
+)
 from estimator.timeline.rank.updates import (
     Trained,
     accumulate_s,
@@ -118,8 +122,8 @@ class StepProgram:
     """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
 
     `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
-    lane is `forward_s + backward_s + host_s + copies_s + exchanges_s` (the last is what ranks that
-    share layers exchange in micro-batches), and `sharded_lane_s` over the number of
+    lane is `forward_s + backward_s + host_s + copies_s + layer_collectives_s` (the last is what
+    ranks that share layers exchange in micro-batches), and `sharded_lane_s` over the number of
     shards. `update_launch_s` is the part of the update that sharding does not shorten;
     `segments_s` is what FSDP computes in a micro-batch: between passes through its units, forward
     then backward, copying each unit out of a buffer, each one's gradients into one, and adding up
@@ -140,8 +144,8 @@ class StepProgram:
     backward_s: float
     host_s: float
     copies_s: float
-    exchanges_s: float
-    exchanged: ExchangeSeconds
+    layer_collectives_s: float
+    exchanged: LayerCollectiveSeconds
     copy_back_s: float
     update_s: float
     update_launch_s: float
@@ -174,7 +178,7 @@ def step_program(
     merging: bool,
     strategy: Strategy,
     accumulation_steps: int = 1,
-    exchanges: Exchanges | None = None,
+    layer_collectives: LayerCollectives | None = None,
     cache: Cache,
 ) -> StepProgram:
     """The program of a rank on a node where `devices_busy` ranks compute.
@@ -185,7 +189,7 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = bound_of(graph, batch, cache)
-        asked = _Asked(
+        asked = _ProgramRequest(
             bound=bound,
             profile=costed(profile, cache),
             devices_busy=devices_busy,
@@ -198,18 +202,18 @@ def step_program(
             ),
             cache=cache,
         )
-        return _compile(asked, exchanges)
+        return _compile(asked, layer_collectives)
 
     return cache.get(
         "program",
         (graph, profile),
         compiled,
-        *(batch, devices_busy, merging, strategy, accumulation_steps, exchanges),
+        *(batch, devices_busy, merging, strategy, accumulation_steps, layer_collectives),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _ProgramRequest:
     """What a program is compiled of."""
 
     bound: BoundGraph
@@ -221,7 +225,7 @@ class _Asked:
     trained: Trained
     updated: Trained
     cache: Cache
-    exchanged: ExchangeSeconds = NO_EXCHANGES
+    exchanged: LayerCollectiveSeconds = NO_LAYER_COLLECTIVES
 
     @property
     def graph(self) -> OpGraph:
@@ -233,13 +237,15 @@ class _Asked:
         return self.profile, self.devices_busy, self.cache
 
 
-def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
+def _compile(asked: _ProgramRequest, layer_collectives: LayerCollectives | None) -> StepProgram:
     bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
     kernels_alone = durations = _durations(asked)
-    if exchanges:
-        asked = replace(asked, exchanged=exchanges.seconds(bound, durations, accumulation_steps))
-    if exchanges_s := asked.exchanged.total_s * accumulation_steps:
+    if layer_collectives:
+        asked = replace(
+            asked, exchanged=layer_collectives.seconds(bound, durations, accumulation_steps)
+        )
+    if layer_collectives_s := asked.exchanged.total_s * accumulation_steps:
         durations = asked.exchanged.beside(durations)
     sharding = asked.merging and strategy.keeps.parameters == "shard"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
@@ -256,7 +262,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
     is_forward = structure_of(graph, asked.cache).is_forward
     forward_s = float(kernels_alone.device_s[is_forward].sum()) * accumulation_steps
     backward_s = float(kernels_alone.device_s[~is_forward].sum()) * accumulation_steps
-    host_s = lane_s - copies_s - forward_s - backward_s - exchanges_s
+    host_s = lane_s - copies_s - forward_s - backward_s - layer_collectives_s
     kernels = _kernel_seconds(asked, kernels_alone)
     kernels_s = float(kernels_alone.device_s.sum()) or 1.0
     variance_s2 = _variance(asked, kernels, durations.shared_error * kernels_s)
@@ -274,7 +280,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         # What is left of sums in another order is no time of the host.
         host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
         copies_s=copies_s,
-        exchanges_s=exchanges_s,
+        layer_collectives_s=layer_collectives_s,
         exchanged=asked.exchanged,
         copy_back_s=lane.copy_back_s,
         update_s=update_s,
@@ -296,7 +302,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
 
 
 def _update(
-    asked: _Asked, lanes: MicroBatches, sharding: bool
+    asked: _ProgramRequest, lanes: MicroBatches, sharding: bool
 ) -> tuple[MicroBatches, float, float, Provenance]:
     """(lanes, seconds of the update behind them, those that no sharding shortens, their source)."""
     graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.updated
@@ -318,7 +324,7 @@ def _update(
     return lanes, update_s, launch_s, source
 
 
-def _durations(asked: _Asked) -> Durations:
+def _durations(asked: _ProgramRequest) -> Durations:
     bound, graph, profile = asked.bound, asked.graph, asked.profile
     if not graph.has_step_times:
         return op_durations(bound, profile, devices_busy=asked.devices_busy, cache=asked.cache)
@@ -326,7 +332,7 @@ def _durations(asked: _Asked) -> Durations:
     return part_durations(bound, profile, devices_busy=asked.devices_busy, update_s=alone_s)
 
 
-def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
+def _memory(asked: _ProgramRequest, buckets: tuple[Bucket, ...]) -> ShardedMemory:
     bound, strategy = asked.bound, asked.strategy
     threads = asked.profile.devices[0].threads
 
@@ -347,7 +353,7 @@ def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lane:
+class _RankLane:
     """A rank's lane under a strategy, with what that adds to it."""
 
     lanes: MicroBatches
@@ -357,7 +363,7 @@ class _Lane:
     segments_s: Array
 
 
-def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
+def _bucketed_lane(asked: _ProgramRequest, durations: Durations) -> _RankLane:
     """All micro-batches of DDP and its like; the last one alone synchronises gradients."""
     graph, strategy = asked.graph, asked.strategy
     buckets: tuple[Bucket, ...] = ()
@@ -369,7 +375,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
     back_s = copies_s(asked.profile, sizes, asked.devices_busy, asked.cache)
     each_s = back_s * (1 + cast_passes(strategy, graph.precision))
     last_host_s, last_device_s = _ddp_costs(asked, durations, buckets, each_s)
-    return _Lane(
+    return _RankLane(
         lanes=MicroBatches(
             host_s=durations.host_s,
             device_s=durations.device_s,
@@ -386,7 +392,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
     )
 
 
-def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
+def _sharded_lane(asked: _ProgramRequest, durations: Durations) -> _RankLane:
     """One micro-batch of FSDP, and the copies of all: each ends when its gradients are reduced."""
     accumulation_steps = asked.accumulation_steps
     passes = sharded_passes(asked.graph, asked.strategy, asked.cache)
@@ -407,7 +413,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     summed = asked.updated if asked.strategy.gradient_sync else asked.trained
     sums_s = np.array([(accumulation_steps - 1) * accumulate_s(summed, *asked.machine)])
     segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])
-    return _Lane(
+    return _RankLane(
         lanes=lanes,
         copies_s=float(copied_s),
         buckets=(),
@@ -417,7 +423,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
 
 
 def _kernel_seconds(
-    asked: _Asked, durations: Durations
+    asked: _ProgramRequest, durations: Durations
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """(family, source) → seconds of one micro-batch and the error on them, in seconds."""
     structure = structure_of(asked.graph, asked.cache)
@@ -430,7 +436,7 @@ def _kernel_seconds(
 
 
 def _variance(
-    asked: _Asked, kernels: Mapping[tuple[str, str], tuple[float, float]], shared_s: float
+    asked: _ProgramRequest, kernels: Mapping[tuple[str, str], tuple[float, float]], shared_s: float
 ) -> float:
     """Families, and what ranks exchange, err independently, ops of one family together."""
     errors_s = [*(error_s for _, error_s in kernels.values()), asked.exchanged.error_s]
@@ -438,7 +444,7 @@ def _variance(
     return (each_s2 + shared_s**2) * asked.accumulation_steps**2
 
 
-def _hidden_host_s2(asked: _Asked, lanes: MicroBatches, exposed_s: float) -> float:
+def _hidden_host_s2(asked: _ProgramRequest, lanes: MicroBatches, exposed_s: float) -> float:
     """What a slower host adds beyond the error of what is exposed of it, squared."""
     host = asked.profile.host
     error = (host and host.provenance.relative_error) or 0.0
@@ -447,7 +453,7 @@ def _hidden_host_s2(asked: _Asked, lanes: MicroBatches, exposed_s: float) -> flo
 
 
 def _ddp_costs(
-    asked: _Asked, durations: Durations, buckets: tuple[Bucket, ...], each_s: Array
+    asked: _ProgramRequest, durations: Durations, buckets: tuple[Bucket, ...], each_s: Array
 ) -> tuple[Array, Array]:
     """Seconds of host and device with what DDP adds to each op: copies and its own host work."""
     host = asked.profile.host

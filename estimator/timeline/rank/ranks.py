@@ -19,7 +19,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory, device_memory
 from estimator.placement.placement import NodeKind
 from estimator.timeline.rank.inputs import NO_INPUT, InputCosts, input_costs
-from estimator.timeline.rank.layer_collectives import Exchanges
+from estimator.timeline.rank.layer_collectives import LayerCollectives
 from estimator.timeline.rank.program import StepProgram, step_program
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
@@ -32,7 +32,7 @@ class LaneCosts(NamedTuple):
     """A rank's compute in a step, in seconds: of one rank, or of one for each row.
 
     It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
-    kernels, host, copies and the collectives inside its micro-batches (`exchanges_s`) take.
+    kernels, host, copies and the collectives inside its micro-batches (`layer_collectives_s`) take.
     `kernels_variance_s2`, `host_error` and `update_error` are what they and the update are off,
     `interference_error` what a disturbed probe is; `model_peak_s` and `hardware_peak_s` are what
     the flops of a micro-batch take at the device's peak.
@@ -44,7 +44,7 @@ class LaneCosts(NamedTuple):
     backward_s: Any
     host_s: Any
     copies_s: Any
-    exchanges_s: Any
+    layer_collectives_s: Any
     update_error: Any
     host_error: Any
     kernels_variance_s2: Any
@@ -73,7 +73,7 @@ class UpdateCosts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankKind:
+class RankClass:
     """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
 
     `ready_s` is when each bucket is; for `segments_s` see `program`. `whole_memory` is the peak of
@@ -99,7 +99,7 @@ class RankKind:
         slowdown_ratio: float,
         communicators: int,
         costs: InputCosts = NO_INPUT,
-    ) -> RankKind:
+    ) -> RankClass:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
         host, whole = profile.host, program.memory.peak(1)
@@ -112,7 +112,7 @@ class RankKind:
             backward_s=program.backward_s * slow,
             host_s=program.host_s * slow,
             copies_s=program.copies_s * slow,
-            exchanges_s=program.exchanges_s * slow,
+            layer_collectives_s=program.layer_collectives_s * slow,
             update_error=program.update_error,
             host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
             interference_error=interference.relative_error if interference else 0.0,
@@ -140,7 +140,7 @@ class RankKind:
 
 
 def at_peak_s(
-    work: Iterable[tuple[RankKind, float]], devices: Iterable[tuple[RankKind, float]]
+    work: Iterable[tuple[RankClass, float]], devices: Iterable[tuple[RankClass, float]]
 ) -> tuple[float, float]:
     """(seconds of the model's FLOPs, of all), were the devices at their peak all together.
 
@@ -157,13 +157,13 @@ def at_peak_s(
 class StepShape(NamedTuple):
     """What is asked of a graph's step beside its batch.
 
-    `exchanges` are the groups of the ranks that share the layers of a micro-batch, if any do.
+    `layer_collectives` are the groups of the ranks that share the layers of a micro-batch, if any.
     """
 
     strategy: Strategy
     accumulation_steps: int
     loader: Loader | None = None
-    exchanges: Exchanges | None = None
+    layer_collectives: LayerCollectives | None = None
 
 
 class RankTable:
@@ -188,11 +188,11 @@ class RankTable:
         # Under HSDP a rank shards in one group and replicates in another.
         replicates = shape.strategy.keeps.parameters == "shard" and shape.strategy.shard is not None
         self._communicators = (1 + replicates) if merging else 0
-        self._communicators += len(shape.exchanges.groups) if shape.exchanges else 0
-        self._of_node: dict[NodeKind, RankKind] = {}
-        self._shared: dict[tuple[int, int, float], RankKind] = {}
+        self._communicators += len(shape.layer_collectives.groups) if shape.layer_collectives else 0
+        self._of_node: dict[NodeKind, RankClass] = {}
+        self._shared: dict[tuple[int, int, float], RankClass] = {}
 
-    def __getitem__(self, node: NodeKind) -> RankKind:
+    def __getitem__(self, node: NodeKind) -> RankClass:
         found = self._of_node.get(node)
         if found is None:
             found = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
@@ -201,7 +201,9 @@ class RankTable:
             self._of_node[node] = found
         return found
 
-    def kind(self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float) -> RankKind:
+    def kind(
+        self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float
+    ) -> RankClass:
         """The ranks of a node of a machine, by their number and how slow the node is."""
         # Nodes that differ in their network alone run the same program at the same speed.
         key = (id(profile), ranks_per_node, slowdown_ratio)
@@ -218,7 +220,7 @@ class RankTable:
                 merging=self._merging,
                 strategy=self.shape.strategy,
                 accumulation_steps=self.shape.accumulation_steps,
-                exchanges=self.shape.exchanges,
+                layer_collectives=self.shape.layer_collectives,
                 cache=self._cache,
             )
             batches = self.shape.accumulation_steps
@@ -229,7 +231,7 @@ class RankTable:
                 batches=batches,
                 ranks_per_node=ranks_per_node,
             )
-            found = RankKind.of(program, slowdown_ratio, self._communicators, costs)
+            found = RankClass.of(program, slowdown_ratio, self._communicators, costs)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
@@ -246,7 +248,7 @@ def step_key(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool
 ) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the cache keeps a step: see `plan.compiled_step`."""
-    more = (shape.accumulation_steps, batch, merging, shape.loader, shape.exchanges)
+    more = (shape.accumulation_steps, batch, merging, shape.loader, shape.layer_collectives)
     return (graph, shape.strategy), more
 
 
@@ -262,7 +264,7 @@ class RankColumns:
     before the other has it.
     """
 
-    def __init__(self, kinds: Sequence[RankKind]) -> None:
+    def __init__(self, kinds: Sequence[RankClass]) -> None:
         self._lane = LaneCosts(*_columns([kind.lane for kind in kinds], len(LaneCosts._fields)))
         self._update = UpdateCosts(
             *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))

@@ -29,7 +29,7 @@ from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import fastest_s
 from estimator.timeline.collectives.costs import CollectiveModel, Corrections, SizedCollective
 from estimator.timeline.collectives.overlap import Overlap
-from estimator.timeline.rank.ranks import RankKind, StepShape
+from estimator.timeline.rank.ranks import RankClass, StepShape
 from estimator.timeline.simulator.tasks import TaskList
 from estimator.workload import StrategyKind
 
@@ -234,7 +234,7 @@ class Rules(ABC):
         """The part of the update that one rank does or waits for, its launch apart."""
         return 1.0 / self.shards(ranks)
 
-    def op_ends_s(self, ranks: Ranks, kind: RankKind) -> Iterator[tuple[Array, Array]]:
+    def op_ends_s(self, ranks: Ranks, kind: RankClass) -> Iterator[tuple[Array, Array]]:
         """(end of each op in compute alone, its device's seconds unscaled) of some micro-batches.
 
         Of many micro-batches the first and the last ones are told. Ends count what the rank has

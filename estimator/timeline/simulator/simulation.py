@@ -26,7 +26,7 @@ _NOTHING = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class SimulatedStep:
     """A simulated step. `start_s` and `end_s` have a row for each task and a column a class.
 
     `tracks[c]` are the points (work done by class c, time) between which its compute advances
@@ -39,7 +39,7 @@ class Played:
     step_s: float
 
 
-def simulate(tasks: Sequence[Task], overlap: Overlap, *, slots: int = 1) -> Played:
+def simulate(tasks: Sequence[Task], overlap: Overlap, *, slots: int = 1) -> SimulatedStep:
     """Run all lanes to the end; raises RuntimeError for tasks that wait for each other."""
     state = _State(tasks, overlap, slots)
     while state.unfinished:
@@ -162,8 +162,8 @@ class _State:
             self.computing[rank].popleft()
             self.unfinished -= 1
 
-    def played(self) -> Played:
-        return Played(
+    def played(self) -> SimulatedStep:
+        return SimulatedStep(
             start_s=self.start,
             end_s=self.end,
             tracks=tuple(

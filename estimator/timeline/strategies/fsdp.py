@@ -26,7 +26,7 @@ from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.rank.lanes import HostCopies, ShardedPasses, sharded_passes, slowest_of
-from estimator.timeline.rank.ranks import RankKind, StepShape
+from estimator.timeline.rank.ranks import RankClass, StepShape
 from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(Rules):
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
         return ShardedNetwork(self, profiles, cluster)
 
-    def op_ends_s(self, ranks: Ranks, kind: RankKind) -> Iterator[tuple[Array, Array]]:
+    def op_ends_s(self, ranks: Ranks, kind: RankClass) -> Iterator[tuple[Array, Array]]:
         if not len(kind.segments_s):
             yield from super().op_ends_s(ranks, kind)
             return

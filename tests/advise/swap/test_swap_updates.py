@@ -7,7 +7,7 @@ import torch
 from swap.checker import plan_flaws
 from torch import nn
 
-from estimator.advise.swap.problem import SwapProblem, Updates, swap_problem
+from estimator.advise.swap.problem import SwapProblem, UpdateSchedule, swap_problem
 from estimator.advise.swap.search import plan_within
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import estimate_graph
@@ -23,14 +23,14 @@ def graph() -> OpGraph:
     return trace_graph(nn.Sequential(*layers), torch.randn(32, 64), optimizer="adamw")
 
 
-def problem_of(graph: OpGraph, updates: Updates) -> SwapProblem:
+def problem_of(graph: OpGraph, updates: UpdateSchedule) -> SwapProblem:
     answer = estimate_graph(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
     return swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9), updates=updates)
 
 
 @pytest.mark.parametrize("place", ["ready", "paced"])
 def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph, place: str) -> None:
-    problem = problem_of(graph, Updates(place=place))  # type: ignore[arg-type]
+    problem = problem_of(graph, UpdateSchedule(place=place))  # type: ignore[arg-type]
     for tensor in problem.tensors:
         if tensor.kind == "parameter":
             (update,) = tensor.writers
@@ -43,7 +43,7 @@ def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph, place: str) -
 
 def test_slices_are_the_whole_of_a_parameter(graph: OpGraph) -> None:
     # 64 x 64 floats are 16 KiB: four slices of 4 KiB, each with its two moments.
-    problem = problem_of(graph, Updates(place="paced", sub_group_bytes=4096))
+    problem = problem_of(graph, UpdateSchedule(place="paced", sub_group_bytes=4096))
     weights = [t for t in problem.tensors if t.kind == "parameter" and t.size_bytes == 16384]
     assert [len(weight.writers) for weight in weights] == [4, 4, 4]
     for weight in weights:
@@ -59,8 +59,11 @@ def test_slices_are_the_whole_of_a_parameter(graph: OpGraph) -> None:
 def test_where_updates_lie_changes_neither_the_time_nor_what_is_compared_with(
     graph: OpGraph,
 ) -> None:
-    plain = problem_of(graph, Updates())
-    for updates in (Updates(place="ready"), Updates(place="paced", sub_group_bytes=4096)):
+    plain = problem_of(graph, UpdateSchedule())
+    for updates in (
+        UpdateSchedule(place="ready"),
+        UpdateSchedule(place="paced", sub_group_bytes=4096),
+    ):
         other = problem_of(graph, updates)
         assert other.vanilla_bytes == plain.vanilla_bytes
         assert other.vanilla_s == pytest.approx(plain.vanilla_s)
@@ -68,11 +71,11 @@ def test_where_updates_lie_changes_neither_the_time_nor_what_is_compared_with(
 
 @pytest.mark.parametrize("ratio", [0.9, 0.7, 0.5])
 def test_plans_for_sliced_updates_are_sound(graph: OpGraph, ratio: float) -> None:
-    problem = problem_of(graph, Updates(place="paced", sub_group_bytes=4096))
+    problem = problem_of(graph, UpdateSchedule(place="paced", sub_group_bytes=4096))
     found = plan_within(problem, int(ratio * problem.vanilla_bytes))
     assert plan_flaws(problem, found.plan, found.played) == []
 
 
 def test_a_sub_group_of_nothing_is_refused() -> None:
     with pytest.raises(WorkloadError, match="at least 1 byte"):
-        Updates(sub_group_bytes=0)
+        UpdateSchedule(sub_group_bytes=0)

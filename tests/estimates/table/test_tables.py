@@ -21,7 +21,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from estimator.api import estimate
-from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
+from estimator.coefficients import Calibration, Coefficients, StepPredictor, StepQuestion
 from estimator.errors import (
     AllocationError,
     ProfileError,
@@ -35,7 +35,7 @@ from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Breakdown
 from estimator.estimates.table import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import Question
+from estimator.estimates.table.question import TableQuestion
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import CollectiveCost, Link, MachineProfile, PairMatrix
 from estimator.placement.allocation import Allocation
@@ -318,7 +318,7 @@ class CoefficientsByRanks:
         self,
         questions: Sequence[StepQuestion],
         allocations: Sequence[Allocation],
-        engine: Engine,
+        engine: StepPredictor,
     ) -> list[Coefficients]:
         return [self.of(*each) for each in zip(questions, allocations, strict=True)]
 
@@ -371,7 +371,7 @@ class CoefficientsOfWorkloads:
         self,
         questions: Sequence[StepQuestion],
         allocations: Sequence[Allocation],
-        engine: Engine,
+        engine: StepPredictor,
     ) -> list[Coefficients]:
         ratios = [self.compute_ratios[question.workload] for question in questions]
         return [Coefficients(compute_ratio=ratio) for ratio in ratios]
@@ -702,7 +702,7 @@ def test_rows_asked_again_are_kept_until_their_machine_changes(
     filled: list[int] = []
     fill = RowAnswers.fill
 
-    def counted(answers: RowAnswers, question: Question, columns: Any) -> None:
+    def counted(answers: RowAnswers, question: TableQuestion, columns: Any) -> None:
         filled.append(len(question.allocations))
         fill(answers, question, columns)
 

@@ -18,7 +18,7 @@ from estimator.integrations.callbacks.training import (
     Comparison,
     HookedTraining,
     Settings,
-    Training,
+    WatchedTraining,
     precision_of,
 )
 
@@ -144,7 +144,7 @@ def test_a_machine_that_was_never_probed_ends_no_training(store: Path) -> None:
 
 
 def test_a_training_of_few_steps_says_so(store: Path) -> None:
-    training = Training(settings=Settings(store=store / "seen.db", say=lambda line: None))
+    training = WatchedTraining(settings=Settings(store=store / "seen.db", say=lambda line: None))
     assert training.end() is None
     model = Regression()
     batch = {"features": torch.randn(8, 32), "labels": torch.randn(8)}
@@ -160,7 +160,7 @@ def test_more_threads_than_the_device_has_cores_are_told(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    training = Training(settings=Settings(store=store / "seen.db", say=lambda line: None))
+    training = WatchedTraining(settings=Settings(store=store / "seen.db", say=lambda line: None))
     batch = {"features": torch.randn(8, 32), "labels": torch.randn(8)}
     training.begin(Regression(), batch, ranks=1, optimizer="sgd", precision="fp32")
     found = training.end()

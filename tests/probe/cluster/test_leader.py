@@ -10,7 +10,7 @@ import pytest
 
 from estimator.errors import ProbeError
 from estimator.probe.cluster.discovery import Place
-from estimator.probe.cluster.leader import Leader, Outcome, Task
+from estimator.probe.cluster.leader import Leader, RankTask, TaskOutcome
 from estimator.probe.cluster.messages import (
     MachineArguments,
     PairsArguments,
@@ -43,13 +43,13 @@ def leader() -> Leader:
     return Leader(begin_session(store, place), 2, threading.Event())
 
 
-def answered(leader: Leader, reports: list[Any], end: dict[str, Any]) -> Outcome:
+def answered(leader: Leader, reports: list[Any], end: dict[str, Any]) -> TaskOutcome:
     """What the leader makes of rank 1's reports, which are there before it asks."""
     for count, report in enumerate(reports):
         leader.store.post(f"report/0/0/1/{count}", report)
     message = {"reports": len(reports), "failure": None, "result": None} | end
     leader.store.post("done/0/0/1", message)
-    task = Task(ranks=(1,), function="time_pairs")
+    task = RankTask(ranks=(1,), function="time_pairs")
     (outcome,) = leader.run([task], timeout_s=5.0, tell=lambda: None)
     return outcome
 
@@ -83,7 +83,7 @@ def test_a_rank_whose_answer_has_another_form_has_failed(
 
 
 def test_a_task_without_time_left_ends_at_once(leader: Leader) -> None:
-    task = Task(ranks=(1,), function="time_pairs")
+    task = RankTask(ranks=(1,), function="time_pairs")
     leader.stop.set()
     (outcome,) = leader.run([task], timeout_s=-1.0, tell=lambda: None)
     assert outcome.failures == {1: "did not end in time"}

@@ -13,8 +13,8 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import Interference
 from estimator.probe.devices.interference import (
     CpuTimes,
+    InterferenceWatch,
     Seen,
-    Watch,
     check_interference,
     read_cpu_times,
 )
@@ -47,8 +47,8 @@ class Machine:
         canary: Callable[[], float] | None = None,
         cores: int = 2,
         spare_cores: int = 0,
-    ) -> Watch:
-        return Watch(
+    ) -> InterferenceWatch:
+        return InterferenceWatch(
             patience_s=patience_s,
             cores=cores,
             spare_cores=spare_cores,

@@ -10,7 +10,7 @@ import torch
 
 from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.devices.calls import GridCall, TensorSource, grid_call, interleave, tensor
-from estimator.probe.devices.interference import Watch
+from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.grid import kernels, matmuls, memory_bound
 from estimator.probe.grid.kernels import float32_matmuls, kernel_grid, measure_call, noise_ratio
 from estimator.tensors import OpCall, TensorSpec
@@ -205,7 +205,7 @@ def test_calls_that_others_disturbed_are_timed_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "_measured", lambda *given: {"call": given[2].read_bytes})
     emitted: list[dict[str, Any]] = []
 
-    class OncePerThird(Watch):
+    class OncePerThird(InterferenceWatch):
         """Finds every third piece disturbed, and has it measured again."""
 
         def run(self, measure: Any) -> None:

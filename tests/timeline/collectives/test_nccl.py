@@ -19,9 +19,9 @@ from estimator.timeline.collectives.algorithms import (
     START_S,
     TREE_RATIO,
     USUAL_HOP_S,
+    GroupShape,
     InnerLinks,
     Line,
-    Shape,
     algorithms_of,
     hop_latency_s,
     keeps_order,
@@ -72,7 +72,7 @@ def test_a_tree_sends_less_between_two_nodes_and_waits_for_fewer_hops() -> None:
 
 def test_across_many_nodes_the_tree_waits_for_a_logarithm_of_hops() -> None:
     # 64 nodes of 8: up and down 7 hops in a node and 6 between nodes; the ring takes 126 between.
-    rounds = _TREE.rounds(Shape(512, 64, 8))
+    rounds = _TREE.rounds(GroupShape(512, 64, 8))
     assert rounds == (14, 12)
     _, ring, _, tree = nccl_lines("all_reduce", group(64, 8), LINKS)
     assert tree.alpha_s < 0.2 * ring.alpha_s

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.pipelines.simulation import (
-    Run,
+    RepeatedTasks,
     RunTask,
     StageCosts,
     last_ends_s,
@@ -178,7 +178,7 @@ def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataO
 def test_a_wait_that_catches_up_late_is_not_missed() -> None:
     # A ends every 1.1 s. B takes 1 s and is 50 s behind at first: it ends every second until A has
     # caught up (1.1 k > 50 + k − 1 from k = 491 on), then 1 s after A.
-    run = Run((RunTask(0, -2, -2, -2), RunTask(1, -2, -1, -1)), times=1000, more=0)
+    run = RepeatedTasks((RunTask(0, -2, -2, -2), RunTask(1, -2, -1, -1)), times=1000, more=0)
     ends = [0.0, 50.0]
     play_run(run, 490, 2, [1.1, 1.0], ends)
     assert ends[-2:] == pytest.approx([490 * 1.1, 50 + 490])

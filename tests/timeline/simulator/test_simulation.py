@@ -13,7 +13,7 @@ from estimator.timeline.collectives.algorithms import Line
 from estimator.timeline.collectives.costs import CollectiveModel, Corrections
 from estimator.timeline.collectives.overlap import Overlap
 from estimator.timeline.rank.rules import BucketQueue
-from estimator.timeline.simulator.simulation import Played, simulate
+from estimator.timeline.simulator.simulation import SimulatedStep, simulate
 from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Task, TaskList
 
 FREE = Overlap()
@@ -37,7 +37,7 @@ def queue(
     return tasks.tasks
 
 
-def collectives(tasks: Sequence[Task], played: Played) -> list[tuple[float, float]]:
+def collectives(tasks: Sequence[Task], played: SimulatedStep) -> list[tuple[float, float]]:
     """(start, end) of every collective."""
     numbers = [number for number, task in enumerate(tasks) if task.lane == NETWORK]
     return [(played.start_s[n, 0], played.end_s[n, 0]) for n in numbers]
