@@ -188,7 +188,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
 
     monkeypatch.setattr(machine_module, "read_cpu_times", read_cpu_times)
     watch = partial(machine_module.InterferenceWatch, clock=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr(machine_module, "Watch", watch)
+    monkeypatch.setattr(machine_module, "InterferenceWatch", watch)
 
 
 def test_a_busy_machine_is_probed_after_a_quarter_of_the_budget_and_refused_by_a_strict_probe(

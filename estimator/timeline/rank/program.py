@@ -238,19 +238,17 @@ class _ProgramRequest:
 
 
 def _compile(asked: _ProgramRequest, layer_collectives: LayerCollectives | None) -> StepProgram:
-    bound, graph, strategy = asked.bound, asked.graph, asked.strategy
-    accumulation_steps = asked.accumulation_steps
+    bound, strategy, accumulation_steps = asked.bound, asked.strategy, asked.accumulation_steps
     kernels_alone = durations = _durations(asked)
     if layer_collectives:
-        asked = replace(
-            asked, exchanged=layer_collectives.seconds(bound, durations, accumulation_steps)
-        )
+        exchanged = layer_collectives.seconds(bound, durations, accumulation_steps)
+        asked = replace(asked, exchanged=exchanged)
     if layer_collectives_s := asked.exchanged.total_s * accumulation_steps:
         durations = asked.exchanged.beside(durations)
     sharding = asked.merging and strategy.keeps.parameters == "shard"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:
-        passes = sharded_passes(graph, strategy, asked.cache)
+        passes = sharded_passes(asked.graph, strategy, asked.cache)
         accumulate += accumulation_steps * copies_of_one_rank_s(asked.profile, passes)
     lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
     lanes, update_s, launch_s, update = _update(asked, lane.lanes, sharding)
@@ -259,7 +257,7 @@ def _compile(asked: _ProgramRequest, layer_collectives: LayerCollectives | None)
     end = lanes.ends_s(lanes.count - 1)
     lane_s = lanes.end_s * (accumulation_steps if sharding else 1)
     lane_s += (lane.copies_s if sharding else 0.0) + (0.0 if shared else accumulate)
-    is_forward = structure_of(graph, asked.cache).is_forward
+    is_forward = structure_of(asked.graph, asked.cache).is_forward
     forward_s = float(kernels_alone.device_s[is_forward].sum()) * accumulation_steps
     backward_s = float(kernels_alone.device_s[~is_forward].sum()) * accumulation_steps
     host_s = lane_s - copies_s - forward_s - backward_s - layer_collectives_s
