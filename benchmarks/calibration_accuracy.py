@@ -5,9 +5,11 @@ python benchmarks/calibration_accuracy.py --data TABLE.csv [--protocol P] [--k 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 from calibration.evaluation import evaluate, processes
@@ -17,7 +19,7 @@ from calibration.scores import scores_of, to_dict
 from calibration.tables import read_steps
 from calibration.worker_tables import is_worker_table, read_workers
 
-from estimator.cli.console import print_json_list, print_tables, progress, remark
+from estimator.cli.console import print_tables, progress, remark
 from estimator.errors import EstimatorError
 from estimator.probe.option_types import Count
 
@@ -92,7 +94,16 @@ def main(
         "skipped": list(evaluation.skipped),
         **to_dict(evaluation, scores_of(evaluation)),
     }
-    print_json_list(about, "cases", evaluation.cases(at))
+    _print_json(about, evaluation.cases(at))
+
+
+def _print_json(about: Mapping[str, Any], cases: Iterable[Any]) -> None:
+    """One JSON object whose last field is a list too long to be held as text."""
+    head = json.dumps({**about, "cases": []}, allow_nan=False)
+    click.echo(head.removesuffix("]}"), nl=False)
+    for index, case in enumerate(cases):
+        click.echo((",\n" if index else "\n") + json.dumps(case, allow_nan=False), nl=False)
+    click.echo("\n]}")
 
 
 def _tell_rows(what: str, counts: Mapping[str, int]) -> None:

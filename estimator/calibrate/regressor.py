@@ -1,10 +1,12 @@
 """Fit the performance model to observed steps of one job on one kind of device.
 
-Maximum a posteriori least squares in log space, reweighted until observations that contradict the
-others count little (an M-estimator). Its loss is bounded, so that it has several optima: one
-outlier of leverage may cast out the good observations instead. Where any is cast out, fits that
-begin without one row each compete by that loss (as the MM-estimators of Yohai 1987 begin from a fit
-that outliers do not reach).
+Maximum a posteriori least squares in log space, with the priors of `PARAMETERS`, reweighted until
+observations that contradict the others count little (an M-estimator). Its loss is bounded, so that
+it has several optima: one outlier of leverage may cast out the good observations instead. Where any
+is cast out, fits that begin without one row each compete by that loss (as the MM-estimators of
+Yohai 1987 begin from a fit that outliers do not reach). A Gaussian process then models the
+residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
+with the most devices on one node as a fifth column.
 
 A step waits for its slowest node: where a share p of nodes is slow, a step on n of them is slow
 with the probability 1 − (1 − p)ⁿ.
@@ -12,11 +14,6 @@ with the probability 1 − (1 − p)ⁿ.
 Where the engine's whole step is known, the ratio of it to the model's prior prediction is an offset
 of the regression, as in a generalised linear model, since the model's overlap is not the engine's:
 without observations the answer is then exactly the engine's.
-
-Maximum a posteriori least squares in log space, with the priors of `PARAMETERS` and weights that
-make it robust to outliers (an M-estimator); a Gaussian process (`mixture`) then models the
-residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
-with the most devices on one node as a fifth column.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -138,15 +138,6 @@ def waiting(label: str) -> Iterator[None]:
 def print_json(content: Any) -> None:
     """Print one JSON value on stdout."""
     click.echo(json.dumps(content, indent=1, allow_nan=False))
-
-
-def print_json_list(about: Mapping[str, Any], name: str, items: Iterable[Any]) -> None:
-    """Print one JSON object whose last field is a list too long to be held as text."""
-    head = json.dumps({**about, name: []}, allow_nan=False)
-    click.echo(head.removesuffix("]}"), nl=False)
-    for index, item in enumerate(items):
-        click.echo((",\n" if index else "\n") + json.dumps(item, allow_nan=False), nl=False)
-    click.echo("\n]}")
 
 
 def remark(message: str) -> None:

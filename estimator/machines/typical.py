@@ -1,10 +1,10 @@
 """Say what a machine known only by its datasheet typically costs, by its architecture.
 
-A datasheet promises peaks. What runs on such a machine is taken to reach the shares of them, and to
-cost the host seconds, that are usual on machines of its kind; each number names its source.
+A datasheet promises peaks. What runs on such a machine is taken to reach the shares of them, and
+to cost the host seconds, that are usual on machines of its kind; each number names its source.
 
-Figures are of processes that ran out of memory, whose message says what the device has, what the
-process holds and what of that is PyTorch's.
+Figures of memory are of processes that ran out of it, whose message says what the device has, what
+the process holds and what of that is PyTorch's.
 """
 
 from __future__ import annotations

@@ -175,8 +175,6 @@ class Spot:
 
 # Seconds of a checkpoint to cloud storage: 3.65 and 0.0199 for each MB.
 _CHECKPOINT_S, _CHECKPOINT_S_PER_BYTE = 3.65, 0.0199e-6
-# Seconds from asking for a worker to its first step, least and most over GPU types.
-STARTUP_S = {"on-demand": (69.0, 76.0), "transient": (81.0, 92.0)}
 # Seconds that a parameter server spends on a step of one worker.
 _SERVER_S_PER_TENSOR, _SERVER_S_PER_BYTE = 0.109e-3, 1.32e-9
 

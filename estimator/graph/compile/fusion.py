@@ -1,14 +1,13 @@
 """Turn a traced graph into what torch.compile makes of it: fewer kernels, fewer values.
 
+Follows torch's default backend, Inductor, at its default settings: pointwise work, sums and
+normalisations are fused, cheap forward values are computed again in the backward pass instead of
+being saved, library kernels stay. Read off its rules, not off its output: no compiler runs here.
+
 Parts that share data are fused where they walk over the same elements, where no kernel between them
 would have to wait for itself, and where what is summed is known in time
 (torch/_inductor/scheduler.py, can_fuse; codegen/simd.py). Inductor scores pairs; here each part, in
 issue order, joins the kernel with which it shares most bytes, and brings others it reads with it.
-
-Follows torch's default backend, Inductor, at its default settings: pointwise work, sums and
-normalisations are fused, cheap forward values are computed again in the backward
-pass instead of being saved, library kernels stay. Read off its rules, not off its
-output: no compiler runs here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Divide experts over ranks with batches of their own, slices of one batch, or sums.
 
 As transformers' ``AllToAllEP`` (distributed/expert_parallel.py) and torchtitan: every token goes to
-the ranks of its experts by one all-to-all and comes back by another, as do their gradients.
-
-As transformers' ``AllToAllEP`` and ``AllReduceEP`` (distributed/expert_parallel.py) where the ranks
-of a tensor-parallel group are among those that share experts.
+the ranks of its experts by one all-to-all and comes back by another, as do their gradients. Where
+the ranks of a tensor-parallel group are among those that share experts, as ``AllToAllEP`` and
+``AllReduceEP`` there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Walk a traced graph with placements, and write down what one rank computes and sends.
 
-Every value has a global shape and a placement; where an operator needs what its rank does not hold,
-a collective comes before it. What is divided, and what becomes of gradients, an axis says itself.
-
-Placements of tensors are followed from operator to operator (`rules`); where an operator
-needs what its rank does not hold, a collective comes before it. The model is not traced again.
+Every value has a global shape and a placement, followed from operator to operator (`rules`); where
+an operator needs what its rank does not hold, a collective comes before it. What is divided, and
+what becomes of gradients, an axis says itself. The model is not traced again.
 """
 
 from __future__ import annotations

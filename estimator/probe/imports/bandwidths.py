@@ -1,10 +1,13 @@
 """Read what nccl-tests, nvbandwidth and perftest measured: collectives, copies, messages.
 
-Sizes are bytes of the whole buffer, times µs (NVIDIA/nccl-tests, doc/PERFORMANCE.md, src/util.cu).
+nccl-tests: sizes are bytes of the whole buffer, times µs (NVIDIA/nccl-tests, doc/PERFORMANCE.md,
+src/util.cu).
 
-Rates are in GB/s = 10⁹ bytes per second, latencies in ns (NVIDIA/nvbandwidth, README).
+nvbandwidth: rates are in GB/s = 10⁹ bytes per second, latencies in ns (NVIDIA/nvbandwidth,
+README).
 
-``MB/sec`` in its tables is 2²⁰ bytes per second, ``Gb/sec`` 10⁹ bits (linux-rdma/perftest#257).
+perftest: ``MB/sec`` in its tables is 2²⁰ bytes per second, ``Gb/sec`` 10⁹ bits (linux-
+rdma/perftest#257).
 """
 
 from __future__ import annotations

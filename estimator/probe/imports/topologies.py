@@ -1,9 +1,9 @@
 """Read how devices and nodes are joined: NCCL's XML, ``nvidia-smi topo -m``, Slurm's switches.
 
-Its rates are line rates, so links from it count as datasheet figures.
+Rates in NCCL's XML are line rates, so links from it count as datasheet figures.
 
-Link speeds there are in arbitrary units that Slurm itself does not use (topology.conf(5)), so the
-cluster has no rates; they can be added to its file.
+Link speeds of Slurm's files are in arbitrary units that it does not use itself (topology.conf(5)),
+so the cluster has no rates; they can be added to its file.
 """
 
 from __future__ import annotations
