@@ -11,6 +11,7 @@ from pathlib import Path
 
 from summary import format_table
 
+from estimator.cache import Cache
 from estimator.kernels.durations import kernel_fits
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -62,7 +63,7 @@ def fact_lines(measured: MachineProfile) -> Iterator[list[str]]:
 def matmul_lines(measured: MachineProfile, table: Path, gpu: str) -> Iterator[list[str]]:
     """Published seconds of (m, k) x (k, n) products in 16 bits beside the profile's prediction."""
     yield ["products of", "rows", "median error", "90 % below", "bias"]
-    fits = kernel_fits(measured)
+    fits = kernel_fits(measured, cache=Cache(1 << 26))
     errors: dict[str, list[float]] = {}
     with table.open(encoding="utf-8", newline="") as stream:
         for row in csv.DictReader(stream):
@@ -94,8 +95,8 @@ def main() -> None:
     measured = load_profile(options.profile)
     print(format_table(list(rate_lines(measured, load_profile(options.datasheet)))))
     print(format_table(list(fact_lines(measured))))
-    if options.matmuls is not None:
-        print(format_table(list(matmul_lines(measured, options.matmuls, options.gpu))))
+    if options.products is not None:
+        print(format_table(list(matmul_lines(measured, options.products, options.gpu))))
     for part in measured.missing:
         print(f"not measured: {part}")
 
