@@ -1,7 +1,7 @@
 """Predict published collectives from half of their sizes, and larger groups from smaller ones.
 
 ``python benchmarks/collective_accuracy.py [--data DIR] [--json]`` reads ``collectives.csv`` in DIR
-(by default ``shared/data`` beside the checkout). Splits: ``sizes`` fits every other size of a group
+(by default those that ship in data/published). Splits: ``sizes`` fits every other size of a group
 and predicts the rest; ``devices`` predicts a group from groups with fewer devices on each of as
 many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at least two;
 ``catalogue`` and ``ends`` predict every system by a fit to the others (`collective_systems`).

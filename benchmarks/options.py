@@ -9,11 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from published_data import shipped_tables
 from records import Record, now
 from summary import SummaryRow
-
-# The tables that others measured lie beside the repository.
-SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def parser_of(manual: str | None) -> argparse.ArgumentParser:
@@ -26,9 +24,12 @@ def parser_of(manual: str | None) -> argparse.ArgumentParser:
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """``--data``: the folder of the tables that others measured."""
+    """``--data``: a folder of tables instead of those that ship."""
     parser.add_argument(
-        "--data", type=Path, default=SHARED_DATA, help="folder of the shared tables"
+        "--data",
+        type=Path,
+        default=shipped_tables(),
+        help="a folder of tables in the same columns, instead of data/published",
     )
 
 
@@ -73,10 +74,11 @@ def print_found(
     **more: Any,
 ) -> None:
     """The lines for people, or with ``--json`` one object: machine, time, cases, summary."""
+    report = list(lines)
     if not options.json:
-        print("\n".join(lines))
+        print("\n".join(report))
         return
-    answer = {"machine": machine, "at": now(), "cases": list(cases), **more}
+    answer = {"machine": machine, "at": now(), "cases": list(cases), "report": report, **more}
     if summary:
         answer["summary"] = [asdict(row) for row in summary]
     print(json.dumps(answer, allow_nan=False))

@@ -1,7 +1,7 @@
 """Judge estimates against step times that others measured and published, source by source.
 
 ``python benchmarks/published_accuracy.py [--data DIR] [--only SOURCE ...] [--json]`` reads every
-table of DIR in the standard columns (by default ``shared/data`` beside the checkout). Rows that
+table of DIR in the standard columns (by default those that ship in data/published). Rows that
 qualify (a training step under a strategy that the engine has, of a source that is described in
 ``published/``) are asked of the engine with an empty store (`cold`), after 8 observations drawn at
 random of each source and GPU, five times (`calibrated`), and of a line of operations at a fixed

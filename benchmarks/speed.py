@@ -1,7 +1,6 @@
 """Time looks at models, estimates, tables, timelines, refits and start-up against their bounds.
 
     python benchmarks/speed.py [--parts looks one many memory timeline …]
-    python benchmarks/speed.py --picture docs/speed.svg
 
 Estimates, tables and timelines run in one thread and are given in seconds of its CPU, since others
 share the machine.
@@ -48,22 +47,20 @@ def main() -> None:
     parser.add_argument("--graphs", metavar="FOLDER", help="keep what `cold` asks about")
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--picture", metavar="FILE", help="only draw cost against size")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(CHILDREN[options.child](options)))
         return
-    if options.picture:
-        from speed_picture import draw
-
-        draw(options.picture)
-        return
     found: Found = {}
     for part in options.parts:
         found.update(PARTS[part](options))
     if options.json:
-        print(json.dumps(found))
+        lines = [
+            {"id": name, "value": value, "unit": unit, "bound": bound}
+            for name, (value, unit, bound) in found.items()
+        ]
+        print(json.dumps({"cases": lines}))
         return
     for name, (value, unit, bound) in found.items():
         print(f"{name:<58} {value:>10.3f} {unit:<5}" + (f" target <= {bound:g}" if bound else ""))

@@ -3,7 +3,7 @@
     cd benchmarks
     python -m published.timm_bank --out DIR [--data DIR] [--only MODEL ...] [--retry]
 
-``--data`` is the folder of ``timm_train.csv`` (by default ``shared/data`` beside the checkout);
+``--data`` is the folder of ``timm_train.csv`` (by default those that ship in data/published);
 `timm_rows` reads the table beside what this writes. Run it in the environment of ``coverage.py``,
 whose workers it asks. Every model is traced at each image size of the table; ``traced.jsonl`` keeps
 what became of it, so that an interrupted run goes on where it stopped, and another version of timm

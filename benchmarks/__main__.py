@@ -1,0 +1,132 @@
+"""Run the benchmarks: ``python -m benchmarks list``, ``run SUITE``, ``compare A B``.
+
+``run SUITE [--quick]`` writes ``benchmarks/results/SUITE/MACHINE.json``, or with ``--json`` prints
+it and writes nothing. Other people's cases: ``--models FILE`` (functions that return models, as
+the command line takes them), ``--data DIR`` (tables in the columns of data/published).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# The scripts of this folder import each other by bare names.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results import (
+    FOLDER,
+    Result,
+    ResultError,
+    canary_s,
+    compare,
+    failed,
+    machine_here,
+    result_of,
+    text_of,
+)
+from suites import SUITES, Part, Suite
+
+ANY_MACHINE = "any-machine"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    listed = commands.add_parser("list", help="the suites, each with its question")
+    listed.set_defaults(call=_list)
+    run = commands.add_parser("run", help="run a suite and keep what it finds")
+    run.add_argument("suite", choices=SUITES, metavar="SUITE")
+    run.add_argument("--quick", action="store_true", help="a subset, in minutes")
+    run.add_argument("--json", action="store_true", help="print the result, write nothing")
+    run.add_argument("--models", type=Path, help="a file of functions that return models")
+    run.add_argument("--data", type=Path, help="a folder of tables instead of data/published")
+    run.add_argument("--out", type=Path, default=FOLDER, help="the folder of results")
+    run.set_defaults(call=_run)
+    compared = commands.add_parser("compare", help="say what changed between two results")
+    compared.add_argument("before", type=Path, metavar="A")
+    compared.add_argument("after", type=Path, metavar="B")
+    compared.set_defaults(call=_compare)
+    options = parser.parse_args(words)
+    return options.call(options)
+
+
+def _list(options: argparse.Namespace) -> int:
+    for name, suite in SUITES.items():
+        more = [f"needs {'root' if suite.needs == 'root' else 'a GPU'}"] if suite.needs else []
+        more += [f"--{option}" for option in sorted(suite.takes)]
+        print(f"{name:<12} {suite.question}" + (f" ({', '.join(more)})" if more else ""))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    suite = SUITES[options.suite]
+    given = {name: getattr(options, name) for name in ("data", "models") if getattr(options, name)}
+    for name, path in given.items():
+        if name not in suite.takes:
+            failed(f"{options.suite} takes no --{name}; 'python -m benchmarks list' says what does")
+        if not path.exists():
+            failed(f"--{name} {path} does not exist")
+    if suite.needs == "root" and os.geteuid() != 0:
+        failed(f"{options.suite} joins network namespaces, which needs root")
+    before_s = canary_s() if suite.times else None
+    answers = [
+        (part.name, _answer(part, given, options.quick))
+        for part in _parts(suite, given, options.quick)
+    ]
+    result = result_of(
+        options.suite,
+        answers,
+        machine=machine_here() if suite.times else ANY_MACHINE,
+        quick=options.quick,
+        canary={"before_s": before_s, "after_s": canary_s()} if before_s else None,
+    )
+    if options.json:
+        print(json.dumps(asdict(result), allow_nan=False))
+    else:
+        print(text_of(result))
+        print(f"\nwritten to {result.save(options.out)}")
+    return 0
+
+
+def _parts(suite: Suite, given: Mapping[str, Path], quick: bool) -> list[Part]:
+    """The parts to run: those that take what was given, all where nothing was."""
+    return [
+        part for part in suite.parts if not (quick and part.is_slow) and set(given) <= part.takes
+    ]
+
+
+def _answer(part: Part, given: Mapping[str, Path], quick: bool) -> Mapping[str, Any]:
+    """What a part prints; its exit code tells goals missed, which its cases say too."""
+    script = Path(__file__).resolve().parent / part.script
+    words = part.quick if quick and part.quick is not None else part.words
+    command = [sys.executable, str(script), *words, "--json"]
+    for name, path in given.items():
+        command += [f"--{name}", str(path.resolve())]
+    paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        answer = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        failed(f"{part.script} ended with code {done.returncode} and printed no JSON object")
+    return answer if isinstance(answer, dict) else {"cases": answer}
+
+
+def _compare(options: argparse.Namespace) -> int:
+    try:
+        print(compare(Result.load(options.before), Result.load(options.after)))
+    except ResultError as error:
+        failed(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Keep what a suite finds in one form, and lay two findings beside each other.
+
+``benchmarks/results/SUITE/MACHINE.json`` holds one `Result`: when and where it ran, with which
+versions, a canary before and after, its cases and their summary. A case is a mapping with an
+``id``, and either what was predicted and measured (`summary.py` says which fields) or a figure:
+``value``, ``unit``, ``bound`` (the most it may be; None: shown beside the others).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from records import now
+from summary import Case, error_ratio, format_rows, format_table, percent, summarise
+
+FOLDER = Path(__file__).resolve().parent / "results"
+_VERSIONED = ("torch", "numpy", "scikit-learn", "transformers")
+
+
+class ResultError(ValueError):
+    """A file is no result of a suite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one run of a suite found; `canary` is a fixed matmul's seconds before and after.
+
+    `report` is what the suite's scripts say of their cases to people. `converted_from` names the
+    page that older figures were taken over from, whose `tables` (title, columns, rows of text)
+    stand for cases until the suite runs again.
+    """
+
+    suite: str
+    machine: str
+    at: str
+    quick: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    canary: Mapping[str, float] | None = None
+    cases: Sequence[Case] = ()
+    summary: Sequence[Mapping[str, Any]] = ()
+    report: Sequence[str] = ()
+    converted_from: str | None = None
+    tables: Sequence[Mapping[str, Any]] = ()
+
+    def save(self, folder: Path = FOLDER) -> Path:
+        """Write it where results of its suite and machine stand."""
+        path = folder / self.suite / f"{self.machine}{'.quick' * self.quick}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A case to a line: a later run changes the lines that it changes.
+        parts = []
+        for name, value in asdict(self).items():
+            if name in ("cases", "summary", "report", "tables") and value:
+                lines = ",\n".join("  " + json.dumps(item, allow_nan=False) for item in value)
+                parts.append(f' "{name}": [\n{lines}\n ]')
+            else:
+                parts.append(f' "{name}": {json.dumps(value, allow_nan=False)}')
+        path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read what `save` wrote."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ResultError(f"{path} is no result of a suite: {error}") from error
+
+
+def machine_here() -> str:
+    """What this machine is called in the name of a file: its first GPU, or processor and cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return _slug(torch.cuda.get_device_name(0))
+    from estimator.probe.devices.inventory import read_cpu
+
+    cpu = read_cpu()
+    return _slug(f"{cpu.model or platform.machine()} {len(cpu.cores)} cores")
+
+
+def _slug(text: str) -> str:
+    plain = re.sub(r"\((r|tm)\)|\bcpu\b|@.*?hz|processor", " ", text.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def versions_here() -> dict[str, str]:
+    """The versions that answers depend on, with this checkout's commit where git tells it."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    command = ["git", "-C", str(FOLDER.parent), "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True)
+    return {**found, **({"commit": head.stdout.strip()} if head.returncode == 0 else {})}
+
+
+def canary_s() -> float:
+    """Seconds of a fixed matmul on this machine's processor, now."""
+    from estimator.probe.devices.backend import open_backend
+    from estimator.probe.devices.jobs import canary_s as seconds_of
+
+    return seconds_of(open_backend("cpu"))
+
+
+def result_of(
+    suite: str,
+    answers: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    machine: str,
+    quick: bool,
+    canary: Mapping[str, float] | None,
+) -> Result:
+    """Join what the parts of a suite printed, each case with the name of its part."""
+    cases = [
+        {"part": part, **case} for part, answer in answers for case in answer.get("cases") or ()
+    ]
+    return Result(
+        suite=suite,
+        machine=machine,
+        at=now(),
+        quick=quick,
+        versions=versions_here(),
+        canary=canary,
+        cases=cases,
+        summary=[asdict(row) for row in summarise(_timed(cases), by=("part", "source", "method"))],
+        report=[line for _, answer in answers for line in answer.get("report") or ()],
+    )
+
+
+def _timed(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if "measured_s" in case]
+
+
+def text_of(result: Result) -> str:
+    """A result for people: the figures, then what its scripts say or a summary of its cases."""
+    figures = [case for case in result.cases if "value" in case]
+    blocks = [f"{result.suite} on {result.machine}, {result.at[:16]}"]
+    if figures:
+        lines = [["figure", "value", "bound", ""]]
+        lines += [[str(case["id"]), _value(case), _bound(case), verdict(case)] for case in figures]
+        blocks.append(format_table(lines))
+    if result.report:
+        blocks.append("\n".join(result.report))
+    elif timed := _timed(result.cases):
+        blocks.append(format_rows(summarise(timed, by=("part", "source", "method"))))
+    return "\n\n".join(blocks)
+
+
+def _value(case: Case) -> str:
+    return f"{case['value']:.4g} {case.get('unit') or ''}".strip()
+
+
+def _bound(case: Case) -> str:
+    bound = case.get("bound")
+    return "" if bound is None else f"<= {bound:g}"
+
+
+def verdict(case: Case) -> str:
+    """Whether a figure keeps its bound; nothing where it has none."""
+    bound = case.get("bound")
+    return "" if bound is None else "reached" if case["value"] <= bound else "missed"
+
+
+def compare(before: Result, after: Result) -> str:
+    """What changed between two results: case by case, then how far both were off."""
+    if before.suite != after.suite:
+        raise ResultError(f"one is of {before.suite}, the other of {after.suite}")
+    old, new = ({_key(case): case for case in each.cases} for each in (before, after))
+    lines = [["case", "before", "after", "change", "error before", "after"]]
+    for key in (key for key in new if key in old):
+        name = "value" if "value" in new[key] else "predicted_s"
+        values = old[key].get(name), new[key].get(name)
+        if None in values or values[0] == values[1]:
+            continue
+        change = percent(values[1] / values[0] - 1, "+") if values[0] else "-"
+        errors = [
+            percent(error_ratio(case)) if case.get("measured_s") else "-"
+            for case in (old[key], new[key])
+        ]
+        lines.append([key, *(f"{value:.5g}" for value in values), change, *errors])
+    told = [f"{len(lines) - 1} of {len(new)} cases differ"]
+    told += [f"only before: {key}" for key in old if key not in new]
+    told += [f"only after: {key}" for key in new if key not in old]
+    rows = [
+        row
+        for label, each in (("before", before), ("after", after))
+        for row in summarise(
+            [{**case, "run": label} for case in _timed(each.cases)], by=("run", "part", "method")
+        )
+    ]
+    blocks = [format_table(lines)] if len(lines) > 1 else []
+    return "\n\n".join([*blocks, *([format_rows(rows)] if rows else []), "\n".join(told)])
+
+
+def _key(case: Case) -> str:
+    return f"{case.get('part', '')}/{case.get('id') or case.get('name')}"
+
+
+def failed(text: str) -> None:
+    """Say on stderr what went wrong, and end with code 2."""
+    print(f"benchmarks: {text}", file=sys.stderr)
+    raise SystemExit(2)
