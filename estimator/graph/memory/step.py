@@ -324,8 +324,9 @@ def step_memory(
         return ShardedMemory.of_replica(
             replicate(optimizer=optimizer, strategy=strategy, ranks=ranks)
         )
-    # A worker of parameter servers updates nothing, and plain SGD holds nothing.
-    replica = replicate(optimizer="sgd", strategy=strategy, ranks=2)
+    # A worker of parameter servers updates nothing, and plain SGD without master weights holds
+    # nothing.
+    replica = replicate(optimizer="sgd", strategy=replace(strategy, master=False), ranks=2)
     if strategy.keeps.state == "servers":
         return ShardedMemory.of_replica(replica)
     master_ratio = strategy.master_ratio(bound.graph.precision)

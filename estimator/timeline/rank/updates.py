@@ -23,6 +23,7 @@ from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import split_limit
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
+from estimator.units import format_bytes
 from estimator.workload import Strategy
 from estimator.workload.optimizers import (
     BESIDE_MUON,
@@ -405,12 +406,32 @@ def recipe_assumptions(graph: OpGraph, strategy: Strategy, machine: str) -> Iter
             "shards are kept and updated on the host, whose memory is not counted; each unit's is "
             "copied before its gather and after its reduction, not beside others"
         )
+    if strategy.keeps.parameters == "shard" and (copied := autocast_bytes(graph)):
+        half = graph.precision.removesuffix("-amp")
+        yield (
+            f"autocast holds {format_bytes(copied)} of {half} copies of weights, which FSDP does "
+            f"not shard: --precision {half} --strategy fsdp:param={half},reduce=fp32 gathers "
+            f"{half} and keeps none"
+        )
     if limit := split_limit(machine)[1]:
         yield (
             f"'{machine}' is limited: busy units hold a lower clock, its memory keeps its rate"
             if limit.endswith("W")
             else f"'{machine}' is limited: its peaks fall with the clock, its memory keeps its rate"
         )
+
+
+def autocast_bytes(graph: OpGraph) -> int:
+    """Bytes of the copies in half that autocast makes of weights and keeps for the backward pass.
+
+    torch/aten/src/ATen/autocast_mode.cpp (torch 2.13): each weight is cast once, until the context
+    is left; a product saves the copy for its gradient.
+    """
+    if not graph.precision.endswith("-amp"):
+        return 0
+    weights = {n for n, value in enumerate(graph.values) if value.kind == "parameter"}
+    casts = (op for op in graph.ops if op.call.target.startswith("aten._to_copy"))
+    return sum(op.call.outputs[0].nbytes for op in casts if not weights.isdisjoint(op.inputs))
 
 
 def cast_passes(strategy: Strategy, precision: str) -> float:

@@ -52,12 +52,12 @@ def test_the_maximum_is_the_peak_of_a_replica(merging: bool, view: bool) -> None
     assert curve.peak_bytes == peak.total_bytes
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "fsdp", "ps"])
+@pytest.mark.parametrize("kind", ["zero1", "zero1:master", "zero2", "fsdp", "ps:1"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("shards", [2, 8])
 def test_the_maximum_is_the_peak_of_a_shard(kind: str, micro_batches: int, shards: int) -> None:
-    strategy = Strategy(kind=kind, servers=1 if kind == "ps" else 0)  # type: ignore[arg-type]
-    graph = three_layers()
+    strategy = Strategy.parse(kind)
+    graph = replace(three_layers(), precision="bf16")
     last = len(graph.ops) - 1
     asked = {
         "optimizer": "adam",

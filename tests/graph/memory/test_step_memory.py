@@ -125,6 +125,19 @@ def test_zero1_shares_whole_tensors() -> None:
     assert ddp.total_bytes < found.total_bytes(64)
 
 
+@pytest.mark.parametrize("text", ["zero1:master", "distributed-optimizer:master"])
+def test_master_weights_and_gradients_cast_for_the_update_are_divided(text: str) -> None:
+    graph = replace(three_layers(), precision="bf16")
+    found = step_memory(
+        graph.at(), optimizer="sgd", strategy=Strategy.parse(text), merging=True
+    ).peak(2)
+    # Of 640 blocks in half, master weights and fp32 gradients are 1280 each. In the update there
+    # are parameters, gradients (DDP's also in buckets) and the input whole, and half of both.
+    whole = 640 * (3 if text.startswith("zero1") else 2) + 1
+    assert found.optimizer_state_bytes == found.update_bytes == blocks(1280 / 2)
+    assert found.total_bytes == blocks(whole + 1280)
+
+
 def test_a_worker_of_parameter_servers_holds_no_optimizer() -> None:
     graph = three_layers()
     ddp = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=2)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from estimator.advise.memory import memory_of
 from estimator.cache import Cache
@@ -15,6 +17,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.estimates.table.table import estimate_many
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.memory.peak import update_call
+from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import GroupCollective
@@ -112,6 +115,21 @@ def test_master_weights_cast_gradients_and_weights_and_update_fp32() -> None:
     assert held == [8 * ELEMENTS, 24 * ELEMENTS]
     with pytest.raises(StrategyError, match="found one in fp32; leave out master"):
         answer("ddp:master")
+
+
+def test_what_autocast_keeps_of_all_weights_under_fsdp_is_said_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 128))
+    graph = trace_graph(model, torch.randn(4, 256), target="cuda", precision="bf16-amp")
+
+    def said(strategy: str) -> list[str]:
+        found = estimate_graph(graph, "1x8:h100-sxm", strategy=strategy)
+        return [text for text in found.assumptions if "autocast holds" in text]
+
+    # (256 x 1024 + 1024 + 1024 x 128 + 128) elements of 2 bytes: 770 KiB.
+    (text,) = said("fsdp")
+    assert text.startswith("autocast holds 770 KiB of bf16 copies of weights")
+    assert "--precision bf16 --strategy fsdp:param=bf16,reduce=fp32" in text
+    assert said("ddp") == []
 
 
 def test_a_compressed_bucket_is_sent_in_half_and_cast_twice() -> None:
