@@ -47,12 +47,12 @@ class DeviceProcess:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(max_workers=1, mp_context=context)
-        future = self._pool.submit(function, *arguments)
         try:
+            future = self._pool.submit(function, *arguments)
             return future.result(timeout=limit_s)
         except (TimeoutError, BrokenProcessPool, RuntimeError) as error:
             # After an error of the device every later call of that process fails too.
-            if not isinstance(error, RuntimeError) or "CUDA" in str(error):
+            if isinstance(error, (TimeoutError, BrokenProcessPool)) or "CUDA" in str(error):
                 self.close()
             raise
 

@@ -23,7 +23,7 @@ from gpu.cases import Case
 OPTIMIZER = "adamw"
 # A worker holds a model of up to 5 GB.
 MOST_TRACERS = 12
-REPLAY_S = 5.0
+REPLAY_S = 12.0
 
 
 def graph_path(folder: Path, case: Case) -> Path:
@@ -165,6 +165,7 @@ def predict_with_timings(case: Case, folder: Path, profile: MachineProfile) -> R
         **predict(case, timed, profile),
         "ops_timed": len(timings),
         "ops_skipped": skipped,
+        "timings": [[call.encode(), timing.seconds] for call, timing in timings.items()],
         "device_s": sum(
             timings[call].seconds
             for op, call in zip(graph.ops, bound.calls, strict=True)

@@ -241,6 +241,8 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     if query.dim() != 4:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -263,7 +265,7 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
         return plain
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    bias = None if attn_mask is None else _bias(attn_mask, query, key, padded=True)
     needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
     result: Tensor = aten._scaled_dot_product_efficient_attention.default(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
@@ -297,10 +299,20 @@ def _padded_head(tensor: Tensor) -> Tensor:
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+# preprocess_mask of aten/src/ATen/native/transformers/attention.cpp, mem_eff_alignment
+_BIAS_ALIGNMENT = 8
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor, *, padded: bool = False) -> Tensor:
+    """What is added to the scores; `padded` so that every row begins at whole 16 bytes."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=query.dtype)
         mask = bias.masked_fill_(mask.logical_not(), -math.inf)
+    strides = mask.stride()
+    if padded and (strides[-1] != 1 or any(step % _BIAS_ALIGNMENT for step in strides[:-1])):
+        width = mask.shape[-1]
+        missing = _BIAS_ALIGNMENT - width % _BIAS_ALIGNMENT
+        mask = functional.pad(mask, (0, missing))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -324,8 +336,12 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """cuDNN's where use_cudnn of aten/src/ATen/native/Normalization.cpp allows it."""
-    if not training or weight is None or bias is None or input.dim() < 3:
+    """cuDNN's where _select_batch_norm_backend of aten/src/ATen/native/Normalization.cpp takes it.
+
+    It leaves bfloat16 to torch's own kernel.
+    """
+    is_wide = input.dtype != torch.bfloat16
+    if not (training and is_wide) or weight is None or bias is None or input.dim() < 3:
         return torch.batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, True
         )

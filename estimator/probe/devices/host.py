@@ -267,11 +267,14 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         "ddp_bucket_s": 0.0,
     }
     emit(found)
-    # The host's code shares the caches with the kernels' data.
-    if time.monotonic() < end and backend.kind == "cpu":
-        cached, cold = mixing_costs(cools=False), mixing_costs(cools=True)
+    if time.monotonic() < end:
+        cached = cold = mixing_costs(backend, cools=False)
+        if backend.kind == "cpu":
+            # The host's code shares the caches with the kernels' data.
+            cold = mixing_costs(backend, cools=True)
         for name, cached_s, cold_s in zip(_MIXED, cached, cold, strict=True):
-            found[f"cached_{name}"] = found[name] + cached_s
+            if backend.kind == "cpu":
+                found[f"cached_{name}"] = found[name] + cached_s
             found[name] += max(cached_s, cold_s)
         emit(found)
     if time.monotonic() < end:
@@ -372,17 +375,17 @@ def _backward_costs(backend: Backend) -> tuple[float, float]:
     return per_product, max(0.0, short_s - _SHORT * per_product)
 
 
-def mixing_costs(*, cools: bool) -> tuple[float, float, float]:
-    """Seconds that each recorded op, recorded view and node of the backward pass takes more on a
-    CPU where many kinds of op follow each other, as in a training step, than where one is repeated,
-    as the grid does: the interpreter, the dispatcher, autograd and kernels find less of their code
-    in the nearest caches.
+def mixing_costs(backend: Backend, *, cools: bool) -> tuple[float, float, float]:
+    """Seconds that each recorded op, recorded view and node of the backward pass takes the host
+    more where many kinds of op follow each other, as in a training step, than where one is
+    repeated: the interpreter, the dispatcher, autograd and, on a CPU, kernels find less of their
+    code in the nearest caches.
 
     Where it `cools`, a kernel streams through more memory than the core's private caches hold
     between two ops: they then find it in the shared cache or in memory.
     """
-    alone, mixed = _Loops(cools=False), _Loops(cools=cools)
-    ops, views = _various_ops(), [lambda x: x.view(16), lambda x: x.transpose(0, 1)]
+    alone, mixed = _Loops(backend, cools=False), _Loops(backend, cools=cools)
+    ops, views = _various_ops(backend), [lambda x: x.view(16), lambda x: x.transpose(0, 1)]
     idle = [lambda x: x] * len(ops) * _LOOPS
     count = len(idle)
     kinds = {"op": ops, "view": views, "node": ops}
@@ -408,15 +411,17 @@ class _Loops:
     The second of two passes counts: the first brings what is its own into the caches.
     """
 
-    def __init__(self, *, cools: bool) -> None:
+    def __init__(self, backend: Backend, *, cools: bool) -> None:
         import torch
 
-        self.leaf = torch.randn(4, 4, requires_grad=True)
+        self.backend = backend
+        self.leaf = torch.randn(4, 4, device=backend.device, requires_grad=True)
         self.streamed = torch.zeros(COOLING_BYTES // 4 if cools else 1)
         self.cool = cooling_backward(self.streamed)
 
     def forward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
         for _ in range(2):
+            self.backend.synchronize()
             begin = time.perf_counter()
             for call in calls:
                 self.streamed.add_(1.0)
@@ -429,18 +434,19 @@ class _Loops:
             x = self.leaf
             for call in calls:
                 x = self.cool(call(x))
+            self.backend.synchronize()
             begin = time.perf_counter()
             x.sum().backward()
             seconds = time.perf_counter() - begin
         return seconds
 
 
-def _various_ops() -> list[Callable[[Any], Any]]:
+def _various_ops(backend: Backend) -> list[Callable[[Any], Any]]:
     """Differentiable ops of many kinds on a tensor of 4 × 4."""
     import torch
     from torch.nn import functional
 
-    weight, table = torch.ones(4, 4), torch.ones(4)
+    weight, table = (torch.ones(*shape, device=backend.device) for shape in ((4, 4), (4,)))
     return [
         lambda x: x * weight,
         lambda x: x + weight,

@@ -456,7 +456,39 @@ def test_the_graph_for_cuda_has_cudnn_layers_flash_attention_and_fused_dropout()
     assert {"_scaled_dot_product_flash_attention", "native_dropout"} <= targets
     assert "bernoulli_" not in targets
     assert "cudnn_batch_norm" in {op.call.target.split(".")[1] for op in convnet.ops}
+    # _select_batch_norm_backend: bfloat16 is torch's own, whose weights stay in float32.
+    half = trace_graph(
+        small_convnet(), torch.randn(4, 3, 8, 8), target="cuda", precision="bf16-amp"
+    )
+    (norm,) = (op.call for op in half.ops if op.phase == "forward" and "norm" in op.call.target)
+    assert "cudnn" not in norm.target
+    assert [spec.dtype for spec in norm.arguments[:2]] == ["bfloat16", "float32"]
     assert any("traced without one" in assumption for assumption in recurrent.assumptions)
+
+
+def test_a_bias_of_attention_is_cast_and_its_rows_are_padded_to_sixteen_bytes() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(1, 2, 49, 49))
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.project(x)
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
+
+    for precision, dtype in (("fp32", "float32"), ("bf16-amp", "bfloat16")):
+        batch = torch.randn(3, 2, 49, 8)
+        graph = trace_graph(Biased(), batch, target="cuda", precision=precision)  # type: ignore[arg-type]
+        (call,) = (
+            op.call
+            for op in graph.ops
+            if op.call.target == "aten._scaled_dot_product_efficient_attention.default"
+        )
+        bias = call.arguments[3]
+        # pad_bias of attention.cpp: 49 columns in rows of 56; one bias for all of the batch.
+        assert (bias.dtype, bias.shape) == (dtype, (3, 2, 49, 49))
+        assert bias.strides == (0, 49 * 56, 56, 1)
 
 
 def test_under_autocast_cuda_normalises_in_float32_and_the_cpu_does_not() -> None:

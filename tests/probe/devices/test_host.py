@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from estimator.probe.devices import host
+from estimator.probe.devices.backend import CpuBackend
 
 
 def test_ops_of_many_kinds_are_compared_with_each_kind_repeated(
@@ -16,7 +17,7 @@ def test_ops_of_many_kinds_are_compared_with_each_kind_repeated(
     class Loops:
         """A call takes 1 s, and half a second more for each further kind beside it."""
 
-        def __init__(self, *, cools: bool) -> None:
+        def __init__(self, _backend: Any, *, cools: bool) -> None:
             self.more_s = 2.0 if cools else 0.5
 
         def forward_s(self, calls: Sequence[Any]) -> float:
@@ -25,10 +26,12 @@ def test_ops_of_many_kinds_are_compared_with_each_kind_repeated(
         backward_s = forward_s
 
     monkeypatch.setattr(host, "_Loops", Loops)
+    backend = CpuBackend()
     # Eight kinds of ops and nodes, two of views.
-    assert host.mixing_costs(cools=False) == (3.5, 0.5, 3.5)
-    assert host.mixing_costs(cools=True) == (14.0, 2.0, 14.0)
+    assert host.mixing_costs(backend, cools=False) == (3.5, 0.5, 3.5)
+    assert host.mixing_costs(backend, cools=True) == (14.0, 2.0, 14.0)
 
 
 def test_mixing_costs_of_this_machine_are_microseconds() -> None:
-    assert all(0.0 <= seconds < 1e-3 for seconds in host.mixing_costs(cools=True))
+    costs = host.mixing_costs(CpuBackend(), cools=True)
+    assert all(0.0 <= seconds < 1e-3 for seconds in costs)
