@@ -1,7 +1,7 @@
 """Draw models that nobody has tuned to: architectures of timm and transformers, at random sizes.
 
 A drawn name says how its model is built, and is a function of this module: the MODEL text
-``benchmarks/drawn_models.py:timm,resnet18,batch=4,size=0.75``. Run it where timm is (`coverage`).
+``benchmarks/drawn_models.py:timm,resnet18,batch=4,size=0.75``. Run it where timm is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from coverage import answer, ask_all, define_torchvision_schemas, names_of, positions_of
 from records import Record, Records, say
 from torch import nn
+from traced_models import answer, ask_all, define_torchvision_schemas, names_of, positions_of
 
 # What a step of AdamW in float32 can hold several times over on a small machine.
 MOST_PARAMETERS = 150_000_000

@@ -24,9 +24,9 @@ from typing import Any
 import local_models
 import memory_models
 import torch
-from coverage import answer, ask_all, define_torchvision_schemas
 from memory_steps import measured_step, optimizer_of
 from options import parser_of
+from traced_models import answer, ask_all, define_torchvision_schemas
 
 from estimator.graph.memory.curve import memory_curve
 from estimator.graph.trace.trace import trace_graph

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from coverage import build_timm, positions_of
-from coverage import names_of as library_names
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from traced_models import build_timm, positions_of
+from traced_models import names_of as library_names
 
 Built = tuple[nn.Module, Any, Any]
 # Steps of more parameters take minutes on one core: images have more values than short texts.

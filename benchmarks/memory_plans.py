@@ -5,7 +5,7 @@ link of 12.5 GB/s out and 13.4 GB/s back. Every parameter is updated by itself w
 at the end of the step, as soon as its gradient is ready, whole or in slices, or in slices that are
 paced over the backward pass.
 The peak without a plan is that of the step with all updates at its end, whatever a plan does with
-them. Durations are predicted, nothing is run. Needs timm and torchvision, as `coverage.py` says,
+them. Durations are predicted, nothing is run. Needs timm and torchvision,
 unless a folder of traced graphs is given.
 
     python benchmarks/memory_plans.py --graphs DIR [--only MODEL ...] [--json]
@@ -116,8 +116,8 @@ def traced(model: str, folder: Path) -> OpGraph:
 
 def _trace(name: str) -> OpGraph:
     import torch
-    from coverage import build_timm, define_torchvision_schemas
     from torch import Tensor, nn
+    from traced_models import build_timm, define_torchvision_schemas
 
     from estimator.graph.trace.trace import trace_graph
 

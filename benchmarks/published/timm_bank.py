@@ -4,7 +4,7 @@
     python -m published.timm_bank --out DIR [--data DIR] [--only MODEL ...] [--retry]
 
 ``--data`` is the folder of ``timm_train.csv`` (by default those that ship in data/published);
-`timm_rows` reads the table beside what this writes. Run it in the environment of ``coverage.py``,
+`timm_rows` reads the table beside what this writes. It needs what ``traced_models.py`` does,
 whose workers it asks. Every model is traced at each image size of the table; ``traced.jsonl`` keeps
 what became of it, so that an interrupted run goes on where it stopped, and another version of timm
 or torch begins anew. ``index.json`` is replaced once no model is left. With ``--only`` it
@@ -30,9 +30,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coverage import answer, ask_all, build_timm
 from options import add_data
 from records import Progress, Records
+from traced_models import answer, ask_all, build_timm
 
 from estimator.calibrate.observation_files import read_rows
 from estimator.errors import EstimatorError, ModelError, ObservationError

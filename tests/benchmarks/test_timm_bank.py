@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import coverage
 import pytest
+import traced_models
 from published import timm_bank
 from published.timm_bank import fill_bank
 from published.timm_rows import read_timm_rows
@@ -83,7 +83,7 @@ def test_a_worker_that_dies_takes_one_model_with_it(tmp_path: Path) -> None:
 def test_workers_are_started_anew_after_some_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coverage, "MODELS_PER_WORKER", 2)
+    monkeypatch.setattr(traced_models, "MODELS_PER_WORKER", 2)
     fill(tmp_path, "a@1", "b@1", "c@1", "d@1", "e@1")
     processes = [line.split()[1] for line in (tmp_path / "asked").read_text().splitlines()]
     assert [processes.count(process) for process in dict.fromkeys(processes)] == [2, 2, 1]
@@ -95,7 +95,7 @@ def test_an_interrupted_run_leaves_no_index_and_the_next_goes_on(
     def interrupted(
         command: Sequence[str], names: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield next(coverage.ask_all(list(command), list(names)))
+        yield next(traced_models.ask_all(list(command), list(names)))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_robustness import kill_writers, write_together
 
 from estimator.calibrate.database import Database
 from estimator.calibrate.store import _MIGRATIONS, Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError, StoreError
+from tests.fuzz.killed_writers import kill_writers, write_together
 
 
 def seen(step_time_s: float = 0.4, **fields: Any) -> Observation:

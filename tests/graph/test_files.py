@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_values import altered_values
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
@@ -29,6 +28,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.trace.trace import trace_graph
 from estimator.tensors import OpCall, TensorSpec
+from tests.fuzz.hostile_values import altered_values
 from tests.synthetic import in_blocks, perceptron
 
 

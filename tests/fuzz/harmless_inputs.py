@@ -10,11 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hostile_models import MODELS
-
 from estimator.calibrate.store import Observation, ObservationStore
 from estimator.machines.profile import Link, MachineProfile, PairMatrix
 from tests.conftest import MEASURED, make_small_profile
+from tests.fuzz.hostile_models import MODELS
 from tests.synthetic import perceptron
 
 JOB = {

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harmless_inputs import (
+from estimator.workload.precision import PRECISIONS
+from tests.fuzz.harmless_inputs import (
     CLUSTER,
     JOB,
     OBSERVED,
@@ -26,12 +27,10 @@ from harmless_inputs import (
     store_bytes,
     whole_profile,
 )
-from hostile_models import FUNCTIONS, MODELS, made_model
-from hostile_values import damaged_bytes, damaged_text, damaged_values
+from tests.fuzz.hostile_models import FUNCTIONS, MODELS, made_model
+from tests.fuzz.hostile_values import damaged_bytes, damaged_text, damaged_values
 
-from estimator.workload.precision import PRECISIONS
-
-SAMPLES = Path(__file__).parents[1] / "tests" / "probe" / "imports" / "samples"
+SAMPLES = Path(__file__).parents[1] / "probe" / "imports" / "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

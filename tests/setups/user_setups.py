@@ -1,6 +1,6 @@
 """Models and training set-ups as people have them, each as a function of a user's own file.
 
-`benchmarks/user_models.py` traces every one of them unchanged. Sizes are small, forms are not.
+`test_setups.py` asks about every one of them unchanged. Sizes are small, forms are not.
 Needs torchvision, timm, transformers, peft, torch-geometric and lightning where they are named.
 """
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from harmless_inputs import HARMLESS, harmless_files, whole_profile
-from hostile_files import KINDS as KINDS_OF_FILES
-from hostile_inputs import KINDS as KINDS_OF_WORDS
-from hostile_inputs import HostileInput
 
 from estimator.cli.main import main as command_line
+from tests.fuzz.harmless_inputs import HARMLESS, harmless_files, whole_profile
+from tests.fuzz.hostile_files import KINDS as KINDS_OF_FILES
+from tests.fuzz.hostile_inputs import KINDS as KINDS_OF_WORDS
+from tests.fuzz.hostile_inputs import HostileInput
 
 KINDS = {**KINDS_OF_WORDS, **KINDS_OF_FILES}
 # Of a sentence on stderr, however long what it quotes is.

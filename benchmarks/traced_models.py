@@ -4,7 +4,7 @@ Run it in an environment of its own: timm needs torchvision, whose wheel does no
 build of torch unless two schemas are defined first, which this does. Results go to a file as they
 come, so that an interrupted run goes on where it stopped.
 
-    python benchmarks/coverage.py --suite timm --sample 200 --results coverage.jsonl
+    python benchmarks/traced_models.py --suite timm --sample 200 --results coverage.jsonl
 """
 
 from __future__ import annotations

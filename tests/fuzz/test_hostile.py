@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import robustness
 import torch
-from harmless_inputs import whole_profile
-from hostile_values import damaged_values
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
@@ -50,6 +47,8 @@ from estimator.replay.nodes import Nodes
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
 from tests.budgets import examples
+from tests.fuzz.harmless_inputs import whole_profile
+from tests.fuzz.hostile_values import damaged_values
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
@@ -59,7 +58,15 @@ AT = "2026-01-01T00:00:00Z"
 def test_a_sample_of_hostile_inputs_breaks_nothing(tmp_path: Path) -> None:
     kept = tmp_path / "outcomes"
     # In a process of its own: inputs share what it holds, and there is a bound on that.
-    words = [sys.executable, robustness.__file__, "--inputs", str(examples(345)), "--seed", "13"]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.command_lines",
+        "--inputs",
+        str(examples(345)),
+        "--seed",
+        "13",
+    ]
     run = subprocess.run([*words, "--kept", str(kept)], text=True, capture_output=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     # Some of them are harmless: the commands do work here.

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from harmless_inputs import (
+from tests.fuzz.harmless_inputs import (
     PHILLY,
     PRICES,
     REPLAYED,
@@ -16,8 +16,8 @@ from harmless_inputs import (
     graph_values,
     job_file,
 )
-from hostile_inputs import NUMBERS, POLICIES, HostileInput
-from hostile_values import damaged_text, damaged_values
+from tests.fuzz.hostile_inputs import NUMBERS, POLICIES, HostileInput
+from tests.fuzz.hostile_values import damaged_text, damaged_values
 
 LAYOUTS = (
     *("tp=2", "cp=2", "ep=2", "pp=2", "dp=2", "dp=*", "tp=*", "sp", "vocab", "megatron", "ring"),

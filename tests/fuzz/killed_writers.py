@@ -8,6 +8,7 @@ each, in transactions of 1 to 40 and some of them twice, none is lost and none d
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -23,8 +24,6 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-
-from options import parser_of
 
 from estimator.calibrate.store import Observation, ObservationStore
 from estimator.errors import ProfileError
@@ -272,7 +271,8 @@ def write_together(path: Path, *, writers: int, observations: int) -> Crowd:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    """Kill and crowd as often as asked, and print what was left as one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--probes", type=int, default=PROBES, help="pairs of probes to kill")
     parser.add_argument("--writers", type=int, default=WRITERS)
@@ -284,22 +284,8 @@ def main() -> int:
         )
         killed = kill_writers(Path(folder) / "kills.db", kills=chosen.kills)
         probes = kill_probes(Path(folder) / "probes", pairs=chosen.probes)
-    if chosen.json:
-        print(
-            json.dumps({"kills": asdict(killed), "probes": asdict(probes), "crowd": asdict(crowd)})
-        )
-    else:
-        print(
-            f"{killed.kills} kills: {killed.acknowledged} acknowledged observations looked for, "
-            f"{killed.lost} lost, {killed.damaged} files damaged\n"
-            f"{probes.kills + probes.ended} probes, two of one name at once: {probes.kills} "
-            f"killed, {probes.written} of {chosen.probes} pairs wrote the profile, "
-            f"{probes.damaged} times it was damaged, {probes.left} drafts left\n"
-            f"{crowd.writers} writers: {crowd.written} observations, {crowd.lost} lost, "
-            f"{crowd.doubled} doubled, in {crowd.seconds:.0f} s; a transaction takes "
-            f"{1e3 * crowd.median_add_s:.2f} ms, one in a hundred over "
-            f"{1e3 * crowd.slowest_hundredth_s:.0f} ms"
-        )
+    left = {"kills": asdict(killed), "probes": asdict(probes), "crowd": asdict(crowd)}
+    print(json.dumps(left, indent=1))
     return 0 if killed.is_sound and probes.is_sound and crowd.is_sound else 1
 
 
