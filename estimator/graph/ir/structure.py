@@ -86,7 +86,7 @@ class Dataflow:
             is_repeated=np.array([op.is_repeated for op in ops], dtype=np.bool_),
             modules=modules,
             module_of=module_of,
-            place=_places(is_forward, touched, touched_by, is_made, module_of, tells),
+            place=_places(is_forward, touched, touched_by, is_made, modules, module_of, tells),
             first_place=_first_places(modules, module_of[is_forward]),
             from_weights=from_weights,
         )
@@ -101,13 +101,15 @@ def _places(
     touched: Indices,
     touched_by: Indices,
     is_made: Flags,
+    modules: tuple[str, ...],
     module_of: Indices,
     tells: Flags,
 ) -> Indices:
     """The place in the forward pass that each op belongs to.
 
-    The backward pass of a module is with its last forward op (it meets the latest first), and where
-    the last op stands that makes or reads any value that it takes, never behind the op before it.
+    The backward pass of a module is with the last forward op in it or in its parts (it meets the
+    latest first), and where the last op stands that makes or reads any value that it takes, never
+    behind the op before it.
     """
     count = int(is_forward.sum())
     place = np.where(is_forward, np.cumsum(is_forward) - 1, count - 1)
@@ -115,9 +117,13 @@ def _places(
     last_touch = np.full(len(tells), count, dtype=np.intp)
     last_touch[touched[forward]] = place[touched_by[forward]]
     last_touch[~tells] = count
-    last_of_module = np.full(int(module_of.max(initial=0)) + 1, count, dtype=np.intp)
-    last_of_module[module_of[is_forward]] = place[is_forward]
-    anchor = last_of_module[module_of]
+    last_in: dict[str, int] = {}
+    for module, last in zip(module_of[is_forward].tolist(), place[is_forward].tolist(), strict=True):
+        last_in[modules[module]] = last
+    for name, last in list(last_in.items()):
+        while name := name.rpartition(".")[0]:
+            last_in[name] = max(last_in.get(name, -1), last)
+    anchor = _array(last_in.get(name, count) for name in modules)[module_of]
     reads = ~forward & ~is_made
     np.minimum.at(anchor, touched_by[reads], last_touch[touched[reads]])
     behind = np.minimum.accumulate(np.minimum(anchor[~is_forward], max(count - 1, 0)))
@@ -235,7 +241,7 @@ def storages(graph: OpGraph) -> tuple[Storage, ...]:
 def value_roots(graph: OpGraph) -> list[int]:
     """For each value, the value that owns its storage, sums of gradients apart."""
     flow = Dataflow.of(graph)
-    found: list[int] = _owners(_bases(flow, _view_ops(graph)[0])).tolist()
+    found: list[int] = owners(_bases(flow, _view_ops(graph)[0])).tolist()
     return found
 
 
@@ -243,7 +249,7 @@ def _roots(graph: OpGraph, flow: Dataflow) -> Indices:
     """For each value, the value that owns its storage."""
     is_view, keeps_base = _view_ops(graph)
     bases = _bases(flow, is_view)
-    return _owners(_with_sums(graph, flow, bases, keeps_base))
+    return owners(_with_sums(graph, flow, bases, keeps_base))
 
 
 def _view_ops(graph: OpGraph) -> tuple[Flags, Flags]:
@@ -271,7 +277,7 @@ def _bases(flow: Dataflow, is_view: Flags) -> Indices:
     return base
 
 
-def _owners(base: Indices) -> Indices:
+def owners(base: Indices) -> Indices:
     """The end of each chain of bases; raises WorkloadError for a ring, which has none."""
     found = np.where(base < 0, np.arange(len(base)), base)
     # Each round goes twice as far.
@@ -284,7 +290,7 @@ def _owners(base: Indices) -> Indices:
 
 def _with_sums(graph: OpGraph, flow: Dataflow, base: Indices, keeps_base: Flags) -> Indices:
     """Let the sum of two gradients take the place of the first where autograd does so."""
-    owner = _owners(base)
+    owner = owners(base)
     reads = ~flow.is_made
     last_read = np.full(len(base), -1, dtype=np.intp)
     last_read[owner[flow.touched[reads]]] = flow.touched_by[reads]

@@ -551,7 +551,8 @@ class _MegatronSplitter(_TensorSplitter):
         if makes_gradients(op):
             return
         self._made.update(dict.fromkeys(op.outputs, op.phase))
-        if op.is_view and op.inputs[0] in self._whole:
+        # A view of nothing is one of a shape alone, as what counts the tokens of experts takes.
+        if op.is_view and op.inputs and op.inputs[0] in self._whole:
             divided, views = self._whole[op.inputs[0]]
             self._whole[op.outputs[0]] = divided, (*views, op)
 

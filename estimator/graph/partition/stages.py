@@ -20,7 +20,15 @@ from estimator.errors import WorkloadError, quoted
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
 from estimator.graph.ir.shards import unit_path
-from estimator.graph.ir.structure import KINDS, Dataflow, Flags, GraphStructure, Indices, by_first
+from estimator.graph.ir.structure import (
+    KINDS,
+    Dataflow,
+    Flags,
+    GraphStructure,
+    Indices,
+    by_first,
+    owners,
+)
 from estimator.graph.memory.peak import block_bytes
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
@@ -45,10 +53,8 @@ class Cutting:
         count = len(graph.values)
         self._made = np.zeros(count, dtype=np.bool_)
         self._made[self._touched[self._is_made]] = True
-        # What another stage makes is an input here.
-        comes = (flow.kind == _ACTIVATION) & ~self._made
+        comes, base = self._arriving()
         self._kind = np.where(comes, _INPUT, flow.kind)
-        base = np.where(comes, -1, flow.base)
         self._number, self._values = _numbered(self._touched, base)
         own = base[self._values]
         self._base = np.where(own < 0, -1, self._number[own])
@@ -56,6 +62,24 @@ class Cutting:
         self._parameters = list(self._trained())
         self.parameter_names = tuple(each.name for each in self._parameters)
         self.content = self._content(structure)
+
+    def _arriving(self) -> tuple[Flags, Indices]:
+        """(whether each value comes from another stage, what each is a view of here, -1: nothing).
+
+        What another stage makes is an input. A view that no operator makes, since it was fused into
+        its readers, is one of what the stage makes or of what has come of the same storage.
+        """
+        flow, root = self._flow, owners(self._flow.base)
+        is_absent = (flow.kind == _ACTIVATION) & ~self._made
+        is_fused = is_absent & (flow.base >= 0) & (flow.maker < 0)
+        came = self._touched[is_absent[self._touched]][::-1]
+        # Of several the first one: the last that is written here.
+        of_root = np.full(len(root), -1, dtype=np.intp)
+        for each in (came[is_fused[came]], came[~is_fused[came]]):
+            of_root[root[each]] = each
+        base = np.where(is_fused & is_absent[root], of_root[root], flow.base)
+        comes = is_absent & (~is_fused | (base == np.arange(len(base))))
+        return comes, np.where(comes, -1, base)
 
     def _holds(self) -> tuple[Indices, Indices]:
         """The numbers of values that ops hold, of those that there are by then, and the ops."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.ir.structure import GraphStructure, value_roots
+from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.stages import (
     Blocks,
     held_between_passes,
@@ -19,6 +21,7 @@ from estimator.graph.partition.stages import (
     stage_graphs,
     weight_shares,
 )
+from estimator.workload.layouts import Layout
 
 
 class Model(nn.Module):
@@ -87,6 +90,51 @@ def test_stages_of_a_compiled_step_have_the_gradients_that_its_kernels_make() ->
         for parameter in stage.graph.parameters:
             assert parameter.ready_after is not None
             assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
+
+
+class Viewing(nn.Module):
+    """Blocks whose pointwise work is on views, as those of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = self.embedding(tokens)
+        for layer in self.layers:
+            rows = layer(state).view(-1, 4, 4).transpose(1, 2)
+            state = state + torch.relu(rows).transpose(1, 2).reshape(state.shape)
+        return state.sum()
+
+
+def test_a_compiled_stage_receives_each_tensor_once_whatever_views_were_fused() -> None:
+    batch = torch.zeros(8, 10, dtype=torch.long)
+    graph = trace_model(Viewing(), batch, target="cuda", compiled=True)
+    roots = value_roots(graph)
+    for stage in stage_graphs(graph, ["layers.1", "layers.2", "layers.3"]):
+        ops = [graph.ops[index] for index in stage.ops]
+        made = {roots[value] for op in ops for value in op.outputs}
+        read = {roots[value] for op in ops for value in op.inputs}
+        comes = [root for root in read - made if graph.values[root].kind in ("activation", "input")]
+        values = stage.graph.values
+        received = [v for v in values if v.kind == "input" and v.base is None]
+        expected = sum(graph.values[root].spec.nbytes for root in comes)
+        assert sum(value.spec.nbytes for value in received) == expected
+
+
+def test_stages_of_a_tied_vocabulary_are_alike_in_compiled_steps() -> None:
+    config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=256)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    graph = trace_model(model, batch, target="cuda", compiled=True)
+    rank = split_by_layout(graph, Layout.parse("tp=4,vocab"))
+    owner = Blocks.of(rank).owner
+    products = [owner[n] for n, op in enumerate(rank.ops) if op.call.target.startswith("aten.mm")]
+    # Of a block's four linear layers the gradients of inputs and weights; two more of the head,
+    # whose forward product is the fifth of the last block.
+    assert [products.count(block) for block in range(4)] == [8, 8, 8, 11]
 
 
 def test_a_tied_weight_has_a_gradient_on_both_ends() -> None:
