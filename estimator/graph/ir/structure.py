@@ -118,7 +118,9 @@ def _places(
     last_touch[touched[forward]] = place[touched_by[forward]]
     last_touch[~tells] = count
     last_in: dict[str, int] = {}
-    for module, last in zip(module_of[is_forward].tolist(), place[is_forward].tolist(), strict=True):
+    for module, last in zip(
+        module_of[is_forward].tolist(), place[is_forward].tolist(), strict=True
+    ):
         last_in[modules[module]] = last
     for name, last in list(last_in.items()):
         while name := name.rpartition(".")[0]:

@@ -234,8 +234,9 @@ def _attention(
     """Flash attention for half precision without a mask, else memory-efficient or plain one.
 
     sdp_utils.cpp (aten/src/ATen/native/transformers/cuda) on a device of compute capability 8.0 or
-    more: flash takes no mask and heads up to 256, the memory-efficient one rows of whole 16 bytes
-    and as many heads of keys as of queries; what neither takes is computed product by product.
+    more: flash takes no mask and heads up to 256, values' as wide as queries', the memory-efficient
+    one rows of whole 16 bytes and as many heads of keys as of queries; what neither takes is
+    computed product by product.
     """
     head_dim = query.shape[-1]
     if torch.is_autocast_enabled("cpu"):
@@ -254,7 +255,9 @@ def _attention(
             query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
         )[0]
         return by_cudnn
-    if _is_narrow(query) and attn_mask is None and head_dim <= _MOST_FLASH_HEAD_DIM:
+    # Flash takes values as wide as queries alone (check_head_dim_size_flash).
+    takes_flash = attn_mask is None and value.shape[-1] == head_dim <= _MOST_FLASH_HEAD_DIM
+    if _is_narrow(query) and takes_flash:
         query, key, value = (_padded_head(tensor) for tensor in (query, key, value))
         output = aten._scaled_dot_product_flash_attention.default(
             query, key, value, dropout_p, is_causal, False, scale=scale

@@ -19,6 +19,8 @@ from estimator.graph.ir.collectives import collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.context import split_context
 from estimator.graph.partition.experts import slice_expert_tokens, split_experts, sum_experts
+from estimator.graph.partition.partitioner import split
+from estimator.graph.partition.plan import found_plan
 from estimator.graph.trace.trace import trace_graph
 
 transformers = pytest.importorskip("transformers")
@@ -80,6 +82,16 @@ def test_tokens_go_to_their_experts_and_back_twice_a_step() -> None:
         *[COUNTS, there, there] * LAYERS,
         *[back, back] * LAYERS,
     ]
+
+
+def test_experts_go_with_megatrons_layers() -> None:
+    sliced = slice_expert_tokens(split_experts(GRAPH, ep=4), tp=2)
+    local = split(sliced, found_plan(sliced, sequence=False), tp=2, megatron=True)
+    # Each of the two ranks that share tokens sends half of them.
+    half = ROW_BYTES // 2
+    assert [size for _, _, size in exchanged(local, "ep") if size > COUNTS[2]] == [
+        half
+    ] * 4 * LAYERS
 
 
 def test_a_rank_multiplies_as_many_rows_by_its_part_of_the_experts() -> None:

@@ -627,3 +627,20 @@ def test_attention_takes_the_kernel_that_cuda_takes(
     found = {op.call.target.split(".")[1] for op in graph.ops if op.phase == "forward"}
     kernels = {name for name in found if "attention" in name or "softmax" in name}
     assert kernels == {kernel}
+
+
+def test_values_narrower_than_queries_give_outputs_as_wide_as_values() -> None:
+    class Latent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.values = nn.Linear(8, 2 * 24), nn.Linear(8, 2 * 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = self.keys(x).view(*x.shape[:2], 2, 24).transpose(1, 2)
+            values = self.values(x).view(*x.shape[:2], 2, 16).transpose(1, 2)
+            return F.scaled_dot_product_attention(keys, keys, values, is_causal=True)
+
+    graph = trace_graph(Latent(), torch.randn(2, 6, 8), target="cuda", precision="bf16")
+    (attention,) = (op for op in graph.ops if op.phase == "forward" and "attention" in op.name)
+    assert "efficient" in attention.name
+    assert attention.call.outputs[0].shape == (2, 2, 6, 16)
