@@ -374,7 +374,7 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
 
     Exit code 1: more than 10 % of the time rests on datasheets and assumptions, the machine was too
-    busy when it was probed or its probe was cut short, or the model does not fit.
+    busy or a GPU held back when it was probed, its probe was cut short, or the model does not fit.
     """
     request = Request(**options)
     graph = traced(request, (on,))
@@ -388,6 +388,7 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     profiles = [kind.profile for kind in answer.plan.placement.kinds]
     disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
     cut = [p.name for p in profiles if p.is_cut]
+    faults = [f"{p.name}: {fault}" for p in profiles for fault in p.device_faults]
     tolerated = format_ratio(TOLERATED_UNMEASURED_RATIO)
     is_failed = {
         f"more than {tolerated} of the time rests on datasheets and assumptions": (
@@ -395,11 +396,16 @@ def check(on: str, as_json: bool, **options: Any) -> None:
         ),
         f"{', '.join(disturbed)} was disturbed when it was probed": bool(disturbed),
         f"the probe of {', '.join(cut)} was cut short": bool(cut),
+        f"when probed, {'; '.join(faults)}": bool(faults),
         "the model does not fit": answer.fits == "no",
     }
     failed = [reason for reason, applies in is_failed.items() if applies]
     if as_json:
-        machines = {"disturbed_machines": disturbed, "cut_machines": cut}
+        machines = {
+            "disturbed_machines": disturbed,
+            "cut_machines": cut,
+            "device_faults": faults,
+        }
         more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": not failed}
         print_json(answer.to_dict() | more)
     else:

@@ -112,6 +112,8 @@ def _say_what_is_missing(profile: MachineProfile) -> None:
         print_text(f"not measured: {'; '.join(profile.missing)}", err=True)
     if profile.interference is not None and profile.interference.matters:
         remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
+    if profile.device_faults:
+        remark(f"{'; '.join(profile.device_faults)}: 'check' fails; mend that and probe again")
     if profile.is_cut:
         timed = _timed(profile)
         remark(f"only {timed} of the kernel calls were timed: 'check' fails; give more --budget")

@@ -142,6 +142,15 @@ class MachineProfile:
         timed_ratio = self.kernels_timed_ratio
         return timed_ratio is not None and timed_ratio < _FEWEST_TIMED_RATIO
 
+    @property
+    def device_faults(self) -> tuple[str, ...]:
+        """A sentence on every state of a GPU that held back the probe and should not last."""
+        return tuple(
+            f"GPU {device.index} {fault}"
+            for device in self.devices
+            for fault in _faults_of(device.details)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
         return dataclasses.asdict(self)
@@ -170,6 +179,36 @@ class MachineProfile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
         write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
+
+
+# What slows a GPU's clocks down beyond its usual limit of power, by NVML's names.
+_THROTTLES = {
+    "HwSlowdown": "was slowed down by its hardware",
+    "HwThermalSlowdown": "was slowed down by heat",
+    "SwThermalSlowdown": "was slowed down by heat",
+    "HwPowerBrakeSlowdown": "was slowed down by the power supply",
+    "ApplicationsClocksSetting": "ran at clocks that someone has set",
+}
+# Limits differ by some watts between boards of one kind.
+_LOWERED_POWER_RATIO = 0.97
+
+
+def _faults_of(details: Mapping[str, str | int | float | bool | None]) -> Iterable[str]:
+    """What is wrong with a device of such details."""
+    reasons = f"{details.get('throttle_reasons_at_work') or details.get('throttle_reasons') or ''}"
+    yield from dict.fromkeys(_THROTTLES[name] for name in reasons.split(", ") if name in _THROTTLES)
+    limit, usual = details.get("power_limit_w"), details.get("power_limit_default_w")
+    if limit and usual and float(limit) < _LOWERED_POWER_RATIO * float(usual):
+        yield f"has a power limit of {limit:g} W, where {usual:g} W is usual"
+    if details.get("other_processes"):
+        yield "ran other programs too"
+    if details.get("ecc_uncorrected_errors"):
+        yield "had memory errors that could not be corrected"
+    if remapping := details.get("row_remapping"):
+        yield f"has memory rows whose replacement is {remapping}"
+    width, most = details.get("pcie_width"), details.get("pcie_width_most")
+    if width and most and width < most:  # type: ignore[operator]
+        yield f"has {width} of {most} PCIe lanes"
 
 
 _TABLE = "a table of names and values"

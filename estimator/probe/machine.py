@@ -43,6 +43,7 @@ from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, 
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
 from estimator.probe.grid.kernels import kernel_grid
+from estimator.probe.links.copies import host_link
 from estimator.tensors import ITEM_BYTES, OpCall
 
 _UPDATES = "updates: "
@@ -88,6 +89,9 @@ class Findings:
         elif part == "device":
             self.facts.update(message.get("facts", {}))
             self.sustained.update(message.get("sustained", {}))
+        elif part == "copies alone":
+            points = [(size, seconds) for size, seconds in message["points"]]
+            self.links.append(host_link(message["kind"], points, pinned=message["pinned"], flows=1))
         elif "memory_resident" in message:
             self.memory_resident = message["memory_resident"]
 
@@ -232,37 +236,61 @@ def _latest(points: Sequence[KernelPoint]) -> Iterable[KernelPoint]:
     return {json.dumps(dict(point.call), sort_keys=True): point for point in points}.values()
 
 
-def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:
+def with_best_rates(
+    devices: Sequence[Device],
+    points: Sequence[KernelPoint],
+    tf32_points: Sequence[KernelPoint] = (),
+) -> tuple[Device, ...]:
     """The devices with the best rates seen: matmuls and convolutions by dtype, a streaming sum.
 
-    What a datasheet already says of a device stays.
+    What a datasheet already says of a device stays. `tf32_points` are float32 matmuls on tensor
+    cores, where cuDNN's convolutions of float32 run too (torch.backends.cudnn.allow_tf32).
     """
     peaks: dict[str, float] = {}
-    bandwidth = 0.0
-    most_moved = 0
-    for point in points:
-        call = OpCall.decode(dict(point.call))
-        if call.target in ("aten.mm.default", "aten.addmm.default"):
-            left, right = call.inputs[-2:]
-            flops = 2.0 * math.prod(left.shape) * right.shape[1]
-            peaks[call.dtype] = max(peaks.get(call.dtype, 0.0), flops / point.warm_s)
-        elif call.target == "aten.convolution.default" and call.arguments[6] is False:
-            weight, out = call.inputs[1], call.outputs[0]
-            flops = 2.0 * out.numel * math.prod(weight.shape[1:])
-            peaks[call.dtype] = max(peaks.get(call.dtype, 0.0), flops / point.warm_s)
-        elif call.target == "aten.add.Tensor" and len(call.inputs) == 2:
-            moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)
-            contiguous = all(spec.strides is None for spec in call.inputs)
-            if moved > most_moved and contiguous:
-                most_moved, bandwidth = moved, moved / point.warm_s
+    for timed, in_tf32 in ((points, False), (tf32_points, True)):
+        for point in timed:
+            call = OpCall.decode(dict(point.call))
+            on_tensor_cores = in_tf32 or (call.target == _CONVOLUTION and devices[0].kind == "cuda")
+            is_rounded = on_tensor_cores and call.dtype == "float32"
+            dtype = "tfloat32" if is_rounded else call.dtype
+            if flops := _matrix_flops(call):
+                peaks[dtype] = max(peaks.get(dtype, 0.0), flops / point.warm_s)
+    bandwidth = _streamed_bytes_per_s(points)
     return tuple(
         replace(
             device,
             peak_flops_per_s={**peaks, **device.peak_flops_per_s},
-            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s or bandwidth or None,
+            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s or bandwidth,
         )
         for device in devices
     )
+
+
+_CONVOLUTION = "aten.convolution.default"
+_PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
+
+
+def _matrix_flops(call: OpCall) -> float:
+    """Of a matmul or a forward convolution; 0.0 of anything else."""
+    if call.target in _PRODUCTS:
+        left, right = call.inputs[_PRODUCTS[call.target] :][:2]
+        return 2.0 * math.prod(left.shape) * right.shape[1]
+    if call.target == _CONVOLUTION and call.arguments[6] is False:
+        return 2.0 * call.outputs[0].numel * math.prod(call.inputs[1].shape[1:])
+    return 0.0
+
+
+def _streamed_bytes_per_s(points: Sequence[KernelPoint]) -> float | None:
+    """What the largest sum of two contiguous tensors moved; None where none was timed."""
+    most_moved, rate = 0, None
+    for point in points:
+        call = OpCall.decode(dict(point.call))
+        if call.target != "aten.add.Tensor" or len(call.inputs) != 2:
+            continue
+        moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)
+        if moved > most_moved and all(spec.strides is None for spec in call.inputs):
+            most_moved, rate = moved, moved / point.warm_s
+    return rate
 
 
 Report = Callable[[str, float], None]
@@ -285,6 +313,7 @@ _JOBS = {
 _GPU_JOBS = {
     "preparing": _JOBS["preparing"],
     "device": ("devices.accelerator:measure_facts", 0.02),
+    "copies alone": ("links.copies:measure_host_copies", 0.03),
     **{part: _JOBS[part] for part in ("host", "cold reads", "updates", "kernels")},
 }
 
@@ -421,6 +450,7 @@ class _Probe:
             say=self._waits,
         )
         self._begun = time.monotonic()
+        self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
         """Measure part after part; each gets its share of the time that is left."""
@@ -436,12 +466,18 @@ class _Probe:
             try:
                 self.tell(part.name)
                 own_s = left_s * part.share / sum(each.share for each in rest)
+                began, timed = time.monotonic(), len(self._seconds)
                 part.measure(max(own_s, least_s * part.share))
+                if len(self._seconds) == timed:
+                    self._spend(part.name, began)
             except KeyboardInterrupt:
                 self._skip(rest[1:] if part.itemised else rest, "interrupted")
                 return
             except (ProbeError, ImportError) as error:
                 self.findings.missing.append(f"{part.name}: {error}")
+
+    def _spend(self, part: str, since: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.monotonic() - since
 
     def _waits(self, disturbance: str) -> None:
         self.tell(f"waiting: {disturbance}")
@@ -458,7 +494,9 @@ class _Probe:
         grid = kernel_grid(self.devices[0].kind, thorough=self.thorough)
         return MachineProfile(
             name=name,
-            devices=with_best_rates(findings.described(self.devices), findings.points),
+            devices=with_best_rates(
+                findings.described(self.devices), findings.points, findings.tf32_points
+            ),
             links=tuple(findings.links),
             collectives=tuple(findings.collectives),
             overlaps=tuple(findings.overlaps),
@@ -479,9 +517,13 @@ class _Probe:
                 source="measured",
                 at=findings.at,
                 samples=len(findings.points),
-                note=f"probed for {self._used_s():.0f} s",
+                note=f"probed for {self._used_s():.0f} s ({self._parts_in_words()})",
             ),
         )
+
+    def _parts_in_words(self) -> str:
+        """The seconds of the parts that took any, those of the pinned process by its jobs."""
+        return ", ".join(f"{part} {s:.0f}" for part, s in self._seconds.items() if s >= 0.5)
 
     def _used_s(self) -> float:
         return time.monotonic() - self._begun - self.watch.seen.waited_s
@@ -502,8 +544,8 @@ class _Probe:
                 _MachinePart("collectives", 0.11, self._watched(self._collectives)),
                 _MachinePart("contention", 0.06, self._watched(self._contention)),
                 _MachinePart("overlap", 0.12, self._watched(self._overlaps)),
+                _MachinePart("copies", 0.04, self._watched(self._copies)),
             ]
-        parts.append(_MachinePart("copies", 0.04, self._watched(self._copies)))
         if self.devices[0].kind == "cuda":
             parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
         return parts
@@ -554,15 +596,23 @@ class _Probe:
             usual_canary_s=self.watching.usual_canary_s if is_own else None,
         )
 
+        started = time.monotonic()
+
         def take(part: str, message: dict[str, Any]) -> None:
+            nonlocal started
             if part == WATCH:
                 if "waiting" in message:
                     self._waits(message["waiting"])
                 seen.update(message.get("seen", {}))
                 return
+            if not begun:
+                self._spend("starting", started)
+                started = time.monotonic()
             begun.add(part)
             if message == FINISHED:
                 finished.add(part)
+                self._spend(part, started)
+                started = time.monotonic()
             else:
                 self._take(part, message)
 

@@ -101,6 +101,8 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
             f"'{machine.name}' was disturbed when it was probed ({machine.interference}): "
             "intervals are wider for it; 'estimator probe' on a quiet machine mends that"
         )
+    if machine.device_faults:
+        found.append(f"when '{machine.name}' was probed, {'; '.join(machine.device_faults)}")
     if machine.is_cut:
         found.append(_cut_assumption(program))
     if is_known_by_datasheet(machine):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import MachineProfile, Provenance
+from estimator.machines.typical import device_memory
 from estimator.probe.devices.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.devices.backend import CudaBackend
 from estimator.probe.devices.calls import GridCall, TensorSource, grid_call, tensor
 from estimator.probe.devices.host import measure_host
 from estimator.probe.devices.inventory import read_gpus
+from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.updates import measure_updates
 from estimator.probe.grid.kernels import kernel_grid, measure_call
 from estimator.probe.machine import probe_machine
@@ -89,6 +92,12 @@ def test_a_short_probe_gives_a_whole_profile() -> None:
     assert {link.kind for link in profile.links} >= {"h2d", "d2h"}
     assert "bfloat16" in profile.devices[0].peak_flops_per_s
     assert profile.devices[0].details["half_attention"]
+    # Products on tensor cores do not count as those of float32.
+    peaks = profile.devices[0].peak_flops_per_s
+    assert peaks["float32"] < peaks.get("tfloat32", peaks["bfloat16"])
+    assert ("adamw", "fused") in {(update.optimizer, update.form) for update in profile.updates}
+    assert profile.kernels_timed_ratio is not None
+    assert profile.kernels_timed_ratio > 0.1
     assert MachineProfile.from_dict(profile.to_dict()) == profile
 
 
@@ -142,8 +151,17 @@ def test_a_graph_replays_and_its_peak_is_what_torch_allocates(
         del loss
     measured = torch.cuda.max_memory_allocated() - before
     predicted = peak_memory(bound, optimizer="adamw", strategy=Strategy(), ranks=1).total_bytes
-    # cuBLAS keeps a workspace of up to 32 MiB on Hopper, which the graph does not know of.
-    assert predicted == pytest.approx(measured, rel=0.05, abs=33 << 20)
+    # What cuBLAS and cuBLASLt keep for their own is beside live tensors: all of it on an H100 in
+    # bfloat16 (64 MiB, torch 2.11), half of it where only one of them runs.
+    kept = device_memory(profile_here(), communicators=0).workspaces_bytes
+    assert 0.97 * predicted <= measured <= 1.03 * predicted + kept
+
+
+def profile_here() -> MachineProfile:
+    """A profile that says no more than which GPU this is."""
+    (first, *_) = read_gpus()
+    first = replace(first, details={**first.details, **device_facts(torch, 0)})
+    return MachineProfile(name="here", devices=(first,), provenance=Provenance(source="measured"))
 
 
 # Last: a call that breaks the device's context breaks it for all that follow in this process.
@@ -155,6 +173,19 @@ def smallest_of_each_operator() -> Iterator[GridCall]:
         if known is None or each.read_bytes + each.flops < known.read_bytes + known.flops:
             smallest[key] = each
     yield from smallest.values()
+
+
+def test_a_library_that_refuses_a_call_does_not_lose_the_device(backend: CudaBackend) -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(1 << 50, device=backend.device)
+    with pytest.raises(RuntimeError):
+        torch.mm(torch.ones(2, 3, device=backend.device), torch.ones(2, 3, device=backend.device))
+    assert not backend.is_lost()
+
+
+def test_the_canary_fills_the_device(backend: CudaBackend) -> None:
+    # A millisecond at the peak of its architecture, and most of that is reached.
+    assert 1e-3 < canary_s(backend, repeats=5) < 1e-2
 
 
 def test_every_operator_of_the_cuda_grid_runs(backend: CudaBackend) -> None:

@@ -72,10 +72,10 @@ def test_parts_share_what_is_left_and_none_starts_after_the_budget(
 
     monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=10.0)
-    # 0.95 of the budget is planned; one device's parts have shares of 0.76, 0.02, 0.02 and 0.04.
-    assert given == [pytest.approx(10.0 * 0.95 * 0.76 / 0.84)]
+    # 0.95 of the budget is planned; one device's parts have shares of 0.76, 0.02 and 0.02.
+    assert given == [pytest.approx(10.0 * 0.95 * 0.76 / 0.80)]
     assert "first touch: the budget was over" in profile.missing
-    assert "copies: the budget was over" in profile.missing
+    assert "input: the budget was over" in profile.missing
 
 
 def test_a_short_probe_that_takes_too_long_loses_none_of_its_parts(
@@ -92,8 +92,8 @@ def test_a_short_probe_that_takes_too_long_loses_none_of_its_parts(
     monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=10.0)
     assert not any("budget" in part for part in profile.missing)
-    # After 11 of 10 s first touch and input still have a quarter of 0.02 of 0.84 each.
-    assert given[1:] == pytest.approx([10.0 * 0.95 * 0.02 / 0.84 / 4] * 2)
+    # After 11 of 10 s first touch and input still have a quarter of 0.02 of 0.80 each.
+    assert given[1:] == pytest.approx([10.0 * 0.95 * 0.02 / 0.80 / 4] * 2)
 
 
 def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +165,22 @@ def test_a_devices_best_rates_come_from_products_and_the_largest_sum() -> None:
     # 2 · 100³ flops in 0.1 ms; three arrays of 4 MB in 1 ms.
     assert rated.peak_flops_per_s == {"float32": pytest.approx(2e10)}
     assert rated.memory_bandwidth_bytes_per_s == pytest.approx(1.2e10)
+
+
+def test_convolutions_of_float32_run_on_tensor_cores_of_gpus() -> None:
+    gpu = Device(kind="cuda", index=0, name="gpu", memory_bytes=1)
+    x, weight = TensorSpec((1, 10, 10, 10)), TensorSpec((20, 10, 1, 1))
+    steps, nothing, one = (1, 1), (0, 0), (1, 1)
+    convolution = point("aten.convolution.default", (x, weight), 5e-7)
+    arguments = (x, weight, None, steps, nothing, one, False, nothing, 1)
+    call = OpCall("aten.convolution.default", arguments, (), (TensorSpec((1, 20, 10, 10)),))
+    convolution = replace(convolution, call=call.encode())
+    square = TensorSpec((100, 100))
+    exact = point("aten.mm.default", (square, square), 1e-4)
+    rounded = point("aten.mm.default", (square, square), 5e-5)
+    (rated,) = with_best_rates([gpu], [convolution, exact], [rounded])
+    # 2 · 100³ flops in 0.1 ms and in 50 µs; 2 · 2000 · 10 flops of the convolution in 0.5 µs.
+    assert rated.peak_flops_per_s == pytest.approx({"float32": 2e10, "tfloat32": 8e10})
 
 
 def test_settings_that_change_speed_are_recorded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -76,6 +77,9 @@ class Backend(Protocol):
     def warm_up(self, seconds: float) -> None:
         """Work until the clocks are where sustained work keeps them."""
 
+    def is_lost(self) -> bool:
+        """Whether this process cannot use the device any more."""
+
 
 class CpuBackend:
     """Times calls with perf_counter; the calling process is expected to be pinned already."""
@@ -142,6 +146,9 @@ class CpuBackend:
         end = self._clock() + seconds
         while self._clock() < end:
             torch.mm(block, block)
+
+    def is_lost(self) -> bool:
+        return False
 
 
 class CudaBackend:
@@ -269,6 +276,74 @@ class CudaBackend:
             self.synchronize()
         tiny = torch.ones(16, device=self.device)
         self.measure_events(lambda _: torch.neg(tiny))
+
+    def is_lost(self) -> bool:
+        """After an error of a kernel (an illegal address, a failed assertion) every call fails.
+
+        Not after one that a library returned, nor where memory ran out: the context lives on. Only
+        asking for something tells them apart (cudaGetLastError in the CUDA runtime's manual,
+        "sticky" errors).
+        """
+        try:
+            self._cuda.synchronize()
+            self._mark()
+            self._cuda.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+
+# Cycles of a GPU in which the host queues some tens of calls of NCCL.
+_SPUN_AHEAD = 3_000_000
+
+
+def device_seconds(call: Callable[[], object], cuda: Any, *, meet: Callable[[], object]) -> float:
+    """Seconds from what `meet` queues to the end of `call`, by the device's own clock.
+
+    Both are queued behind a spinning kernel: how long the host takes to issue them does not count.
+    """
+    cuda.synchronize()
+    cuda._sleep(_SPUN_AHEAD)
+    meet()
+    begun, ended = (cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    call()
+    ended.record()
+    cuda.synchronize()
+    # Event.elapsed_time is in milliseconds.
+    return max(float(begun.elapsed_time(ended)) * 1e-3, _SHORTEST_S)
+
+
+# Dense bfloat16 products of a multiprocessor and clock, by the first number of the compute
+# capability (architecture whitepapers of V100, A100, H100 and Blackwell).
+_FLOPS_PER_CLOCK = {7: 1024, 8: 2048, 9: 4096}
+_FLOPS_PER_CLOCK_LATER = 8192
+_USUAL_CLOCK_HZ = 1.8e9
+_FILLING_S = 1e-3
+_SIDE_STEP = 256
+
+
+def filling_side(backend: Backend) -> int:
+    """The side of square bfloat16 matrices whose product takes a GPU a millisecond at its peak."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(backend.index)
+    per_clock = _FLOPS_PER_CLOCK.get(facts.major, _FLOPS_PER_CLOCK_LATER)
+    flops = _FILLING_S * facts.multi_processor_count * per_clock * _USUAL_CLOCK_HZ
+    return math.ceil((flops / 2) ** (1 / 3) / _SIDE_STEP) * _SIDE_STEP
+
+
+def square_matmul(backend: Backend, side: int) -> Callable[[int], object]:
+    """A product of float32 matrices of a side on CPUs, on GPUs of bfloat16 ones that fill them."""
+    import torch
+
+    on_cuda = backend.kind == "cuda"
+    side = filling_side(backend) if on_cuda else side
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    left, right, out = (
+        torch.randn(side, side, device=backend.device, dtype=dtype) for _ in range(3)
+    )
+    return lambda _: torch.mm(left, right, out=out)
 
 
 def _flights(count: int) -> Iterator[range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,8 @@ class GridCall:
     order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is
     all there is. A gradient that needs what only its forward call can make (a library's workspace)
     `follows` that call; its last tensor is then the one that call `handed` over, by default the
-    last it returned. `math` is "tf32" where float32 matmuls shall run on tensor cores.
+    last it returned. `math` is "tf32" where float32 matmuls shall run on tensor cores. CUDA holds
+    the inputs numbered in `statistics` in float32, whatever dtype the others are in.
     """
 
     call: OpCall
@@ -122,6 +124,7 @@ class GridCall:
     follows: GridCall | None = None
     handed: int = -1
     math: str = ""
+    statistics: tuple[int, ...] = ()
 
     @property
     def read_bytes(self) -> int:
@@ -159,6 +162,7 @@ def grid_call(
     counting: tuple[int, ...] = (),
     follows: GridCall | None = None,
     handed: int = -1,
+    statistics: tuple[int, ...] = (),
     **keywords: Any,
 ) -> GridCall:
     """A call of ``aten.<target>``; lists stand for lists of the operator."""
@@ -174,6 +178,7 @@ def grid_call(
         counting=counting,
         follows=follows,
         handed=handed,
+        statistics=statistics,
     )
 
 
@@ -198,20 +203,45 @@ def interleave(families: Iterable[Sequence[GridCall]]) -> list[GridCall]:
     return list({(call.call, call.math): call for _, _, call in placed}.values())
 
 
-def in_dtype(grid_calls: Iterable[GridCall], dtype: str) -> list[GridCall]:
-    """The same calls with every float32 tensor, and every mention of it, in another dtype."""
+def thinned(grid_calls: Iterable[GridCall], step: int) -> list[GridCall]:
+    """Every `step`-th call of each operator, its first one included: no operator is lost."""
+    numbers: dict[str, int] = {}
+    kept = []
+    for each in grid_calls:
+        number = numbers.get(each.call.target, 0)
+        numbers[each.call.target] = number + 1
+        if number % step == 0:
+            kept.append(each)
+    return kept
+
+
+def in_dtype(
+    grid_calls: Iterable[GridCall], dtype: str, *, on_cuda: bool = False
+) -> list[GridCall]:
+    """The same calls with every float32 tensor, and every mention of it, in another dtype.
+
+    Those that name a dtype by a keyword are left out; `on_cuda` statistics stay in float32.
+    """
     return [
-        replace(each, call=replace(each.call, arguments=_retyped(each.call.arguments, dtype)))
+        _retyped_call(each, dtype, on_cuda=on_cuda)
         for each in grid_calls
-        if not each.call.keywords
+        if "dtype" not in dict(each.call.keywords)
     ]
 
 
-def _retyped(tree: Any, dtype: str) -> Any:
+def _retyped_call(each: GridCall, dtype: str, *, on_cuda: bool) -> GridCall:
+    kept = each.statistics if on_cuda else ()
+    arguments = _retyped(each.call.arguments, dtype, kept, itertools.count())
+    follows = each.follows and _retyped_call(each.follows, dtype, on_cuda=on_cuda)
+    return replace(each, call=replace(each.call, arguments=arguments), follows=follows)
+
+
+def _retyped(tree: Any, dtype: str, kept: Sequence[int], numbers: Iterator[int]) -> Any:
     if isinstance(tree, TensorSpec):
-        return replace(tree, dtype=dtype) if tree.dtype == "float32" else tree
+        changes = next(numbers) not in kept and tree.dtype == "float32"
+        return replace(tree, dtype=dtype) if changes else tree
     if isinstance(tree, tuple):
-        return tuple(_retyped(item, dtype) for item in tree)
+        return tuple(_retyped(item, dtype, kept, numbers) for item in tree)
     return f"torch.{dtype}" if tree == "torch.float32" else tree
 
 

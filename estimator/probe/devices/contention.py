@@ -9,15 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from estimator.machines.profile import Contention, Device, DeviceKind, Provenance
-from estimator.probe.devices.backend import keep_memory_resident, open_backend
+from estimator.probe.devices.backend import (
+    Backend,
+    filling_side,
+    keep_memory_resident,
+    open_backend,
+    square_matmul,
+)
 
 Bound = Literal["compute", "memory", "update"]
 
 # Streaming sums beyond any private cache first: if time runs out, those tell the most.
-_ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
+_ADDED_BYTES: dict[DeviceKind, tuple[int, ...]] = {
+    "cpu": (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10),
+    # A GPU has its memory to itself: one size, which takes the fastest of them a millisecond.
+    "cuda": (6 << 30,),
+}
 _ADDED_FIRST = 3
-_UPDATED_PARAMETERS = 4_000_000
+_UPDATED_PARAMETERS: dict[DeviceKind, int] = {"cpu": 4_000_000, "cuda": 64_000_000}
 _MATMUL_SIDE = 512
+# Calls of a GPU that are timed at once.
+_FLIGHT = 4
 _LEAST_CALLS = 3
 # Rounds of each case; of matmuls more, since they tell how unlike ranks run.
 _ROUNDS, _MATMUL_ROUNDS = 3, 10
@@ -105,12 +117,12 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
     backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     if kind == "cpu":
         keep_memory_resident()
-    rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES)) * _ROUNDS
+    rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES[kind])) * _ROUNDS
     window_s = arguments["budget_s"] / (rounds * (world_size + 1))
     window_s = min(_LONGEST_WINDOW_S, max(_SHORTEST_WINDOW_S, window_s))
     found: list[dict[str, Any]] = []
     end = time.monotonic() + arguments["budget_s"]
-    for bound, size, call in _cases(backend.device):
+    for bound, size, call in _cases(backend):
         # All ranks stop at the same case.
         over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
         dist.all_reduce(over)
@@ -144,17 +156,20 @@ def _window(backend: Any, call: Callable[[int], object], window_s: float) -> lis
     seconds: list[float] = []
     end = time.perf_counter() + window_s
     while len(seconds) < _LEAST_CALLS or time.perf_counter() < end:
-        seconds += backend.time_calls(call, repeats=1 if backend.kind == "cpu" else 20)
+        seconds += backend.time_calls(call, repeats=1 if backend.kind == "cpu" else _FLIGHT)
     return seconds
 
 
-def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
+def _cases(backend: Backend) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
     """(bound, bytes touched, call): matmuls, streaming sums, optimizer steps."""
     import torch
 
+    device, added_bytes = backend.device, _ADDED_BYTES[backend.kind]
+    on_cuda, parameters = backend.kind == "cuda", _UPDATED_PARAMETERS[backend.kind]
+    matmul_bytes = 6 * filling_side(backend) ** 2 if on_cuda else 12 * _MATMUL_SIDE**2
     left = torch.randn(_MATMUL_SIDE, _MATMUL_SIDE, device=device)
     matmul = torch.empty_like(left)
-    weight = torch.nn.Parameter(torch.ones(_UPDATED_PARAMETERS, device=device))
+    weight = torch.nn.Parameter(torch.ones(parameters, device=device))
     weight.grad = torch.full_like(weight, 0.01)
     stepper = torch.optim.AdamW([weight], lr=1e-4)
     stepper.step()
@@ -164,10 +179,11 @@ def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
         return lambda _: torch.add(a, b, out=c)
 
     # What most of a step runs at first, since a busy machine may not come to the end.
-    yield "compute", 3 * 4 * _MATMUL_SIDE**2, lambda _: torch.mm(left, left, out=matmul)
-    for size in _ADDED_BYTES[:_ADDED_FIRST]:
+    filling = square_matmul(backend, _MATMUL_SIDE) if on_cuda else None
+    yield "compute", matmul_bytes, filling or (lambda _: torch.mm(left, left, out=matmul))
+    for size in added_bytes[:_ADDED_FIRST]:
         yield "memory", size, sum_of(size)
     # Weight, gradient and two moments in float32.
-    yield "update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()
-    for size in _ADDED_BYTES[_ADDED_FIRST:]:
+    yield "update", 16 * parameters, lambda _: stepper.step()
+    for size in added_bytes[_ADDED_FIRST:]:
         yield "memory", size, sum_of(size)

@@ -226,12 +226,20 @@ def import_nvml() -> Any:
     return pynvml
 
 
-def read_gpus(nvml: Any = None) -> tuple[Device, ...]:
-    """Every NVIDIA GPU with its bus, clocks and links; empty where there is no driver.
+def read_gpus(
+    nvml: Any = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> tuple[Device, ...]:
+    """The NVIDIA GPUs that torch sees here, in its order; empty where there is no driver.
 
-    Raises ProbeError where there is a driver and it does not answer.
+    CUDA_VISIBLE_DEVICES of the `environment` chooses and orders them. One that is divided into
+    MIG instances is left out beside others, and stands for its first instance alone. Raises
+    ProbeError where there is a driver and it does not answer.
     """
     nvml = import_nvml() if nvml is None else nvml
+    environment = os.environ if environment is None else environment
     if nvml is None:
         return ()
     try:
@@ -246,8 +254,8 @@ def read_gpus(nvml: Any = None) -> tuple[Device, ...]:
             f"the NVIDIA driver does not answer ({error}); run nvidia-smi and mend what it reports"
         ) from None
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        return tuple(_read_gpu(nvml, index, handles) for index in range(len(handles)))
+        handles = visible_handles(nvml, environment.get("CUDA_VISIBLE_DEVICES"))
+        return tuple(_read_gpu(nvml, index, handles, root) for index in range(len(handles)))
     except nvml.NVMLError as error:
         raise ProbeError(
             f"the NVIDIA driver cannot list its GPUs ({error}); run nvidia-smi and mend what it "
@@ -269,23 +277,86 @@ def nvml_answer(nvml: Any, question: str, *arguments: Any) -> Any:
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
-def _read_gpu(nvml: Any, index: int, handles: list[Any]) -> Device:
+def visible_handles(nvml: Any, visible: str | None) -> list[Any]:
+    """The driver's handles of the GPUs that a value of CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    Its entries are numbers or beginnings of the UUIDs of GPUs or MIG instances; the first that
+    names none hides all behind it (CUDA C++ programming guide, environment variables).
+    """
+    count = nvml.nvmlDeviceGetCount()
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    if visible is None:
+        whole = [handle for handle in handles if not _has_mig(nvml, handle)]
+        return whole or [each for each in handles[:1] for each in _instances(nvml, each)[:1]]
+    by_uuid = {nvml_answer(nvml, "nvmlDeviceGetUUID", handle): handle for handle in handles}
+    for handle in handles:
+        for instance in _instances(nvml, handle):
+            by_uuid[nvml_answer(nvml, "nvmlDeviceGetUUID", instance)] = instance
+    found: list[Any] = []
+    for entry in (each.strip() for each in visible.split(",")):
+        if entry.isdecimal() and int(entry) < count:
+            handle = handles[int(entry)]
+            found += _instances(nvml, handle)[:1] if _has_mig(nvml, handle) else [handle]
+            continue
+        alike = [each for uuid, each in by_uuid.items() if uuid and uuid.startswith(entry)]
+        if not entry or len(alike) != 1:
+            break
+        found += alike
+    return found
+
+
+def _has_mig(nvml: Any, handle: Any) -> bool:
+    modes = nvml_answer(nvml, "nvmlDeviceGetMigMode", handle)
+    return bool(modes and modes[0])
+
+
+def _instances(nvml: Any, handle: Any) -> list[Any]:
+    """The MIG instances of a GPU that is divided into them."""
+    most = nvml_answer(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    if not _has_mig(nvml, handle):
+        return []
+    found = (
+        nvml_answer(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(most)
+    )
+    return [each for each in found if each is not None]
+
+
+def _numa_node(nvml: Any, handle: Any, root: Path) -> int | None:
+    """The node that a GPU hangs on, by its PCI address; the driver itself knows it on few hosts."""
+    bus = nvml_answer(nvml, "nvmlDeviceGetPciInfo", handle)
+    address = getattr(bus, "busId", b"")
+    address = address.decode() if isinstance(address, bytes) else str(address)
+    # NVML writes the PCI domain in eight digits, the kernel in four.
+    text = _read(root / f"sys/bus/pci/devices/{address.lower()[-12:]}/numa_node").strip()
+    if not text:
+        text = str(nvml_answer(nvml, "nvmlDeviceGetNumaNodeId", handle))
+    return int(text) if text.isdecimal() else None
+
+
+def _read_gpu(nvml: Any, index: int, handles: list[Any], root: Path) -> Device:
     handle = handles[index]
     name = nvml.nvmlDeviceGetName(handle)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    node = nvml_answer(nvml, "nvmlDeviceGetNumaNodeId", handle)
+    # What an instance shares with the others of its GPU, the driver tells of the GPU alone.
+    whole = nvml_answer(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+    is_instance = whole is not None and bool(
+        nvml_answer(nvml, "nvmlDeviceIsMigDeviceHandle", handle)
+    )
+    whole = whole if is_instance else handle
     return Device(
         kind="cuda",
         index=index,
         name=name.decode() if isinstance(name, bytes) else name,
         memory_bytes=int(memory.total),
-        numa_node=node if isinstance(node, int) and node >= 0 else None,
+        numa_node=_numa_node(nvml, whole, root),
         details={
-            **_bus_facts(nvml, handle),
-            **clock_facts(nvml, handle),
+            **_bus_facts(nvml, whole),
+            **clock_facts(nvml, whole),
             **_peer_facts(nvml, index, handles),
-            "nvlink_links": _nvlinks(nvml, handle),
+            **_error_facts(nvml, whole),
+            "nvlink_links": _nvlinks(nvml, whole),
             "other_processes": _other_processes(nvml, handle),
+            "mig_instance": is_instance,
         },
     )
 
@@ -299,18 +370,41 @@ def _bus_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
     }
 
 
+def _error_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
+    """Whether memory is corrected, what could not be since the driver was loaded, and what waits
+    for a reset to be replaced."""
+    modes = nvml_answer(nvml, "nvmlDeviceGetEccMode", handle)
+    # NVML_MEMORY_ERROR_TYPE_UNCORRECTED is 1, NVML_VOLATILE_ECC 0.
+    uncorrected = nvml_answer(nvml, "nvmlDeviceGetTotalEccErrors", handle, 1, 0)
+    rows = nvml_answer(nvml, "nvmlDeviceGetRemappedRows", handle)
+    return {
+        "ecc": bool(modes[0]) if modes else None,
+        "ecc_uncorrected_errors": uncorrected,
+        # (corrected, uncorrected, whether one is pending, whether one failed)
+        "row_remapping": None
+        if rows is None
+        else "failed"
+        if rows[3]
+        else "pending"
+        if rows[2]
+        else "",
+    }
+
+
 def clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
     """Clocks, power and what holds them back, at this moment."""
     streaming = getattr(nvml, "NVML_CLOCK_SM", 1)
     memory = getattr(nvml, "NVML_CLOCK_MEM", 2)
     power = nvml_answer(nvml, "nvmlDeviceGetPowerUsage", handle)
     limit = nvml_answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
+    usual = nvml_answer(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
     return {
         "sm_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, streaming),
         "sm_clock_most_mhz": nvml_answer(nvml, "nvmlDeviceGetMaxClockInfo", handle, streaming),
         "memory_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, memory),
         "power_w": None if power is None else power / 1000,
         "power_limit_w": None if limit is None else limit / 1000,
+        "power_limit_default_w": None if usual is None else usual / 1000,
         "throttle_reasons": _throttle_reasons(nvml, handle),
     }
 

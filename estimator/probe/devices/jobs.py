@@ -17,25 +17,18 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, MachineProfile
-from estimator.probe.devices.backend import Backend, CpuBackend, open_backend
+from estimator.probe.devices.backend import Backend, CpuBackend, open_backend, square_matmul
 from estimator.probe.devices.interference import InterferenceWatch, read_cpu_times
 from estimator.probe.devices.inventory import read_cpu
 
-_CANARY_SIDE = 512
+_CANARY_SIDE, _CANARY_WARM_UPS = 512, 3
 
 
 def canary_s(backend: Backend, *, repeats: int = 21) -> float:
-    """Median seconds of a 512 × 512 × 512 float32 matmul."""
-    import torch
-
-    side = (_CANARY_SIDE, _CANARY_SIDE)
-    left = torch.randn(side, device=backend.device)
-    right = torch.randn(side, device=backend.device)
-    out = torch.empty(side, device=backend.device)
-    backend.time_calls(lambda _: torch.mm(left, right, out=out), repeats=3)
-    return statistics.median(
-        backend.time_calls(lambda _: torch.mm(left, right, out=out), repeats=repeats)
-    )
+    """Median seconds of a 512 × 512 × 512 float32 matmul; on a GPU of a bfloat16 one to fill it."""
+    matmul = square_matmul(backend, _CANARY_SIDE)
+    backend.time_calls(matmul, repeats=_CANARY_WARM_UPS)
+    return statistics.median(backend.time_calls(matmul, repeats=repeats))
 
 
 def slowdown_ratio(profile: MachineProfile) -> float | None:

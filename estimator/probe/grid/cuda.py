@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from estimator.probe.devices.calls import GridCall, channels_innermost, grid_call, indices, tensor
+from estimator.probe.devices.calls import (
+    GridCall,
+    channels_innermost,
+    grid_call,
+    in_dtype,
+    indices,
+    tensor,
+)
 from estimator.probe.grid.matmuls import batched_matmuls, convolutions, heads_inside, matmuls
 from estimator.probe.grid.memory_bound import (
+    batch_norm,
     embedding_bag,
     layer_norm,
     likelihood,
@@ -168,6 +176,25 @@ def large_matmuls() -> list[GridCall]:
 def matmuls_in_tf32() -> list[GridCall]:
     """The float32 matmuls once more, on tensor cores."""
     return [replace(call, math="tf32") for call in large_matmuls()]
+
+
+def matmuls_in_float8() -> list[GridCall]:
+    """Linear layers of float8 with one scale for each matrix, as Hopper and later run them."""
+    calls = []
+    for rows, inner, columns in _LINEAR:
+        if rows % 16 or inner % 16 or columns % 16:
+            continue
+        x = tensor(rows, inner, dtype="float8_e4m3fn")
+        weight = tensor(inner, columns, dtype="float8_e4m3fn", strides=(1, inner))
+        calls.append(
+            grid_call(
+                "_scaled_mm.default",
+                *(x, weight, tensor(), tensor(), None, None, "torch.bfloat16"),
+                flops=2.0 * rows * inner * columns,
+                positive=(2, 3),
+            )
+        )
+    return calls
 
 
 def large_convolutions(*, gradient: bool = False) -> list[GridCall]:
@@ -395,25 +422,27 @@ _IMAGES = (
 )
 
 
-def batch_norms_by_cudnn() -> list[GridCall]:
-    """cuDNN's batch norm in training, statistics in float32 whatever the images are in."""
+def batch_norms() -> list[GridCall]:
+    """Batch norm in training: cuDNN's of float32 images, torch's own of bfloat16 ones.
+
+    cuDNN's takes no bfloat16 (use_cudnn of aten/src/ATen/native/Normalization.cpp).
+    """
     calls = []
-    for batch, channels, side in _IMAGES:
-        row = tensor(channels)
-        for dtype in ("float32", "bfloat16"):
-            x = tensor(batch, channels, side, side, dtype=dtype)
-            forward = grid_call(
-                "cudnn_batch_norm.default",
-                *(x, row, row, row, row, True, 0.1, 1e-5),
-                positive=(1, 2, 3, 4),
-            )
-            backward = grid_call(
-                "cudnn_batch_norm_backward.default",
-                *(x, x, row, row, row, row, row, 1e-5, TensorSpec((0,), "uint8")),
-                positive=(2, 3, 4, 5, 6),
-                follows=forward,
-            )
-            calls += [forward, backward]
+    for shape in _IMAGES:
+        forward, backward = batch_norm(*shape)
+        x, row = tensor(shape[0], shape[1], shape[2], shape[2]), tensor(shape[1])
+        by_cudnn = grid_call(
+            "cudnn_batch_norm.default",
+            *(x, row, row, row, row, True, 0.1, 1e-5),
+            positive=(1, 2, 3, 4),
+        )
+        gradient = grid_call(
+            "cudnn_batch_norm_backward.default",
+            *(x, x, row, row, row, row, row, 1e-5, TensorSpec((0,), "uint8")),
+            positive=(2, 3, 4, 5, 6),
+            follows=by_cudnn,
+        )
+        calls += [by_cudnn, gradient, *in_dtype([forward, backward], "bfloat16", on_cuda=True)]
     return calls
 
 

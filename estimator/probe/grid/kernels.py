@@ -27,6 +27,7 @@ from estimator.probe.devices.calls import (
     output_tensors,
     real_arguments,
     spec_of,
+    thinned,
 )
 from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.devices.jobs import Emit
@@ -38,7 +39,7 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
     dense, light = _dense(), _light()
     if kind == "cuda":
-        return _cuda_grid(dense, light)
+        return _cuda_grid([*dense, *light], thorough=thorough)
     own = [matmuls.attention_on_cpu(), matmuls.recurrent_on_cpu()]
     grid = interleave([*dense, *own, *light])
     if not thorough:
@@ -46,11 +47,23 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     return grid + interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
 
 
-def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list[GridCall]:
-    """The sizes that fill a GPU in every dtype that its matmuls take; then every other small one.
+# Of each operator every so many calls on a GPU. Sizes that fill it are timed in bfloat16 above all;
+# small ones, of the grid for CPUs, take as long as their launch, which is alike for all of them.
+_FLOAT32, _TF32, _FLOAT16, _SMALL, _SMALL_LOW = 2, 3, 6, 6, 9
 
-    Small calls are bound by their launch, which is alike for all of them.
+
+def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]:
+    """The sizes that fill a GPU in every dtype that its matmuls take, among them small ones.
+
+    Where `thorough`, all of them in all dtypes.
     """
+
+    def some(family: list[GridCall], step: int) -> list[GridCall]:
+        return thinned(family, 1 if thorough else step)
+
+    def low(family: list[GridCall], dtype: str = "bfloat16") -> list[GridCall]:
+        return in_dtype(family, dtype, on_cuda=True)
+
     matmuls = cuda.large_matmuls()
     large = [
         matmuls,
@@ -63,16 +76,21 @@ def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list
         cuda.pools(),
     ]
     own = [
-        cuda.matmuls_in_tf32(),
+        some(cuda.matmuls_in_tf32(), _TF32),
+        some(cuda.matmuls_in_float8(), _FLOAT32),
         cuda.attention(),
         cuda.recurrent(),
-        cuda.batch_norms_by_cudnn(),
+        cuda.batch_norms(),
+        low(some(matmuls, _FLOAT16), "float16"),
     ]
-    low = [in_dtype(family, "bfloat16") for family in [*large, cuda.recurrent()]]
-    low.append(in_dtype(matmuls[::3], "float16"))
-    small = [family[::2] for family in [*dense, *light]]
-    small_low = [in_dtype(family, "bfloat16") for family in [*small[:4], *small[4:12]]]
-    return interleave([interleave([*large, *own, *low]), interleave([*small, *small_low])])
+    return interleave(
+        [
+            interleave([low(family) for family in (*large, cuda.recurrent())]),
+            interleave([*(some(family, _FLOAT32) for family in large), *own]),
+            interleave([some(family, _SMALL) for family in small]),
+            interleave([low(some(family, _SMALL_LOW)) for family in small]),
+        ]
+    )
 
 
 def _dense() -> list[list[GridCall]]:
@@ -105,12 +123,12 @@ def _light() -> list[list[GridCall]]:
 
 # Until a GPU's clocks are those of work; cores need only threads and caches.
 _WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
-# Calls of a CUDA device are timed in flights of 64, and disturbed far less.
-_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 64}
+# Calls of a CUDA device are timed in flights, and disturbed far less.
+_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 24}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
 _FEW_REPEATS, _LONG_CALL_S = 3, 0.004
 # Cold calls take several times as long as warm ones, and their inputs are cut anew for each.
-_WARM_S, _COLD_S = 0.004, 0.002
+_WARM_S, _COLD_S = {"cpu": 0.004, "cuda": 0.002}, {"cpu": 0.002, "cuda": 0.001}
 # Below this a call is all dispatch; below that share of its time, reading its bytes from main
 # memory (no device takes longer than this for one, most a third) is lost in the noise.
 _NO_COLD_BELOW_BYTES = 16 << 10
@@ -130,8 +148,6 @@ _MOST_SETS = 6
 _SPARE_OUTPUTS = 2
 # The ring of outputs stays within memory that was touched when the process began.
 _RING_BYTES = 192 << 20
-# What torch says of an error after which a process cannot use its GPU any more.
-_LOST_DEVICE = "CUDA error:"
 # Between two looks at what others do; CPU times of Linux advance in ticks of 10 ms.
 _PIECE_S = 1.0
 # A repeat that took this much longer than the quickest quarter was held up by others.
@@ -188,7 +204,7 @@ def measure_kernels(
             except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
                 reason = str(error).splitlines()[0][:120]
                 lacking[f"{grid_call.call.target}: {reason}"] = None
-                is_lost = _LOST_DEVICE in str(error)
+                is_lost = backend.is_lost()
             if is_lost or time.monotonic() >= stop_at:
                 return
 
@@ -245,7 +261,8 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
 
         positional, keywords = arguments()
         outputs = [spec_of(t) for t in output_tensors(operator(*positional, **keywords))]
-        warm = _repeat(backend, lambda _: operator(*positional, **keywords), _WARM_S)
+        wanted_s = _WARM_S[backend.kind]
+        warm = _repeat(backend, lambda _: operator(*positional, **keywords), wanted_s)
         warm_s = agreed_s(warm)
         written = sum(spec.storage_bytes for spec in outputs)
         cold_s = None
@@ -316,7 +333,7 @@ def _cold_s(
     caches are flushed once all are made; from then on each call meets inputs and outputs that were
     not touched since. Results that are views or in-place hold no memory of their own.
     """
-    repeats = _repeats(backend, warm_s, _COLD_S)
+    repeats = _repeats(backend, warm_s, _COLD_S[backend.kind])
     sets = None
     has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
     if has_scratch:

@@ -217,6 +217,26 @@ def layer_norm(rows: int, columns: int) -> list[GridCall]:
             "native_layer_norm_backward.default",
             *(x, x, [columns], column, column, row, row, [True, True, True]),
             positive=(3,),
+            statistics=(2, 3),
+        ),
+    ]
+
+
+def batch_norm(batch: int, channels: int, side: int) -> list[GridCall]:
+    """Batch normalisation of square images in training, and its gradients."""
+    x, row = tensor(batch, channels, side, side), tensor(channels)
+    return [
+        grid_call(
+            "native_batch_norm.default",
+            *(x, row, row, row, row, True, 0.1, 1e-5),
+            positive=(1, 2, 3, 4),
+            statistics=(1, 2, 3, 4),
+        ),
+        grid_call(
+            "native_batch_norm_backward.default",
+            *(x, x, row, row, row, row, row, True, 1e-5, [True, True, True]),
+            positive=(2, 3, 4, 5, 6),
+            statistics=(2, 3, 4, 5, 6),
         ),
     ]
 
@@ -250,19 +270,7 @@ def normalisations() -> list[GridCall]:
         (8, 400, 4),
         (24, 640, 5),
     ):
-        x, row = tensor(batch, channels, side, side), tensor(channels)
-        calls += [
-            grid_call(
-                "native_batch_norm.default",
-                *(x, row, row, row, row, True, 0.1, 1e-5),
-                positive=(1, 2, 3, 4),
-            ),
-            grid_call(
-                "native_batch_norm_backward.default",
-                *(x, x, row, row, row, row, row, True, 1e-5, [True, True, True]),
-                positive=(2, 3, 4, 5, 6),
-            ),
-        ]
+        calls += batch_norm(batch, channels, side)
     for batch, channels, side in ((4, 64, 24), (8, 160, 16), (2, 32, 64)):
         x, row, groups = tensor(batch, channels, side, side), tensor(channels), 8
         sums = tensor(batch, groups)

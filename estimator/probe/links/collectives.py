@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
+from estimator.probe.devices.backend import device_seconds
 from estimator.probe.devices.ranks import report, run_on_devices
 from estimator.probe.links.copies import fit_line
 from estimator.units import KIB, MIB
@@ -42,9 +43,10 @@ _BLOCKING_RATIO = 0.42
 _BLOCKING_SIZES_BYTES = (32 * KIB, 512 * KIB, 4 * MIB)
 _WINDOWS_S = (0.0, 1e-3, 6e-3)
 _MATMUL_SIDE = 256
-# Calls of gloo are timed as DDP makes them, one after the other without waiting, as many as move so
-# many bytes and at most eight: in a queue some of what ranks wait for passes beside other calls.
-_QUEUED_BYTES, _MOST_QUEUED = 32 * MIB, 8
+# Calls are timed as DDP makes them, one after the other without waiting, as many as move so many
+# bytes and at most so many: in a queue some of what ranks of gloo wait for passes beside other
+# calls, and what it takes to start and to time NCCL's calls is shared by more of them.
+_QUEUED = {"cpu": (32 * MIB, 8), "cuda": (256 * MIB, 20)}
 
 
 Finding = CollectiveCost | str
@@ -133,7 +135,8 @@ def collective_cost(
 ) -> CollectiveCost | None:
     """A CollectiveCost from every rank's (bytes, entered, left[, calls in a row]).
 
-    Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
+    Entered and left are on one clock for all ranks. None if fewer than two sizes were timed, or
+    one rank alone, whose collectives move nothing.
     """
     seconds: dict[float, list[float]] = {}
     for calls in zip(*windows, strict=True):
@@ -144,7 +147,7 @@ def collective_cost(
         taken_s = min(max(left - entered, min(durations)), max(durations))
         taken_s /= calls[0][3] if len(calls[0]) > 3 else 1
         seconds.setdefault(size, []).append(max(taken_s, 1e-9))
-    if len(seconds) < 2:
+    if len(seconds) < 2 or len(windows) < 2:
         return None
     points, note = _points(backend, seconds)
     line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
@@ -271,6 +274,7 @@ class CallTimer:
         self.world_size, self.group = world_size, group
         self.on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        self.token = torch.zeros(1, device=self.device)
         # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
         # Buffers smaller than the group have one element per rank, hence the allowance.
         elements = max(_TURNING_BYTES, *sizes_bytes) // 4 + _MOST_BUFFERS * world_size
@@ -333,16 +337,19 @@ class CallTimer:
         """(entered, left) of a call that all ranks begin together."""
         self.dist.barrier()
         if self.on_cuda:
-            self.torch.cuda.synchronize()
+            return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
         entered = time.perf_counter()
         call()
-        if self.on_cuda:
-            self.torch.cuda.synchronize()
         return entered, time.perf_counter()
+
+    def _meet_on_device(self) -> None:
+        """What the device runs next starts on all ranks at once, host and device in any state."""
+        self.dist.all_reduce(self.token, group=self.group)
 
     def queued(self, size: int) -> int:
         """How many calls of a size are timed in a row."""
-        return 1 if self.on_cuda else max(1, min(_MOST_QUEUED, _QUEUED_BYTES // size))
+        most_bytes, most = _QUEUED["cuda" if self.on_cuda else "cpu"]
+        return max(1, min(most, most_bytes // size))
 
     def calls(self, op: str, size: int, *, queued: int = 1) -> list[Callable[[], object]]:
         """The op on buffers that are used in turn; `size` is the whole buffer of one rank.

@@ -190,9 +190,9 @@ def probe_copies(
 ) -> tuple[Link, ...]:
     """The links of this machine: `report` gets each as it is known, or a sentence on what is not.
 
-    Accelerators: host to device and back, pinned and pageable, one device alone and all at once,
-    and device to device. Groups of cores: messages between two of them through the loopback, which
-    is how gloo moves bytes inside a machine.
+    Accelerators: host to device and back, pinned and pageable, with all devices at once, and device
+    to device; nothing of one alone, which `measure_host_copies` does. Groups of cores: messages
+    between two of them through the loopback, which is how gloo moves bytes inside a machine.
     """
     links: list[Link] = []
 
@@ -203,9 +203,11 @@ def probe_copies(
             report(finding)
 
     try:
+        if len(devices) < 2:
+            return ()
         if devices[0].kind == "cuda":
             _probe_accelerators(devices, budget_s, keep)
-        elif len(devices) > 1:
+        else:
             windows = run_on_devices(
                 devices[:2],
                 f"{__name__}:time_messages",
@@ -292,30 +294,37 @@ def time_messages(
 def _probe_accelerators(
     devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
 ) -> None:
-    groups = [1] if len(devices) == 1 else [1, len(devices)]
-    shares = len(groups) + (len(devices) > 1)
-    for flows in groups:
-        gathered: dict[tuple[str, bool], Points] = {}
+    gathered: dict[tuple[str, bool], Points] = {}
 
-        def take(
-            _rank: int, message: dict[str, Any], into: dict[tuple[str, bool], Points] = gathered
-        ) -> None:
-            key = (message["kind"], message["pinned"])
-            into.setdefault(key, []).extend((size, s) for size, s in message["points"])
+    def take(_rank: int, message: dict[str, Any]) -> None:
+        key = (message["kind"], message["pinned"])
+        gathered.setdefault(key, []).extend((size, s) for size, s in message["points"])
 
-        run_on_devices(
-            devices[:flows],
-            f"{__name__}:time_host_copies",
-            {"kind": devices[0].kind, "budget_s": budget_s / shares},
-            timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            world=flows > 1,
-            on_report=take,
-        )
-        for (kind, pinned), points in gathered.items():
-            host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
-            keep(link_from(host_kind, points, pinned=pinned, flows=flows))
-    if len(devices) > 1:
-        _probe_peers(devices, budget_s / shares, keep)
+    run_on_devices(
+        devices,
+        f"{__name__}:time_host_copies",
+        {"kind": devices[0].kind, "budget_s": budget_s / 2},
+        timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+        world=True,
+        on_report=take,
+    )
+    for (kind, pinned), points in gathered.items():
+        keep(host_link(kind, points, pinned=pinned, flows=len(devices)))
+    _probe_peers(devices, budget_s / 2, keep)
+
+
+def host_link(kind: str, points: Points, *, pinned: bool, flows: int) -> Link:
+    """The link of host copies, "h2d" or "d2h", of one device or of all at once."""
+    host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
+    return link_from(host_kind, points, pinned=pinned, flows=flows)
+
+
+def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s: float) -> None:
+    """Emit the host copies of a device alone, kind by kind."""
+    import torch
+
+    for message in host_copies(backend, torch, meet=backend.synchronize, budget_s=budget_s):
+        emit(message)
 
 
 def _probe_peers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -277,11 +278,18 @@ def _square(
 
 
 def network_kind(kind: DeviceKind, root: Path = Path("/")) -> LinkKind:
-    """What carries messages between nodes: TCP for gloo; for NCCL verbs where there are any."""
+    """What carries messages between nodes: TCP for gloo; for NCCL verbs where there are any.
+
+    EFA's devices are among those of verbs, and none of its ports has a link layer of InfiniBand.
+    """
     if kind == "cuda":
-        for port in sorted((root / "sys/class/infiniband").glob("*/ports/*/link_layer")):
-            layer = port.read_text(encoding="utf-8", errors="replace").strip()
-            return "infiniband" if layer == "InfiniBand" else "roce"
+        for device in sorted((root / "sys/class/infiniband").glob("*")):
+            driver = os.path.basename(os.path.realpath(device / "device" / "driver"))
+            if driver == "efa" or device.name.startswith(("efa_", "rdmap")):
+                return "efa"
+            for port in sorted(device.glob("ports/*/link_layer")):
+                layer = port.read_text(encoding="utf-8", errors="replace").strip()
+                return "infiniband" if layer == "InfiniBand" else "roce"
     return "tcp"
 
 

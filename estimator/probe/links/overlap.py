@@ -5,10 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, OverlapCost, Provenance
+from estimator.probe.devices.backend import (
+    CpuBackend,
+    device_seconds,
+    open_backend,
+    square_matmul,
+)
 from estimator.probe.devices.ranks import report, run_on_devices
 from estimator.units import KIB, MIB
 
@@ -23,8 +30,9 @@ _LEAST_COMPUTE_S = 0.01
 _LEAST_EXPOSED_RATIO = 0.1
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 40
 _START_ALLOWANCE_S = 60.0
-_MATMUL_SIDE = {"cpu": 384, "cuda": 4096}
-_STREAM_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
+# On a GPU both take a millisecond and more at its peak.
+_MATMUL_SIDE = 384
+_STREAM_ELEMENTS = {"cpu": 8 << 20, "cuda": 512 << 20}
 
 Finding = OverlapCost | str
 
@@ -151,11 +159,12 @@ class _Meeting:
         self.dist: Any = torch_distributed
         self.on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
-        side = _MATMUL_SIDE[kind]
-        left, right, out = (torch.randn(side, side, device=self.device) for _ in range(3))
+        here = open_backend("cuda", torch.cuda.current_device()) if self.on_cuda else CpuBackend()
+        matmul = square_matmul(here, _MATMUL_SIDE)
+        self.token = torch.zeros(1, device=self.device)
         stream = torch.zeros(_STREAM_ELEMENTS[kind], device=self.device).fill_(0.0)
         self.ops: dict[str, Callable[[], object]] = {
-            "compute_bound": lambda: torch.mm(left, right, out=out),
+            "compute_bound": lambda: matmul(0),
             "memory_bound": lambda: stream.add_(1.0),
         }
 
@@ -211,11 +220,10 @@ class _Meeting:
         """Seconds of one call that all ranks begin together."""
         self.dist.barrier()
         if self.on_cuda:
-            self.torch.cuda.synchronize()
+            meet = partial(self.dist.all_reduce, self.token)
+            return device_seconds(call, self.torch.cuda, meet=meet)
         begin = time.perf_counter()
         call()
-        if self.on_cuda:
-            self.torch.cuda.synchronize()
         return time.perf_counter() - begin
 
 

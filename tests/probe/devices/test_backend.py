@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from estimator.errors import ProbeError
-from estimator.probe.devices.backend import CpuBackend, CudaBackend, allocator_name, allocator_text
+from estimator.probe.devices.backend import (
+    CpuBackend,
+    CudaBackend,
+    allocator_name,
+    allocator_text,
+    device_seconds,
+    filling_side,
+)
 
 
 class FakeCuda:
@@ -118,6 +127,45 @@ def test_preparing_a_call_on_the_cpu_is_not_timed() -> None:
     backend = CpuBackend(clock=lambda: now[0])
     seconds = backend.time_calls(lambda _: advance(2.0), repeats=2, before=lambda _: advance(50.0))
     assert seconds == [2.0, 2.0]
+
+
+def test_only_an_error_that_stays_loses_the_device() -> None:
+    class Broken(FakeCuda):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert not CudaBackend(0, cuda=FakeCuda(1.0)).is_lost()
+    assert CudaBackend(0, cuda=Broken(1.0)).is_lost()
+
+
+def test_a_batch_of_collectives_is_timed_from_where_the_devices_met() -> None:
+    cuda = FakeCuda(call_ms=2.0)
+
+    def meet() -> None:
+        cuda.now_ms += 500.0  # another rank is late
+
+    def batch() -> None:
+        for number in range(4):
+            cuda.work(number)
+
+    assert device_seconds(batch, cuda, meet=meet) == pytest.approx(0.008)
+    # Behind a spin: the host issues all of it before the first of it runs.
+    assert cuda.log == ["synchronize", "spin", *["call"] * 4, "synchronize"]
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "major", "flops_per_s"),
+    [(132, 9, 989e12), (72, 8, 125e12), (148, 10, 2250e12)],
+    ids=["H100", "A10G", "B200"],
+)
+def test_a_product_that_fills_a_gpu_takes_a_millisecond_at_its_peak(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, major: int, flops_per_s: float
+) -> None:
+    facts = SimpleNamespace(multi_processor_count=multiprocessors, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: facts)
+    side = filling_side(CudaBackend(0, cuda=FakeCuda(1.0)))
+    # Dense bfloat16 peaks of the datasheets; of cards with half of an A100's rate twice as long.
+    assert 0.9e-3 < 2 * side**3 / flops_per_s < 3e-3
 
 
 def test_no_cuda_is_refused_in_words() -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from estimator.errors import ProbeError
-from estimator.probe.devices.inventory import Cpu, core_groups, read_cpu, read_gpus
+from estimator.machines.profile import Device, MachineProfile, Provenance
+from estimator.probe.devices.inventory import (
+    Cpu,
+    core_groups,
+    read_cpu,
+    read_gpus,
+    visible_handles,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -167,6 +174,118 @@ def test_gpus_carry_bus_links_and_neighbours() -> None:
     assert first.details["other_processes"] == 1
     assert first.details["throttle_reasons"] == ""
     assert second.details["throttle_reasons"] == "HwThermalSlowdown"
+
+
+def test_a_gpu_hangs_on_the_numa_node_of_its_pci_address(tmp_path: Path) -> None:
+    write(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n"})
+    write(tmp_path, {"sys/bus/pci/devices/0000:2b:00.0/numa_node": "-1\n"})
+
+    class OnBus(FakeNvml):
+        def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+            return SimpleNamespace(busId=b"00000000:%dB:00.0" % (handle + 1))
+
+    assert [gpu.numa_node for gpu in read_gpus(OnBus(), root=tmp_path)] == [1, None]
+
+
+class EightGpus(FakeNvml):
+    """An H100 box: number 2 has memory errors, 3 is hot, 5 is divided into two instances."""
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 8
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return handle if isinstance(handle, str) else f"GPU-{'abcdefgh'[handle]}"
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        return [int(handle == 5)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, number: int) -> str:
+        if number >= 2:
+            raise FakeNvmlError("not found")
+        return f"MIG-{number}"
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle: Any) -> bool:
+        return isinstance(handle, str)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any) -> int:
+        if not isinstance(handle, str):
+            raise FakeNvmlError("not an instance")
+        return 5
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        return SimpleNamespace(total=(10 if isinstance(handle, str) else 80) << 30)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, _kind: int, _counter: int) -> int:
+        return 3 if handle == 2 else 0
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> list[int]:
+        return [0, 1, int(handle == 2), 0]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return 0x41 if handle == 3 else 1
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ["GPU-a", "GPU-b", "GPU-c", "GPU-d", "GPU-e", "GPU-g", "GPU-h"]),
+        ("3,1", ["GPU-d", "GPU-b"]),
+        ("GPU-h,0", ["GPU-h", "GPU-a"]),
+        ("1,9,2", ["GPU-b"]),
+        ("-1", []),
+        ("", []),
+        ("MIG-1", ["MIG-1"]),
+        ("5", ["MIG-0"]),
+    ],
+)
+def test_only_gpus_that_cuda_would_show_are_devices(visible: str | None, found: list[str]) -> None:
+    nvml = EightGpus()
+    handles = visible_handles(nvml, visible)
+    assert [nvml.nvmlDeviceGetUUID(handle) for handle in handles] == found
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert len(read_gpus(nvml, environment=environment)) == len(found)
+
+
+def test_an_instance_of_a_gpu_has_its_own_memory() -> None:
+    (instance,) = read_gpus(EightGpus(), environment={"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert instance.memory_bytes == 10 << 30
+    assert instance.details["mig_instance"] is True
+
+
+def test_what_holds_a_gpu_back_is_said_of_the_profile() -> None:
+    profile = MachineProfile(
+        name="box",
+        devices=read_gpus(EightGpus(), environment={}),
+        provenance=Provenance(source="measured"),
+    )
+    assert [fault for fault in profile.device_faults if "PCIe" not in fault] == [
+        "GPU 2 had memory errors that could not be corrected",
+        "GPU 2 has memory rows whose replacement is pending",
+        "GPU 3 was slowed down by heat",
+    ]
+    assert "GPU 0 has 8 of 16 PCIe lanes" in profile.device_faults
+
+
+def test_a_full_power_limit_is_no_fault_and_a_lowered_one_is() -> None:
+    def faults(**details: Any) -> tuple[str, ...]:
+        gpu = Device(kind="cuda", index=0, name="gpu", memory_bytes=1, details=details)
+        provenance = Provenance(source="measured")
+        return MachineProfile(name="box", devices=(gpu,), provenance=provenance).device_faults
+
+    usual = {"power_limit_default_w": 700.0, "throttle_reasons_at_work": "SwPowerCap"}
+    assert faults(power_limit_w=700.0, **usual) == ()
+    assert faults(power_limit_w=500.0, **usual) == (
+        "GPU 0 has a power limit of 500 W, where 700 W is usual",
+    )
+    assert faults(throttle_reasons_at_work="ApplicationsClocksSetting, SwPowerCap") == (
+        "GPU 0 ran at clocks that someone has set",
+    )
 
 
 def test_what_a_driver_does_not_answer_is_unknown_not_zero() -> None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from estimator.probe.devices.backend import CpuBackend
-from estimator.probe.devices.calls import GridCall, TensorSource, grid_call, interleave, tensor
+from estimator.probe.devices.calls import (
+    GridCall,
+    TensorSource,
+    grid_call,
+    in_dtype,
+    interleave,
+    tensor,
+    thinned,
+)
 from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.grid import kernels, matmuls, memory_bound
 from estimator.probe.grid.kernels import float32_matmuls, kernel_grid, measure_call, noise_ratio
@@ -124,6 +132,46 @@ def test_the_cuda_grid_has_every_dtype_of_products_and_every_attention() -> None
     assert max(each.flops for each in grid if each.call.target == MM) > 4e11
 
 
+def test_the_cuda_grid_has_every_operator_of_the_cpu_grid_and_its_gradient() -> None:
+    families = [*kernels._dense(), *kernels._light()]
+    wanted = {each.call.target for family in families for each in family}
+    assert wanted <= {each.call.target for each in kernel_grid("cuda")}
+
+
+def test_statistics_of_norms_stay_in_float32_on_cuda_alone() -> None:
+    (_, backward), images = memory_bound.layer_norm(64, 32), memory_bound.batch_norm(2, 3, 4)
+    on_cuda, on_cpu = (
+        in_dtype([backward], "bfloat16", on_cuda=on_cuda)[0] for on_cuda in (True, False)
+    )
+    # Gradient, input, mean, 1 / deviation, weight, bias.
+    low, exact = "bfloat16", "float32"
+    assert [each.dtype for each in on_cuda.call.inputs] == [low, low, exact, exact, low, low]
+    assert {each.dtype for each in on_cpu.call.inputs} == {low}
+    forward = in_dtype(images, "bfloat16", on_cuda=True)[0]
+    assert [each.dtype for each in forward.call.inputs] == [low, exact, exact, exact, exact]
+
+
+def test_thinning_keeps_the_first_call_of_every_operator() -> None:
+    family = [
+        grid_call(f"{name}.default", tensor(n)) for n in range(1, 6) for name in ("relu", "neg")
+    ]
+    kept = [(each.call.target[5:9], each.call.inputs[0].numel) for each in thinned(family, 2)]
+    assert kept == [(name, n) for n in (1, 3, 5) for name in ("relu", "neg.")]
+
+
+def test_a_gradient_in_another_dtype_follows_a_forward_call_in_that_dtype() -> None:
+    forward = grid_call("relu.default", tensor(4))
+    (backward,) = in_dtype([grid_call("neg.default", tensor(4), follows=forward)], "bfloat16")
+    assert backward.follows is not None
+    assert backward.follows.call.dtype == "bfloat16"
+
+
+def test_float8_tensors_are_made_as_any_other(source: TensorSource) -> None:
+    spec = tensor(32, 16, dtype="float8_e4m3fn", strides=(1, 32))
+    (made,) = source.arguments(grid_call("clone.default", spec))
+    assert (made.dtype, made.stride()) == (torch.float8_e4m3fn, (1, 32))
+
+
 def test_the_call_that_a_gradient_follows_hands_over_the_output_it_names() -> None:
     """A forward call of which the second output, not the last, is the workspace."""
     values, picked = tensor(4, 8), TensorSpec((0,), "int64")
@@ -181,21 +229,39 @@ def test_the_spread_is_half_the_middle_eighty_percent_over_the_median() -> None:
     assert noise_ratio([float(value) for value in range(101)]) == pytest.approx(0.8)
 
 
+class LostAfter(SmallCache):
+    """A device that so many questions find usable, and none after them."""
+
+    def __init__(self, questions: int) -> None:
+        super().__init__()
+        self.left = questions
+
+    def is_lost(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
 def test_after_an_error_that_loses_the_device_no_further_call_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    errors = [
+        "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: an illegal memory access was encountered\nmore",
+    ]
     tried = []
 
-    def lose(_backend: object, _source: object, each: GridCall) -> None:
+    def fail(_backend: object, _source: object, each: GridCall) -> None:
         tried.append(each)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        raise RuntimeError(errors[len(tried) - 1])
 
-    monkeypatch.setattr(kernels, "measure_call", lose)
+    monkeypatch.setattr(kernels, "measure_call", fail)
     emitted: list[dict[str, Any]] = []
-    kernels.measure_kernels(SmallCache(), emitted.append, budget_s=5.0)
+    # Neither what a library does not support nor a lack of memory is the device's end.
+    kernels.measure_kernels(LostAfter(2), emitted.append, budget_s=5.0)
     (last,) = emitted
-    assert len(tried) == last["done"] == 1
-    assert "illegal memory access" in last["lacking"][0]
+    assert len(tried) == last["done"] == 3
+    assert "illegal memory access" in last["lacking"][2]
 
 
 def test_calls_that_others_disturbed_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,15 @@ def test_nccl_goes_over_verbs_where_there_are_any(tmp_path: Path) -> None:
     assert network_kind("cpu", tmp_path) == "tcp"
 
 
+@pytest.mark.parametrize("name", ["efa_0", "rdmap16s27"])
+def test_efa_is_told_from_the_verbs_that_it_is_listed_among(tmp_path: Path, name: str) -> None:
+    # What a p4d.24xlarge and a p5.48xlarge list; neither port says InfiniBand.
+    layer = tmp_path / f"sys/class/infiniband/{name}/ports/1/link_layer"
+    layer.parent.mkdir(parents=True)
+    layer.write_text("Unspecified\n")
+    assert network_kind("cuda", tmp_path) == "efa"
+
+
 def test_shapes_start_with_everything_and_never_repeat() -> None:
     # Ranks 0–1 on a, 2–3 on b, 4–5 on c, 6–7 on d.
     found = list(shapes(workers_of(2, 2, 2, 2)))
