@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import scheduler_models
-from replay_speeds import MistakenSpeeds
+from replay_speeds import EqualSpeeds, MistakenSpeeds
 
 import estimator as est
 from estimator.replay.job_files import drawn_jobs
@@ -85,7 +85,10 @@ def replayed(
 def policies(
     graphs: Graphs, cluster: str, every_s: float, seed: int, count: int, chosen: Sequence[str]
 ) -> Iterator[Case]:
-    """Policies with the engine's speeds, max-min also with perfect ones."""
+    """Policies with the engine's speeds, max-min also with perfect ones.
+
+    On unlike machines it is also told that all are as fast as the first type.
+    """
     jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true, believed = TrueSpeeds(jobs, seed), EngineSpeeds()
     about = {"part": "policies", "arrivals_every_s": every_s, "seed": seed}
@@ -93,6 +96,10 @@ def policies(
         yield about | replayed(cluster, jobs, policy, true, believed, "engine")
         if policy == "max-min":
             yield about | replayed(cluster, jobs, policy, true, true, "perfect")
+            first, *others = Nodes.parse(cluster).machines
+            if others:
+                equal = EqualSpeeds(believed, first)
+                yield about | replayed(cluster, jobs, policy, true, equal, "all equal")
 
 
 def errors(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:

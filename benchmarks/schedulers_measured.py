@@ -62,8 +62,6 @@ ONE_TYPE = (
 )
 # ONES changes a job's devices without stopping it; others are checkpointed and started again.
 ONES_COSTS = Costs(restart_s=1.0)
-# Pollux' own search takes a tenth of a second a round: a quarter of the cluster and of the jobs.
-SEARCH = (("pollux", "engine"), ("pollux-search", "engine"))
 TYPES = (
     *(("fifo", "engine"), ("srtf", "engine"), ("tiresias", "engine")),
     *(("gavel", each) for each in ("engine", "calibrated", "perfect")),
@@ -228,7 +226,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=128)
     parser.add_argument("--policies", nargs="+", help="only these")
-    parser.add_argument("--search", action="store_true", help="only Pollux' own search")
     parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
     parser.add_argument("--out", type=Path, help="page to write")
     options = parser.parse_args()
@@ -238,8 +235,6 @@ def main() -> None:
     for table in options.tables:
         true, graphs = measured(options.data / f"{table}.csv", store, home)
         cluster, pairs = CLUSTERS[table], ONE_TYPE if table == "pollux_t4" else TYPES
-        if options.search:
-            cluster, pairs = "4x4:measured-t4", SEARCH
         pairs = tuple(p for p in pairs if p[0] in (options.policies or p))
         for seed in options.seeds:
             asked = cluster, true, graphs, options.jobs, seed, pairs

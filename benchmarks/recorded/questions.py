@@ -119,7 +119,7 @@ HALLS = ("b4[0,1,2,3]", "b1[0,1]+b4[0,1]+b2[6,7]", "d5[0,1]+d1[2]+d5[2,3]", "2x8
 PLACES = (("gpt2-cpu", CPUS), ("gpt2-amp", GPUS), ("llama", GPUS), ("resnet", GPUS))
 POLICIES = (
     *("fifo", "srtf", "max-min", "max-min-uncapped", "afs", "optimus", "tiresias", "gavel"),
-    *("pollux", "pollux-search", "ones"),
+    *("pollux", "sia", "ones"),
 )
 
 

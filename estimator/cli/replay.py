@@ -42,8 +42,8 @@ BELIEFS = ("engine", "calibrated", "perfect")
     required=True,
     multiple=True,
     metavar="P",
-    help="fifo, srtf, max-min, max-min-uncapped, afs, optimus, tiresias, gavel, pollux, "
-    "pollux-search, ones or module:function; repeat.",
+    help="fifo, srtf, max-min, max-min-uncapped, afs, optimus, tiresias, gavel, pollux, sia, ones "
+    "or module:function; repeat.",
 )
 @click.option("--model", "models", multiple=True, help="For traces, which name none; repeat.")
 @click.option(

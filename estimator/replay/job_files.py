@@ -157,14 +157,16 @@ def drawn_jobs(
 ) -> list[Job]:
     """Jobs of models drawn evenly over kinds, then over the kind's models.
 
-    Arrivals are Poisson; requests go by `REQUESTS`; the run time at the request is log-normal with
-    median `MEDIAN_RUN_S` and spread `RUN_SPREAD`. The global batch is the traced batch on every
-    device asked for.
+    Arrivals are Poisson; requests go by `REQUESTS`, as far as a machine type has as many; the run
+    time at the request is log-normal with median `MEDIAN_RUN_S` and spread `RUN_SPREAD`. The global
+    batch is the traced batch on every device asked for.
     """
     rng = np.random.default_rng(seed)
     kinds = list(graphs)
     arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
-    counts = rng.choice(list(REQUESTS), jobs, p=list(REQUESTS.values()))
+    most = max(nodes.size(machine) for machine in nodes.machines)
+    share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
+    counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
     run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
     found = []
     for number in range(jobs):
@@ -194,7 +196,11 @@ def job_of_run_time(
     run_s: float,
     speeds: Speeds,
 ) -> Job:
-    """A job that takes `run_s` at these speeds on the devices asked for."""
+    """A job that takes `run_s` at these speeds on the devices asked for.
+
+    They are of the cluster's first machine type that has as many and on which the job fits. Raises
+    WorkloadError where none is.
+    """
     batch = (graph.batch or 1) * devices
     job = Job(
         name=name,
@@ -204,8 +210,16 @@ def job_of_run_time(
         devices=devices,
         global_batch=batch,
     )
-    (step_s,) = speeds.step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
-    return replace(job, samples=run_s / step_s * batch)
+    for machine in nodes.machines:
+        if devices <= nodes.total(machine):
+            (step_s,) = speeds.step_times_s(job, [nodes.packed(machine, devices)])
+            if math.isfinite(step_s):
+                return replace(job, samples=run_s / step_s * batch)
+    sizes = ", ".join(f"{nodes.total(machine)} {machine}" for machine in nodes.machines)
+    raise WorkloadError(
+        f"job '{name}' asks for {devices} devices on which {graph.name} fits, and the cluster has "
+        f"{sizes}; give a larger cluster"
+    )
 
 
 _NUMBERS = {
@@ -261,15 +275,9 @@ def jobs_of_trace(
     WorkloadError.
     """
     check_names(row.name for row in rows)
-    rng, machine = np.random.default_rng(seed), nodes.machines[0]
-    speeds = EngineSpeeds(nodes.cluster)
+    rng, speeds = np.random.default_rng(seed), EngineSpeeds(nodes.cluster)
     jobs = []
     for row in rows:
-        if row.devices > nodes.total(machine):
-            raise WorkloadError(
-                f"job '{row.name}' of the trace asks for {row.devices} devices and the cluster has "
-                f"{nodes.total(machine)} {machine}; give a larger cluster"
-            )
         graph = graphs[int(rng.integers(len(graphs)))]
         drawn_s = float(drawn_run_s(rng, 1)[0])
         jobs.append(

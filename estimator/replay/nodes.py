@@ -22,18 +22,22 @@ PlacementRule = Literal["pack", "even", "spread"]
 class AllocationShape(NamedTuple):
     """Devices used on each node of one machine type: what a step's time depends on.
 
-    Nodes come most devices first, in a described cluster as `hosts` names them, in rank order.
+    Nodes come most devices first, in a described cluster as `hosts` names them, in rank order. The
+    nodes of other machine types follow in `also`, a shape for each.
     """
 
     machine: str
     per_node: tuple[int, ...]
     hosts: tuple[str, ...] = ()
+    also: tuple[AllocationShape, ...] = ()
 
     @property
     def ranks(self) -> int:
-        return sum(self.per_node)
+        return sum(self.per_node) + sum(each.ranks for each in self.also)
 
     def __str__(self) -> str:
+        if self.also:
+            return "+".join(map(str, (self._replace(also=()), *self.also)))
         if self.hosts:
             used = zip(self.hosts, self.per_node, strict=True)
             return "+".join(f"{host}[0-{devices - 1}]" for host, devices in used)
@@ -129,6 +133,10 @@ class Nodes:
     def total(self, machine: str | None = None) -> int:
         """Devices of nodes that are up."""
         return sum(self._total.values()) if machine is None else self._total.get(machine, 0)
+
+    def size(self, machine: str) -> int:
+        """Devices of all nodes of a machine type, those that are down too."""
+        return sum(self.nodes[index].devices for index in self._of[machine])
 
     def set_down(self, index: int, is_down: bool) -> None:
         """Take a node out, or back in."""
@@ -294,7 +302,13 @@ class Nodes:
         Ranks go through the tree of switches depth first, so that a ring crosses each uplink once
         each way. Nodes alike below one switch are named by the first of them.
         """
-        machine = self.nodes[next(iter(given))].machine
+        by_machine: dict[str, dict[int, int]] = {}
+        for index in sorted(given):
+            by_machine.setdefault(self.nodes[index].machine, {})[index] = given[index]
+        first, *others = (self._shape_of_one(*each) for each in by_machine.items())
+        return first._replace(also=tuple(others))
+
+    def _shape_of_one(self, machine: str, given: Mapping[int, int]) -> AllocationShape:
         if self.cluster is None:
             return AllocationShape(machine, tuple(sorted(given.values(), reverse=True)))
         order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))

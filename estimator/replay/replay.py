@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -55,6 +56,7 @@ class Segment:
     given: Mapping[int, int]
     samples: float
     lost_samples: float
+    global_batch: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,6 +126,8 @@ class Replay:
         self.true, self.believed = true, believed
         self.costs = costs or Costs()
         self.ran = {job.name: Ran(job=job) for job in self.jobs}
+        # Nodes that failed: (index, from, to).
+        self.outages: list[tuple[int, float, float]] = []
         self._report = report
         self._simpy = _simpy()
         self._env = self._simpy.Environment()
@@ -138,6 +142,8 @@ class Replay:
 
     def run(self) -> list[Ran]:
         """Play until every job has ended."""
+        for job in self.jobs:
+            self._check_fits(job)
         if self.jobs:
             self._env.process(self._arrivals())
             planner = self._env.process(self._planner())
@@ -146,6 +152,21 @@ class Replay:
                     self._env.process(self._failures(index, self.costs.node_mtbf_s))
             self._env.run(until=planner)
         return list(self.ran.values())
+
+    def _check_fits(self, job: Job) -> None:
+        """Refuse a job that no count of any machine type can hold."""
+        sizes = {machine: self.nodes.size(machine) for machine in self.nodes.machines}
+        highest = min(job.highest_count, max(sizes.values()))
+        for counts in ([min(job.devices, highest)], counts_up_to(highest, job.devices)):
+            for machine, size in sizes.items():
+                shapes = [self.nodes.packed(machine, count) for count in counts if count <= size]
+                if any(map(math.isfinite, self.true.step_times_s(job, shapes))):
+                    return
+        raise WorkloadError(
+            f"job '{job.name}' fits on no count of {' or '.join(sizes)}: {job.graph.name} needs "
+            "more memory; give a machine type with more, a smaller most_batch_per_gpu, or a "
+            "strategy that shards"
+        )
 
     # What happens by itself
 
@@ -163,6 +184,8 @@ class Replay:
             for name in list(self.nodes.holders[index]):
                 self._stop(name, planned=False)
             self.nodes.set_down(index, True)
+            now = self._env.now
+            self.outages.append((index, now, now + self.costs.repair_s))
             self._wake()
             yield self._env.timeout(self.costs.repair_s)
             self.nodes.set_down(index, False)
@@ -232,22 +255,22 @@ class Replay:
             if grant.on is not None:
                 self._start(name, grant)
                 settled.add(name)
-        queue = [(-g.count, next(number), name, g) for name, g in starting if g.on is None]
+        queue = [(-g.devices, next(number), name, g) for name, g in starting if g.on is None]
         heapq.heapify(queue)
         while queue:
             _, _, name, grant = heapq.heappop(queue)
             for moved in self._in_the_way(grant, settled):
                 held = self._running[moved].grant
-                heapq.heappush(queue, (-held.count, next(number), moved, held))
+                heapq.heappush(queue, (-held.devices, next(number), moved, held))
                 self._stop(moved, planned=True)
             self._start(name, grant)
             settled.add(name)
 
     def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
         """Jobs to move so that the granted devices are on one node, where that can be."""
-        whole = min(grant.count, self.nodes.per_node(grant.machine))
         if not self.policy.moves_jobs or self.nodes.rule == "spread":
             return []
+        whole = min(grant.count, self.nodes.per_node(grant.machine))
         if self.nodes.most_free_on_a_node(grant.machine) >= whole:
             return []
         return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
@@ -271,8 +294,9 @@ class Replay:
                     job=waiting.job,
                     remaining_samples=waiting.remaining_samples - held.samples(trained_s),
                     attained_device_s=waiting.attained_device_s
-                    + held.grant.count * (now - held.start_s),
+                    + held.grant.devices * (now - held.start_s),
                     grant=held.grant,
+                    restarts=waiting.restarts,
                 )
             )
         return View(
@@ -301,17 +325,18 @@ class Replay:
                 )
             job = self._waiting[name].job
             most = min(job.highest_count, grant.global_batch or job.global_batch)
-            if not 1 <= grant.count <= most:
+            if not (grant.count >= 1 and grant.devices <= most):
                 raise WorkloadError(
-                    f"the policy grants {grant.count} devices to '{name}', which can use 1 to "
+                    f"the policy grants {grant.devices} devices to '{name}', which can use 1 to "
                     f"{most}; leave out jobs that get none"
                 )
-            if grant.machine not in given:
-                raise WorkloadError(
-                    f"the policy grants devices of '{grant.machine}', which the cluster does not "
-                    f"have; use {' or '.join(given)}"
-                )
-            given[grant.machine] += grant.count
+            for machine, count in grant.parts:
+                if machine not in given:
+                    raise WorkloadError(
+                        f"the policy grants devices of '{machine}', which the cluster does not "
+                        f"have; use {' or '.join(given)}"
+                    )
+                given[machine] += count
         for machine, count in given.items():
             if count > self.nodes.total(machine):
                 raise WorkloadError(
@@ -334,10 +359,19 @@ class Replay:
 
     def _start(self, name: str, grant: Grant) -> None:
         waiting, now = self._waiting[name], self._env.now
-        given = self.nodes.take(name, grant.count, grant.machine, grant.on)
+        given: dict[int, int] = {}
+        for machine, count in grant.parts:
+            on = None if grant.on is None else self._nodes_of(machine, grant.on)
+            given |= self.nodes.take(name, count, machine, on)
         shape = self.nodes.shape(given)
         (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
+        if math.isinf(step_s):
+            raise WorkloadError(
+                f"the policy grants {shape} to '{name}', which does not fit there; grant counts of "
+                "its curve"
+            )
         restart_s = self.costs.restart_s if self.ran[name].segments else 0.0
+        waiting.restarts = len(self.ran[name].segments)
         batch = waiting.job.useful_samples(grant.global_batch)
         seconds = restart_s + waiting.remaining_samples * step_s / batch
         if not seconds <= _MOST_RUN_S:
@@ -356,6 +390,14 @@ class Replay:
             trains_from_s=now + restart_s,
         )
 
+    def _nodes_of(
+        self, machine: str, on: tuple[tuple[int, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
+        nodes = self.nodes.nodes
+        return tuple(
+            pair for pair in on if not pair[0] < len(nodes) or nodes[pair[0]].machine == machine
+        )
+
     def _stop(self, name: str, *, planned: bool) -> None:
         """Take a job's devices; unplanned, it falls back to its last checkpoint."""
         held, waiting = self._running[name], self._waiting[name]
@@ -371,7 +413,7 @@ class Replay:
         held = self._running.pop(name)
         now = self._env.now
         self.nodes.release(name, held.given)
-        self._waiting[name].attained_device_s += held.grant.count * (now - held.start_s)
+        self._waiting[name].attained_device_s += held.grant.devices * (now - held.start_s)
         self.ran[name].segments.append(
             Segment(
                 job=name,
@@ -382,6 +424,7 @@ class Replay:
                 given=held.given,
                 samples=samples,
                 lost_samples=lost_samples,
+                global_batch=held.grant.global_batch,
             )
         )
 
@@ -456,19 +499,23 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
     """
     starts = np.array([each.job.arrival_s for each in ran])
     ends = np.array([each.finish_s for each in ran])
-    total = sum(node.devices for node in nodes.nodes)
+    sizes = {machine: nodes.size(machine) for machine in nodes.machines}
+    total = sum(sizes.values())
     found = []
     for each, start, end in zip(ran, starts, ends, strict=True):
         overlap = np.minimum(ends, end) - np.maximum(starts, start)
         # A job may be too short for the digits that a late arrival leaves of a second.
         unfinished = np.maximum(overlap, 0.0).sum() / (end - start) if end > start else 1.0
         share = max(min(int(total / unfinished), each.job.devices), 1)
-        count = [c for c in counts_up_to(share, each.job.devices) if c <= share][-1]
-        fastest_s = min(
-            true.step_times_s(each.job, [nodes.packed(machine, min(count, nodes.total(machine)))])[
-                0
-            ]
-            for machine in nodes.machines
-        )
+        counts = counts_up_to(max(sizes.values()), each.job.devices)
+        # Where that few do not fit, the fewest that do.
+        at_most = bisect.bisect_right(counts, share)
+        for count in (counts[at_most - 1], *counts[at_most:]):
+            fastest_s = min(
+                true.step_times_s(each.job, [nodes.packed(machine, min(count, size))])[0]
+                for machine, size in sizes.items()
+            )
+            if math.isfinite(fastest_s):
+                break
         found.append((end - start) / (each.job.samples * fastest_s / each.job.global_batch))
     return np.array(found)

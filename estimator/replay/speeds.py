@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,21 +33,21 @@ ALLOCATION_SPREAD = 0.05
 
 
 class Speeds(Protocol):
-    """Step times of jobs on shapes."""
+    """Step times of jobs on shapes: of the engine, or a table of one's own."""
 
     def step_times_s(
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
-        """Seconds of one optimizer step on each shape."""
+        """Seconds of one optimizer step on each shape; inf where the job does not fit."""
         ...
 
 
 class EngineSpeeds:
-    """What the engine says, each (graph, split, shape) asked once, many in one table."""
+    """What the engine says, each (job's graph, split, shape) asked once, many in one table."""
 
     def __init__(self, cluster: Cluster | None = None) -> None:
         self._cluster = cluster
-        self._known: dict[tuple[int, int, int, AllocationShape], float] = {}
+        self._known: dict[tuple[Hashable, int, AllocationShape], float] = {}
 
     def __reduce__(self) -> tuple[type[EngineSpeeds], tuple[Cluster | None]]:
         # What is known goes by where graphs are in memory: another process has others there.
@@ -55,11 +56,14 @@ class EngineSpeeds:
     def step_times_s(
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
-        """Seconds of one optimizer step on each shape."""
-        keys = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in shapes]
-        missing = [key for key in dict.fromkeys(keys) if key not in self._known]
+        """Seconds of one optimizer step on each shape; inf where the job does not fit."""
+        batch = global_batch or job.global_batch
+        kind = id(job.graph), job.most_batch_per_gpu
+        keys = [(kind, batch, shape) for shape in shapes]
+        missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
-            self._known.update(_asked(job, missing, self._cluster))
+            for shape, step_s in _step_times_s(job, missing, batch, self._cluster).items():
+                self._known[kind, batch, shape] = step_s
         return [self._known[key] for key in keys]
 
 
@@ -89,25 +93,26 @@ class TrueSpeeds:
             self._factors[job.name] = _Factors(
                 float(np.exp(compute_spread * compute)), float(np.exp(network_spread * network))
             )
-        self._known: dict[tuple[str, int | None, AllocationShape], float] = {}
+        self._known: dict[tuple[str, int, AllocationShape], float] = {}
 
     def step_times_s(
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
-        """Seconds of one optimizer step on each shape."""
-        keys = [(job.name, global_batch, shape) for shape in shapes]
+        """Seconds of one optimizer step on each shape; inf where the job does not fit."""
+        batch = global_batch or job.global_batch
+        keys = [(job.name, batch, shape) for shape in shapes]
         missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
-            asked = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in missing]
-            found = _asked(job, asked, self._cluster, self._factors[job.name])
-            for key in asked:
-                known = job.name, global_batch, key[-1]
-                self._known[known] = found[key] * self._allocation_factor(job, key[-1])
+            factors = self._factors[job.name]
+            for shape, step_s in _step_times_s(job, missing, batch, self._cluster, factors).items():
+                factor = self._allocation_factor(job, shape)
+                self._known[job.name, batch, shape] = step_s * factor
         return [self._known[key] for key in keys]
 
     def _allocation_factor(self, job: Job, shape: AllocationShape) -> float:
-        machine = [len(shape.machine), *shape.machine.encode()]
-        seed = [self._seed, self._numbers[job.name], *machine, *shape.per_node]
+        seed = [self._seed, self._numbers[job.name]]
+        for each in (shape, *shape.also):
+            seed += [len(each.machine), *each.machine.encode(), *each.per_node]
         return float(
             np.exp(self._allocation_spread * np.random.default_rng(seed).standard_normal())
         )
@@ -133,27 +138,45 @@ class _Factors:
         return [self.coefficients] * len(questions)
 
 
-_Key = tuple[int, int, int, AllocationShape]
-
-
-def _asked(
-    job: Job, keys: Sequence[_Key], cluster: Cluster | None, calibration: Calibration | None = None
-) -> dict[_Key, float]:
+def _step_times_s(
+    job: Job,
+    shapes: Sequence[AllocationShape],
+    global_batch: int,
+    cluster: Cluster | None,
+    calibration: Calibration | None = None,
+) -> dict[AllocationShape, float]:
     """The engine's step times of one job, a table for each number of micro-batches."""
-    found: dict[_Key, float] = {}
-    for micro_batches in dict.fromkeys(key[2] for key in keys):
-        rows = [key for key in keys if key[2] == micro_batches]
+    step_s: dict[AllocationShape, float] = {}
+    by_split: dict[tuple[int, bool], list[AllocationShape]] = {}
+    for shape in dict.fromkeys(shapes):
+        _, micro_batches = job.split(shape.ranks, global_batch)
+        by_split.setdefault((micro_batches, bool(shape.also)), []).append(shape)
+    for (micro_batches, is_mixed), rows in by_split.items():
+        if is_mixed:
+            batches = [_padded(job, row, global_batch) for row in rows]
+        else:
+            batches = [job.split(row.ranks, global_batch)[0] for row in rows]
         table = estimate_many(
             job.graph,
-            [str(key[3]) for key in rows],
-            batch_per_gpu=np.array([key[1] for key in rows]),
+            [str(row) for row in rows],
+            global_batch=np.array(batches) if is_mixed else None,
+            batch_per_gpu=None if is_mixed else np.array(batches),
             accumulation_steps=micro_batches,
             cluster=cluster,
             calibration=calibration,
-            strict=True,
+            strict=not is_mixed,
         )
-        found.update(zip(rows, table.step_time_s.tolist(), strict=True))
-    return found
+        # A batch that cannot be split over these groups is no choice either.
+        runs = table.answered & (table.fits != "no")
+        step_s.update(zip(rows, np.where(runs, table.step_time_s, np.inf).tolist(), strict=True))
+    return step_s
+
+
+def _padded(job: Job, shape: AllocationShape, global_batch: int) -> int:
+    """A global batch that groups of equal ranks can share in whole batches, at least this one."""
+    ranks = [sum(each.per_node) for each in (shape, *shape.also)]
+    unit = math.gcd(*ranks) * job.split(shape.ranks, global_batch)[1]
+    return -(-global_batch // unit) * unit
 
 
 # A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three
@@ -177,20 +200,26 @@ class CalibratedSpeeds:
         cluster: Cluster | None = None,
     ) -> None:
         self._workload, self._cluster = workload, cluster
+        self._engine = EngineSpeeds(cluster)
         self._jobs: dict[str, dict[str, None]] = {}
         self._predicted: dict[_StepKey, PredictedStep] = {}
         self._seen: dict[tuple[str, str], dict[_StepKey, float]] = {}
         self._fitted: dict[tuple[str, str], StepCorrections] = {}
+        self._seen_on_several: dict[tuple[str, _StepKey], float] = {}
 
     def observe(
         self, job: Job, shape: AllocationShape, step_s: float, global_batch: int | None
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
-        workload, asked = self._workload(job), _asked_of(job, shape, global_batch)
+        workload, step = self._workload(job), _step_of(job, shape, global_batch)
+        if shape.also:
+            # One observation of several machine types says nothing of any one of them.
+            known = self._seen_on_several.setdefault((workload, step), step_s)
+            return self._jobs.get(workload, {}) if known is step_s else ()
         seen = self._seen.setdefault((workload, shape.machine), {})
-        if asked in seen:
+        if step in seen:
             return ()
-        seen[asked] = step_s
+        seen[step] = step_s
         predicted = [self._predict(job.graph, each) for each in seen]
         self._fitted[workload, shape.machine] = StepCorrections(
             shape.machine, DEFAULT.content(job.graph)
@@ -200,24 +229,27 @@ class CalibratedSpeeds:
     def step_times_s(
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
-        """Seconds of one optimizer step on each shape."""
+        """Seconds of one optimizer step on each shape; inf where the job does not fit."""
         workload = self._workload(job)
         self._jobs.setdefault(workload, {})[job.name] = None
-        asked = [_asked_of(job, shape, global_batch) for shape in shapes]
-        predicted = [self._predict(job.graph, each) for each in asked]
-        found = [each.step_s for each in predicted]
-        for machine in {shape.machine for shape in shapes}:
-            fitted = self._fitted.get((workload, machine))
-            if fitted is not None:
-                rows = [row for row, shape in enumerate(shapes) if shape.machine == machine]
-                corrected = fitted.correct([predicted[row] for row in rows])
-                for row, correction in zip(rows, corrected, strict=True):
-                    found[row] = correction.step_s
-        return found
+        step_s = self._engine.step_times_s(job, shapes, global_batch)
+        steps = [_step_of(job, shape, global_batch) for shape in shapes]
+        rows_of: dict[str, list[int]] = {}
+        for row, shape in enumerate(shapes):
+            if shape.also:
+                step_s[row] = self._seen_on_several.get((workload, steps[row]), step_s[row])
+            elif math.isfinite(step_s[row]):
+                rows_of.setdefault(shape.machine, []).append(row)
+        for machine, rows in rows_of.items():
+            if (fitted := self._fitted.get((workload, machine))) is not None:
+                predicted = [self._predict(job.graph, steps[row]) for row in rows]
+                for row, correction in zip(rows, fitted.correct(predicted), strict=True):
+                    step_s[row] = correction.step_s
+        return step_s
 
-    def _predict(self, graph: OpGraph, asked: _StepKey) -> PredictedStep:
-        if asked not in self._predicted:
-            _, batch, micro_batches, shape = asked
+    def _predict(self, graph: OpGraph, step: _StepKey) -> PredictedStep:
+        if step not in self._predicted:
+            _, batch, micro_batches, shape = step
             engine = TrialEngine(
                 engine=DEFAULT,
                 graph=graph,
@@ -225,15 +257,15 @@ class CalibratedSpeeds:
                 profile=None,
                 content=DEFAULT.content(graph),
             )
-            self._predicted[asked] = engine.predict(
+            self._predicted[step] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,
                 accumulation_steps=micro_batches,
                 strategy="ddp",
                 coefficients=UNCALIBRATED,
             )
-        return self._predicted[asked]
+        return self._predicted[step]
 
 
-def _asked_of(job: Job, shape: AllocationShape, global_batch: int | None) -> _StepKey:
+def _step_of(job: Job, shape: AllocationShape, global_batch: int | None) -> _StepKey:
     return (id(job.graph), *job.split(shape.ranks, global_batch), shape)

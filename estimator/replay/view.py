@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from estimator.errors import WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
@@ -17,13 +18,26 @@ CurveKey = tuple[str, int | None, int | None]
 class Grant:
     """Devices for a job: how many, of which machine type, and another global batch if chosen.
 
-    `on` names nodes by their index and the devices of each; without it the cluster's rule places.
+    `also` has devices of further machine types, on which the job trains at once, the batch split by
+    speed. `on` names nodes by their index and the devices of each; without it the cluster's rule
+    places.
     """
 
     count: int
     machine: str
     global_batch: int | None = None
     on: tuple[tuple[int, int], ...] | None = None
+    also: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Devices of all machine types."""
+        return self.count + sum(count for _, count in self.also)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Each machine type with its devices."""
+        return ((self.machine, self.count), *self.also)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,16 +48,20 @@ class Waiting:
     remaining_samples: float
     attained_device_s: float = 0.0
     grant: Grant | None = None
+    restarts: int = 0
 
     @property
     def count(self) -> int:
         """Devices that the job holds."""
-        return self.grant.count if self.grant else 0
+        return self.grant.devices if self.grant else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class View:
-    """Unfinished jobs in the order of arrival, the cluster, and speeds as they are believed."""
+    """Unfinished jobs in the order of arrival, the cluster, and speeds as they are believed.
+
+    Where `pool` names a machine type the view is of its devices alone; see `of`.
+    """
 
     now_s: float
     jobs: Sequence[Waiting]
@@ -52,11 +70,26 @@ class View:
     # Curves of each job by machine, its size and the global batch, and counts between: kept between
     # plans until what is believed of the job changes.
     known: dict[str, dict[CurveKey, dict[int, float]]] = field(default_factory=dict)
+    pool: str | None = None
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The machine types of the cluster, or that of the pool."""
+        return self.nodes.machines if self.pool is None else (self.pool,)
 
     @property
     def machine(self) -> str:
-        """The machine type of a cluster that has one."""
-        return self.nodes.machines[0]
+        """The one machine type; raises WorkloadError where the cluster has several."""
+        if len(self.machines) > 1:
+            raise WorkloadError(
+                f"the cluster has {', '.join(self.machines)}; say of which machine type, or plan "
+                "for view.of(machine, jobs)"
+            )
+        return self.machines[0]
+
+    def of(self, machine: str, jobs: Sequence[Waiting]) -> View:
+        """Some jobs on the devices of one machine type."""
+        return replace(self, jobs=jobs, pool=machine)
 
     def counts(self, job: Job, machine: str | None = None) -> list[int]:
         """Counts worth considering: powers of two, whole nodes, and what was asked for."""
@@ -70,7 +103,7 @@ class View:
         machine: str | None = None,
         global_batch: int | None = None,
     ) -> list[float]:
-        """Believed throughput on counts packed onto as few nodes as can be."""
+        """Believed throughput on counts packed onto as few nodes as can be; 0: it does not fit."""
         kind = machine or self.machine
         shapes: list[AllocationShape] = [self.nodes.packed(kind, count) for count in counts]
         batch = global_batch or job.global_batch
@@ -81,25 +114,52 @@ class View:
     def curve(
         self, job: Job, machine: str | None = None, global_batch: int | None = None
     ) -> dict[int, float]:
-        """Believed throughput by count, counts rising."""
+        """Believed throughput by count, counts rising; counts on which the job fits."""
         kind = machine or self.machine
         known = self.known.setdefault(job.name, {})
         key = kind, self.nodes.total(kind), global_batch
         if key not in known:
             counts = self.counts(job, kind)
             rates = self.samples_per_s(job, counts, kind, global_batch)
-            known[key] = dict(zip(counts, rates, strict=True))
+            known[key] = {count: rate for count, rate in zip(counts, rates) if rate > 0}
         return known[key]
 
-    def rate(self, job: Job, count: int, machine: str | None = None) -> float:
-        """Believed throughput on any one count."""
-        curve = self.curve(job, machine)
+    def rate(
+        self,
+        job: Job,
+        count: int,
+        machine: str | None = None,
+        global_batch: int | None = None,
+    ) -> float:
+        """Believed throughput on any one count; 0 where the job does not fit."""
+        curve = self.curve(job, machine, global_batch)
         if count in curve:
             return curve[count]
-        between = self.known[job.name].setdefault((machine or self.machine, None, None), {})
+        key = machine or self.machine, None, global_batch
+        between = self.known[job.name].setdefault(key, {})
         if count not in between:
-            between[count] = self.samples_per_s(job, [count], machine)[0]
+            between[count] = self.samples_per_s(job, [count], machine, global_batch)[0]
         return between[count]
+
+    def rate_of(self, job: Job, grant: Grant) -> float:
+        """Believed throughput on a grant, of several machine types too, packed."""
+        first, *others = (self.nodes.packed(*part) for part in grant.parts)
+        shape = first._replace(also=tuple(others))
+        (step_s,) = self.believed.step_times_s(job, [shape], grant.global_batch)
+        return job.useful_samples(grant.global_batch) / step_s
+
+    def request(self, job: Job) -> int:
+        """What the job asked for, or where that fits nowhere the next count that does."""
+        sizes = {machine: self.nodes.size(machine) for machine in self.machines}
+
+        def fits(count: int) -> bool:
+            return any(count <= sizes[m] and self.rate(job, count, m) > 0 for m in sizes)
+
+        if fits(job.devices):
+            return job.devices
+        counts = counts_up_to(min(job.highest_count, max(sizes.values())), job.devices)
+        higher = [count for count in counts if count > job.devices]
+        return next(filter(fits, (*higher, *reversed(counts))), job.devices)
 
 
 class Policy(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from replay_speeds import FittedSpeeds, MistakenSpeeds, sample_counts
+from scipy.optimize import linprog
 from scipy.stats import lognorm
 
 from estimator.calibrate.baselines import OptimusRegressor
@@ -18,8 +20,8 @@ from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
 from estimator.replay.policies.gavel import time_shares
+from estimator.replay.policies.goodput import assigned, batches
 from estimator.replay.policies.ones import Ones, reordered
-from estimator.replay.policies.pollux import batches
 from estimator.replay.speeds import (
     CalibratedSpeeds,
     EngineSpeeds,
@@ -153,83 +155,133 @@ def test_pollux_grows_the_batch_as_far_as_the_noise_allows() -> None:
     assert batches(waiting("b", 10).job) == [4]
 
 
-def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> None:
-    class Spanning:
-        """Two devices on a node train 1.9 times as fast as one, four of two nodes three times."""
+def test_pollux_reaches_the_best_fitness_of_all_counts() -> None:
+    # Section 4.2 with p = −1: the harmonic mean of speed-ups over one device, on eight devices.
+    table = Table(a=(1, 1.4, 1.6, 1.7), b=(1, 1.9, 3.4, 5.5), c=(2, 3, 4, 4.4))
+    curves = {name: dict(zip((1, 2, 4, 8), rates)) for name, rates in table.rates.items()}
 
-        def step_times_s(
-            self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
-        ) -> list[float]:
-            rates = {1: 1.0, 2: 1.9, 3: 2.4, 4: 3.0}
-            return [(1 + 0.4 * (len(s.per_node) - 1)) / rates[s.ranks] for s in shapes]
+    def fitness(given: Sequence[int]) -> float:
+        return 3 / sum(curves[name][1] / curves[name][n] for name, n in zip("abc", given))
 
-    # Each of two jobs has a node to itself: a job that spans both would be slower on two devices.
-    nodes = Nodes((ReplayNode("m", 2), ReplayNode("m", 2)))
-    jobs = [waiting("a", 100), waiting("b", 100)]
-    view = View(now_s=60, jobs=jobs, nodes=nodes, believed=Spanning())
-    plan = load_policy("pollux-search").plan(view)
-    assert sorted(grant.on for grant in plan.values()) == [((0, 2),), ((1, 2),)]
+    found = counts("pollux", [waiting(n, 100, global_batch=8) for n in "abc"], table, devices=8)
+    choices = itertools.product((1, 2, 4, 8), repeat=3)
+    best = max(fitness(each) for each in choices if sum(each) <= 8)
+    assert fitness([found[name] for name in "abc"]) == pytest.approx(best)
 
 
-class Amdahl:
-    """Half of job a's work, a tenth of job b's and none of c's is done by one device at a time.
+class ByMachine:
+    """Samples a second on one device by job and machine type; n devices are n^0.9 times as fast.
 
-    A job that spans two nodes takes an eighth longer.
+    Unlike devices add up; 0 stands for a machine that cannot hold the job.
     """
+
+    def __init__(self, **rates: dict[str, float]) -> None:
+        self.rates = rates
 
     def step_times_s(
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
-        serial = {"a": 0.5, "b": 0.1, "c": 0.0}[job.name]
-        return [
-            (serial + (1 - serial) / s.ranks) * (1.125 if len(s.per_node) > 1 else 1.0)
-            for s in shapes
-        ]
+        batch, rates = global_batch or job.global_batch, self.rates[job.name]
+        parts = [(shape._replace(also=()), *shape.also) for shape in shapes]
+        found = [sum(rates[each.machine] * each.ranks**0.9 for each in some) for some in parts]
+        return [batch / rate if rate else math.inf for rate in found]
 
 
-def pollux_fitness(rows: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]]) -> float:
-    """Pollux (OSDI 2021), section 4.2, for jobs a, b and c that are 120 s old.
-
-    The mean of speed-ups with p = −1; each is the rate over that on a fair share, 8 devices of 3
-    jobs, and (T − R·δ) / (T + δ) times as much for a job that moves the first time, δ = 30 s.
-    """
-    speed_ups = []
-    for name, row, held_row in zip("abc", rows, held, strict=True):
-        if not sum(row):
-            return 0.0
-        shapes = [AllocationShape("m", tuple(filter(None, row))), AllocationShape("m", (2,))]
-        step_s, fair_s = Amdahl().step_times_s(waiting(name, 100).job, shapes)
-        moves = any(held_row) and row != held_row
-        speed_ups.append(fair_s / step_s * (120 / 150 if moves else 1))
-    return 3 / sum(1 / each for each in speed_ups)
+def unlike(slow: int = 4, fast: int = 4) -> Nodes:
+    return Nodes((ReplayNode("slow", slow), ReplayNode("fast", fast)))
 
 
-@pytest.mark.parametrize(
-    "held", [((0, 0),) * 3, ((4, 0), (0, 2), (0, 2)), ((1, 0), (3, 0), (0, 4))]
-)
-def test_the_search_reaches_the_best_fitness_of_all_placements(
-    held: tuple[tuple[int, int], ...],
+def unlike_grants(policy: str, jobs: list[Waiting], speeds: ByMachine) -> dict[str, Grant]:
+    view = View(now_s=600, jobs=jobs, nodes=unlike(), believed=speeds)
+    return dict(load_policy(policy).plan(view))
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_every_policy_uses_unlike_machines(policy: str) -> None:
+    names = [f"j{number}" for number in range(8)]
+    speeds = ByMachine(**{name: {"slow": 1.0, "fast": 3.0} for name in names})
+    jobs = [waiting(name, 1e4, most_devices=4) for name in names]
+    grants = unlike_grants(policy, jobs, speeds)
+    held = dict.fromkeys(("slow", "fast"), 0)
+    for grant in grants.values():
+        for machine, count in grant.parts:
+            held[machine] += count
+    assert held == {"slow": 4, "fast": 4}
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_no_policy_gives_a_job_machines_that_cannot_hold_it(policy: str) -> None:
+    speeds = ByMachine(large={"slow": 0, "fast": 1.0}, small={"slow": 1.0, "fast": 9.0})
+    grants = unlike_grants(policy, [waiting("small", 1e4), waiting("large", 1e4)], speeds)
+    assert {machine for machine, _ in grants["large"].parts} == {"fast"}
+
+
+@pytest.mark.parametrize("policy", ["max-min", "afs", "optimus", "pollux", "sia"])
+def test_the_fast_machine_goes_to_who_gains_most_from_it(policy: str) -> None:
+    speeds = ByMachine(cnn={"slow": 1.0, "fast": 8.0}, rnn={"slow": 3.0, "fast": 4.0})
+    fixed = {"devices": 4, "most_devices": 4}
+    jobs = [waiting(name, 1e4, **fixed, grant=Grant(4, "slow")) for name in ("rnn", "cnn")]
+    grants = unlike_grants(policy, jobs, speeds)
+    assert {name: grant.machine for name, grant in grants.items()} == {"cnn": "fast", "rnn": "slow"}
+
+
+def test_a_long_job_trains_on_unlike_devices_at_once_where_that_pays() -> None:
+    speeds = ByMachine(a={"slow": 2.0, "fast": 3.0})
+    job = waiting("a", 1e5, global_batch=64)
+    assert unlike_grants("max-min", [job], speeds)["a"] == Grant(4, "fast", also=(("slow", 4),))
+    # A tenth more is not worth it.
+    speeds = ByMachine(a={"slow": 0.2, "fast": 3.0})
+    assert unlike_grants("max-min", [job], speeds)["a"] == Grant(4, "fast")
+
+
+def test_a_view_of_unlike_machines_wants_one_named() -> None:
+    view = View(now_s=0, jobs=[], nodes=unlike(), believed=ByMachine())
+    with pytest.raises(WorkloadError, match="the cluster has slow, fast; say of which machine"):
+        view.curve(waiting("a", 1).job)
+
+
+@pytest.mark.parametrize(("jobs", "devices", "least"), [(4, (4, 4), 0.93), (80, (64, 64), 0.995)])
+def test_sia_assigns_as_well_as_its_program_allows(
+    jobs: int, devices: tuple[int, ...], least: float
 ) -> None:
-    nodes = Nodes((ReplayNode("m", 4), ReplayNode("m", 4)))
-    jobs = []
-    for name, row in zip("abc", held, strict=True):
-        on = tuple((node, devices) for node, devices in enumerate(row) if devices)
-        grant = Grant(sum(row), "m", None, on) if on else None
-        jobs.append(waiting(name, 100, global_batch=8, grant=grant))
-    view = View(now_s=120, jobs=jobs, nodes=nodes, believed=Amdahl())
-    plan = load_policy("pollux-search").plan(view)
-    found = []
-    for name in "abc":
-        on = dict(plan[name].on or ()) if name in plan else {}
-        found.append((on.get(0, 0), on.get(1, 0)))
-    rows = list(itertools.product(range(5), range(5)))
-    # On two nodes no two jobs may both span them.
-    best = max(
-        pollux_fitness(each, held)
-        for each in itertools.product(rows, repeat=3)
-        if max(map(sum, zip(*each, strict=True))) <= 4 and sum(all(row) for row in each) <= 1
-    )
-    assert pollux_fitness(found, held) == pytest.approx(best, rel=1e-9)
+    """Against the bound of the linear relaxation, which no assignment beats."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        speed, scaling = rng.uniform(0.2, 1, (jobs, 2)), rng.uniform(0.4, 1, jobs)
+        keys = np.array(list(itertools.product(range(jobs), range(2), (1, 2, 4, 8))))
+        job, kind, count = keys.T
+        rate = speed[job, kind] * count ** scaling[job] / speed.min(axis=1)[job]
+        costs = rate**-0.5 - 1.1
+        taken = assigned(costs, jobs=job, types=kind, counts=1.0 * count, devices=[*devices])
+        assert len(set(job[taken])) == len(taken)
+        held = np.bincount(kind[taken], count[taken], 2)
+        assert (held <= devices).all()
+        limits = np.concatenate([np.eye(jobs)[job].T, count * np.eye(2)[kind].T])
+        bound = linprog(costs, A_ub=limits, b_ub=[*np.ones(jobs), *devices], bounds=(0, 1))
+        assert costs[taken].sum() <= least * bound.fun
+
+
+def test_sia_at_most_doubles_a_job_and_weighs_its_restart() -> None:
+    speeds = ByMachine(a={"slow": 1.0, "fast": 1.05})
+    new, running = waiting("a", 1e4), waiting("a", 1e4, grant=Grant(4, "slow"))
+    assert unlike_grants("sia", [new], speeds)["a"].count == 1
+    two = waiting("a", 1e4, global_batch=8, grant=Grant(2, "slow"))
+    assert unlike_grants("sia", [two], speeds)["a"].count == 4
+    # Five percent faster elsewhere is less than a restart of 30 s costs a job 600 s old.
+    assert unlike_grants("sia", [running], speeds)["a"] == Grant(4, "slow")
+
+
+def test_ones_grows_the_batch_with_the_devices_up_to_its_limit() -> None:
+    # The job's own share of a device is 4; after two epochs it may have twice its devices.
+    job = waiting("a", 100, 1, epoch_samples=10.0, most_global_batch=64).job
+    nodes = Nodes((ReplayNode("m", 8),))
+    for epochs, most in ((0, 1), (2, 2), (4, 4), (8, 4)):
+        held = Waiting(job=job, remaining_samples=100 - 10 * epochs)
+        table = Table(a=(1, 2, 4, 8))
+        view = View(now_s=0, jobs=[held], nodes=nodes, believed=table)
+        grant = Ones(0).plan(view)["a"]
+        assert grant.count == most
+        assert grant.global_batch == 4 * most
 
 
 def test_a_plan_that_names_taken_devices_is_refused() -> None:

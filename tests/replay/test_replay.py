@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from estimator.errors import WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
-from estimator.replay.policies.pollux import PolluxSearch
 from estimator.replay.replay import Costs, Ran, Replay
 from estimator.replay.view import Grant, PlanOf, View
 from tests.budgets import examples
@@ -51,7 +51,7 @@ def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> N
     return Nodes((ReplayNode("synthetic", devices),) * nodes, rule)
 
 
-def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:
+def simulated(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:
     speeds = Linear()
     replay = Replay(
         jobs,
@@ -66,7 +66,7 @@ def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]
 
 def test_the_head_of_the_line_holds_back_who_comes_after() -> None:
     jobs = [job("wide", 0, 600, 6), job("wider", 1, 800, 8), job("small", 2, 10, 1)]
-    ran = played(jobs, load_policy("fifo"))
+    ran = simulated(jobs, load_policy("fifo"))
     # 600 samples on 6 devices: 100 s; then 800 on 8; the small one fits only after both.
     assert ran["wide"].finish_s == pytest.approx(100)
     assert ran["wider"].finish_s == pytest.approx(200)
@@ -76,7 +76,7 @@ def test_the_head_of_the_line_holds_back_who_comes_after() -> None:
 
 def test_max_min_halves_what_the_first_job_has_when_a_second_comes() -> None:
     jobs = [job("first", 0, 1600, 1), job("second", 100, 400, 1)]
-    ran = played(jobs, load_policy("max-min"), costs=Costs(restart_s=30))
+    ran = simulated(jobs, load_policy("max-min"), costs=Costs(restart_s=30))
     # 100 s on 8 devices leave 800; both have 4 from then on, the first 30 s later: the second ends
     # at 200 with 70 · 4 = 280 of the first done; 520 are left, after 30 s more on 8 devices.
     assert ran["second"].finish_s == pytest.approx(200)
@@ -91,7 +91,7 @@ def test_jobs_advance_at_true_speeds_and_policies_see_believed_ones() -> None:
         seen.extend(view.samples_per_s(each.job, [4])[0] for each in view.jobs)
         return {each.job.name: Grant(4, "synthetic") for each in view.jobs}
 
-    ran = played([job("a", 0, 800)], PlanOf(plan), true=Linear(0.5), believed=Linear(1.0))
+    ran = simulated([job("a", 0, 800)], PlanOf(plan), true=Linear(0.5), believed=Linear(1.0))
     assert seen == [pytest.approx(4)]
     assert ran["a"].finish_s == pytest.approx(800 / 2)
 
@@ -103,14 +103,14 @@ def test_moved_smaller_jobs_make_room_on_one_node() -> None:
     # Three single devices go on the first node; the fourth job's end leaves one there beside one
     # elsewhere.
     jobs = [job("a", 0, 50, 3), job("b", 0, 500, 1), job("c", 1, 500, 1), job("d", 60, 40, 4)]
-    ran = played(jobs, PlanOf(plan))
+    ran = simulated(jobs, PlanOf(plan))
     assert [segment.shape.per_node for segment in ran["d"].segments] == [(4,)]
     assert sum(len(each.segments) for each in ran.values()) == 5
 
 
 def test_a_failed_node_costs_what_came_after_the_last_checkpoint() -> None:
     costs = Costs(restart_s=0, checkpoint_s=100, node_mtbf_s=1000, repair_s=10)
-    ran = played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+    ran = simulated([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
     lost = [segment for segment in ran["a"].segments if segment.lost_samples]
     assert lost
     for segment in lost:
@@ -121,7 +121,7 @@ def test_a_failed_node_costs_what_came_after_the_last_checkpoint() -> None:
 
 def test_nothing_is_lost_where_checkpoints_are_kept_at_all_times() -> None:
     costs = Costs(restart_s=0, checkpoint_s=0, node_mtbf_s=1000, repair_s=10)
-    ran = played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+    ran = simulated([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
     segments = ran["a"].segments
     assert len(segments) > 1
     assert [segment.lost_samples for segment in segments] == [0.0] * len(segments)
@@ -139,7 +139,7 @@ def test_nothing_is_lost_where_checkpoints_are_kept_at_all_times() -> None:
 )
 def test_a_plan_that_cannot_be_is_refused(grants: dict[str, Grant], said: str) -> None:
     with pytest.raises(WorkloadError, match=said):
-        played([job("a", 0, 800)], PlanOf(lambda view: grants))
+        simulated([job("a", 0, 800)], PlanOf(lambda view: grants))
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_a_plan_that_cannot_be_is_refused(grants: dict[str, Grant], said: str) -
 )
 def test_an_answer_that_is_no_plan_is_refused(answer: Any, said: str) -> None:
     with pytest.raises(WorkloadError, match=said):
-        played([job("a", 0, 800)], PlanOf(lambda view: answer))
+        simulated([job("a", 0, 800)], PlanOf(lambda view: answer))
 
 
 def test_what_a_policy_raises_is_one_sentence() -> None:
     with pytest.raises(WorkloadError, match=r"the policy failed .ZeroDivisionError"):
-        played([job("a", 0, 800)], PlanOf(lambda view: {"a": Grant(1 // 0, "synthetic")}))
+        simulated([job("a", 0, 800)], PlanOf(lambda view: {"a": Grant(1 // 0, "synthetic")}))
 
 
 def test_nodes_that_fail_faster_than_jobs_train_end_the_replay(
@@ -166,17 +166,44 @@ def test_nodes_that_fail_faster_than_jobs_train_end_the_replay(
     monkeypatch.setattr("estimator.replay.replay._MOST_FAILURES", 50)
     costs = Costs(restart_s=0, checkpoint_s=1e6, node_mtbf_s=1, repair_s=1)
     with pytest.raises(WorkloadError, match="nodes that fail every 1 s let no job end"):
-        played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+        simulated([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
 
 
-def test_a_job_of_a_thousand_years_is_not_replayed() -> None:
+def test_a_job_of_a_thousand_years_is_not_resimulated() -> None:
     with pytest.raises(WorkloadError, match=r"'a' would train for .* s on 1x1:synthetic"):
-        played([job("a", 0, 1e14, 1)], load_policy("tiresias"), nodes=cluster(1, 1))
+        simulated([job("a", 0, 1e14, 1)], load_policy("tiresias"), nodes=cluster(1, 1))
+
+
+class Narrow:
+    """Devices that hold no job of more than two devices' worth of samples, on fewer than three."""
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
+    ) -> list[float]:
+        return [inf if each.ranks < 3 or job.name == "huge" else 1.0 for each in shapes]
+
+
+def test_a_job_that_fits_nowhere_is_refused_by_name() -> None:
+    with pytest.raises(WorkloadError, match="job 'huge' fits on no count of synthetic"):
+        simulated([job("a", 0, 1), job("huge", 1, 1)], load_policy("fifo"), true=Narrow())
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_job_is_given_no_count_on_which_it_does_not_fit(policy: str) -> None:
+    ran = simulated([job("a", 0, 640)], load_policy(policy), true=Narrow(), believed=Narrow())
+    assert all(segment.shape.ranks >= 3 for segment in ran["a"].segments)
+
+
+def test_a_grant_on_which_a_job_does_not_fit_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="grants 1x2:synthetic to 'a', which does not fit"):
+        simulated(
+            [job("a", 0, 64)], PlanOf(lambda view: {"a": Grant(2, "synthetic")}), true=Narrow()
+        )
 
 
 def test_a_name_given_twice_is_refused() -> None:
     with pytest.raises(WorkloadError, match="job 'a' is listed twice"):
-        played([job("a", 0, 1), job("a", 1, 1)], load_policy("fifo"))
+        simulated([job("a", 0, 1), job("a", 1, 1)], load_policy("fifo"))
 
 
 drawn_jobs = st.lists(
@@ -210,10 +237,9 @@ def test_every_policy_keeps_the_accounts(
     costs = Costs(restart_s=30, checkpoint_s=120, node_mtbf_s=mtbf_s, repair_s=300)
 
     def once() -> dict[str, Ran]:
-        return played(
+        return simulated(
             jobs,
-            # A hundred generations of every round would take minutes.
-            PolluxSearch(generations=2) if policy == "pollux-search" else load_policy(policy),
+            load_policy(policy),
             true=Linear(0.8),
             believed=Linear(0.9),
             costs=costs,

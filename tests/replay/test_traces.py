@@ -212,7 +212,9 @@ def test_jobs_that_ask_alike_are_one_question(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_trace_of_a_larger_cluster_is_refused() -> None:
     rows = [traced("wide", 0, 9, 10)]
-    with pytest.raises(WorkloadError, match=r"'wide' of the trace asks for 9 devices and .* has 8"):
+    with pytest.raises(
+        WorkloadError, match=r"'wide' asks for 9 devices on which .* has 8 gtx-1080-roce"
+    ):
         jobs_of_trace(rows, [perceptron([8, 8])], Nodes.parse(NODES), seed=0)
 
 

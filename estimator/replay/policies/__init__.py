@@ -11,15 +11,15 @@ from estimator.user_code import UserCode
 # A policy's name, the module and the class that have it.
 _HOMES = {
     "fifo": ("queues", "Fifo"),
-    "max-min": ("max_min", "MaxMin"),
-    "max-min-uncapped": ("max_min", "UncappedMaxMin"),
+    "max-min": ("elastic", "MaxMin"),
+    "max-min-uncapped": ("elastic", "UncappedMaxMin"),
     "srtf": ("queues", "Srtf"),
-    "afs": ("afs", "Afs"),
-    "optimus": ("optimus", "Optimus"),
+    "afs": ("elastic", "Afs"),
+    "optimus": ("elastic", "Optimus"),
     "tiresias": ("queues", "Tiresias"),
     "gavel": ("gavel", "Gavel"),
-    "pollux": ("pollux", "Pollux"),
-    "pollux-search": ("pollux", "PolluxSearch"),
+    "pollux": ("goodput", "Pollux"),
+    "sia": ("goodput", "Sia"),
     "ones": ("ones", "Ones"),
 }
 BUILT_IN = tuple(_HOMES)

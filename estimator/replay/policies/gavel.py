@@ -18,8 +18,8 @@ class Gavel:
     """Highest total throughput over that on the reference machine, at the counts asked for.
 
     max Σ X_jg · T_jg / T_j,ref, Σ_g X_jg ≤ 1, Σ_j n_j · X_jg ≤ N_g, X ≥ 0; the reference is the
-    cluster's first machine type. In each round jobs go by X_jg over the rounds had on g so far;
-    what is left goes to whoever waits, on the type that is fastest for him.
+    cluster's first machine type on which the job fits. In each round jobs go by X_jg over the
+    rounds had on g so far; what is left goes to whoever waits, on the type that is fastest for him.
     """
 
     interval_s = ROUND_S
@@ -34,11 +34,11 @@ class Gavel:
         """This round's jobs, each on one machine type."""
         machines = view.nodes.machines
         free = {machine: view.nodes.total(machine) for machine in machines}
+        asked = {each.job.name: view.request(each.job) for each in view.jobs}
         rates = {
-            each.job.name: {m: view.rate(each.job, each.job.devices, m) for m in free}
+            each.job.name: {m: view.rate(each.job, asked[each.job.name], m) for m in free}
             for each in view.jobs
         }
-        asked = {each.job.name: each.job.devices for each in view.jobs}
         solved_for = tuple(asked), tuple(free.items()), tuple(map(str, rates.values()))
         if solved_for != self._solved_for:
             self._shares = time_shares(rates, asked, free)
@@ -50,7 +50,7 @@ class Gavel:
         rest.sort(key=lambda pair: held.get(pair[0]) != pair[1])
         grants: dict[str, Grant] = {}
         for name, machine in (*wanted, *rest):
-            if name not in grants and free[machine] >= asked[name]:
+            if name not in grants and free[machine] >= asked[name] and rates[name][machine] > 0:
                 free[machine] -= asked[name]
                 grants[name] = Grant(asked[name], machine)
                 self._rounds[name, machine] = self._rounds.get((name, machine), 0) + 1
@@ -68,7 +68,8 @@ def time_shares(
     if not jobs:
         return {}
     columns = len(jobs) * len(machines)
-    gain = [rates[job][m] / rates[job][machines[0]] for job in jobs for m in machines]
+    reference = [next((rate for rate in rates[job].values() if rate > 0), 1.0) for job in jobs]
+    gain = [rates[job][m] / ref for job, ref in zip(jobs, reference) for m in machines]
     column, ones = np.arange(columns), np.ones(columns)
     counts = np.repeat([float(asked[job]) for job in jobs], len(machines))
     per_job = csr_array((ones, (column // len(machines), column)), shape=(len(jobs), columns))

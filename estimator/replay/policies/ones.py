@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.replay.jobs import Job
+from estimator.replay.policies.pools import Pools
 from estimator.replay.view import Grant, View, Waiting
 
 POPULATION = 16
-DROP_PROBABILITY = 0.3
+MUTATION_PROBABILITY = 0.3
 MOST_GROWTH = 4
 EPOCHS_TO_DOUBLE = 2
 ROUND_S = 60.0
@@ -17,19 +22,28 @@ ROUND_S = 60.0
 EPOCHS_ASSUMED = 10
 NOBODY = -1
 
-Schedule = NDArray[np.int64]
+Holders = NDArray[np.int64]
 
 
-class Ones:
-    """A schedule is a vector from device to job; the fittest of 16 is the plan.
+class Schedule(NamedTuple):
+    """A genome: the job of each device, and the global batch of each job whose batch may change."""
 
-    Each round: finished jobs are taken out; uniform crossover with probability ½; a job is dropped
-    with p = 0.3; free devices go to new jobs, then to those with the least left; devices are
-    reordered so that the fewest change hands; the 16 schedules with the lowest
-    Σ Y·n·(1/ρ − 1) / X(n) are kept, Y the samples done and ρ ~ Beta(epochs done, β) the progress. A
-    job's devices at most double every two epochs, up to four times what it asked for: ONES' limit
-    on its batch, which is n times a device's there and stays the job's own here. Jobs that wait
-    add nothing to the sum: a few wide jobs score better than many narrow ones.
+    holders: Holders
+    batches: Mapping[int, int]
+
+
+class Ones(Pools):
+    """A schedule says which job each device trains and in what batches; the fittest is the plan.
+
+    Each round: finished jobs are taken out; uniform crossover with probability ½ of devices and
+    batches; a job is dropped with p = 0.3, and its batch halved or doubled as often; free devices
+    go to new jobs, then to those with the least left; devices are reordered so that the fewest
+    change hands; the 16 schedules with the lowest Σ Y·n·(1/ρ − 1) / X(n, B) are kept, Y the samples
+    done and ρ ~ Beta(epochs done, β) the progress. A job's batch starts at its own share of each
+    device and at most doubles every two epochs, up to four times its own and its
+    `most_global_batch`: ONES' limit, at which the learning rate is scaled linearly and every sample
+    counts. Jobs that name no `most_global_batch` keep their batch; their devices are limited alike.
+    Jobs that wait add nothing to the sum: a few wide jobs score better than many narrow ones.
 
     Jobs report when an epoch ends: Y and the draw of ρ stay until then, so that rounds between
     score alike and a job costs nothing before its first epoch ends. β is the epochs that jobs
@@ -38,43 +52,62 @@ class Ones:
     """
 
     interval_s = ROUND_S
-    moves_jobs = True
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
         self._numbers: dict[str, int] = {}
-        self._population: list[Schedule] = []
+        self._populations: dict[str, list[Schedule]] = {}
         # By the name of an unfinished job: all its epochs, and (epochs done, samples left).
         self._epochs: dict[str, float] = {}
         self._reports: dict[str, tuple[int, float]] = {}
         self._ended_epochs: list[float] = []
 
     def plan(self, view: View) -> dict[str, Grant]:
-        """The fittest schedule's counts on one machine type."""
+        """The fittest schedule of each machine type."""
         self._learn(view)
+        return super().plan(view)
+
+    def share(self, view: View) -> dict[str, Grant]:
+        """The fittest schedule's counts and batches on one machine type."""
         for each in view.jobs:
             self._numbers.setdefault(each.job.name, len(self._numbers))
-        jobs = {self._numbers[each.job.name]: each for each in view.jobs}
-        left = {number: self._left(each) for number, each in jobs.items()}
-        limits = {number: self._limit(each) for number, each in jobs.items()}
-        parents = [self._refreshed(one, view, set(jobs)) for one in self._population]
-        parents = parents or [np.full(view.nodes.total(view.machine), NOBODY)]
-        running = parents[0]
-        pool = [self._refilled(one, left, limits) for one in parents]
+        jobs = {
+            self._numbers[each.job.name]: _Contender(each, self._left(each), view.curve(each.job))
+            for each in view.jobs
+        }
+        known = self._populations.get(view.machine, [])
+        parents = [self._refreshed(one, view, jobs) for one in known]
+        parents = parents or [Schedule(np.full(view.nodes.total(view.machine), NOBODY), {})]
+        candidates = [self._refilled(one, jobs) for one in parents]
         for _ in range(POPULATION):
             first, second = (parents[i] for i in self._rng.integers(len(parents), size=2))
-            child = np.where(self._rng.random(len(first)) < 0.5, first, second)
-            dropped = [n for n in jobs if self._rng.random() < DROP_PROBABILITY]
-            child[np.isin(child, dropped)] = NOBODY
-            pool.append(reordered(self._refilled(child, left, limits), running))
-        scores = [self._score(one, jobs, left, view) for one in pool]
-        self._population = [pool[i] for i in np.argsort(scores, kind="stable")[:POPULATION]]
-        numbers, counts = np.unique(self._population[0], return_counts=True)
+            child = self._refilled(self._child(first, second, jobs), jobs)
+            ordered = reordered(child.holders, parents[0].holders)
+            candidates.append(Schedule(ordered, child.batches))
+        scores = [self._score(one, jobs, view) for one in candidates]
+        fittest = np.argsort(scores, kind="stable")[:POPULATION]
+        self._populations[view.machine] = [candidates[i] for i in fittest]
+        holders, batches = candidates[fittest[0]]
         return {
-            jobs[number].job.name: Grant(count, view.machine)
-            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
-            if number != NOBODY
+            jobs[number].job.name: Grant(count, view.machine, batches.get(number))
+            for number, count in _counts(holders).items()
         }
+
+    def _child(self, first: Schedule, second: Schedule, jobs: Mapping[int, _Contender]) -> Schedule:
+        """Crossover of two schedules; some jobs dropped, some batches halved or doubled."""
+        of_first = self._rng.random(len(first.holders)) < 0.5
+        holders = np.where(of_first, first.holders, second.holders)
+        dropped = [number for number in jobs if self._rng.random() < MUTATION_PROBABILITY]
+        holders[np.isin(holders, dropped)] = NOBODY
+        batches = {}
+        for number in [n for n, each in jobs.items() if each.job.most_global_batch]:
+            parents = [one.batches for one in (first, second) if number in one.batches]
+            if parents:
+                batch = parents[int(self._rng.integers(len(parents)))][number]
+                if self._rng.random() < MUTATION_PROBABILITY:
+                    batch = batch * 2 if self._rng.random() < 0.5 else max(batch // 2, 1)
+                batches[number] = batch
+        return Schedule(holders, batches)
 
     def _learn(self, view: View) -> None:
         """Remember how many epochs the jobs took that have ended since the last plan."""
@@ -93,52 +126,82 @@ class Ones:
             self._reports[name] = done, left
         return left
 
-    def _limit(self, each: Waiting) -> int:
-        growth: int = min(2 ** (_epochs_done(each) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
-        return min(each.job.devices * growth, each.job.highest_count)
-
-    def _refreshed(self, schedule: Schedule, view: View, alive: set[int]) -> Schedule:
+    def _refreshed(
+        self, schedule: Schedule, view: View, alive: Mapping[int, _Contender]
+    ) -> Schedule:
         """Without jobs that have ended, for the devices there are now."""
         devices = view.nodes.total(view.machine)
         fresh = np.full(devices, NOBODY)
-        known = schedule[:devices]
+        known = schedule.holders[:devices]
         fresh[: len(known)] = np.where(np.isin(known, list(alive)), known, NOBODY)
-        return fresh
+        return Schedule(fresh, {n: b for n, b in schedule.batches.items() if n in alive})
 
-    def _refilled(
-        self, schedule: Schedule, left: dict[int, float], limits: dict[int, int]
-    ) -> Schedule:
-        """Free devices go to new jobs, then to those with the least left."""
-        filled = schedule.copy()
-        numbers, held = np.unique(filled, return_counts=True)
-        counts = dict(zip(numbers.tolist(), held.tolist(), strict=True))
-        for number, limit in limits.items():
-            if counts.get(number, 0) > limit:
-                filled[np.flatnonzero(filled == number)[limit:]] = NOBODY
-                counts[number] = limit
+    def _refilled(self, schedule: Schedule, jobs: Mapping[int, _Contender]) -> Schedule:
+        """Free devices go to new jobs, then to those with the least left; batches fit them."""
+        filled = schedule.holders.copy()
+        counts = _counts(filled)
+        for number, count in list(counts.items()):
+            kept = jobs[number].most if count >= jobs[number].least else 0
+            if count > kept:
+                filled[np.flatnonzero(filled == number)[kept:]] = NOBODY
+                counts[number] = kept
         free = np.flatnonzero(filled == NOBODY).tolist()
-        order = sorted(limits, key=lambda number: (left[number], number in counts))
-        for number in order:
-            wanted = min(limits[number] - counts.get(number, 0), len(free))
-            if wanted > 0:
-                filled[free[:wanted]] = number
-                free = free[wanted:]
-        return filled
+        order = sorted(jobs, key=lambda number: (jobs[number].left, bool(counts.get(number))))
+        for number in order if free else ():
+            held = counts.get(number, 0)
+            more = min(jobs[number].most - held, len(free))
+            if more > 0 and held + more >= jobs[number].least:
+                filled[free[:more]] = number
+                free = free[more:]
+                counts[number] = held + more
+        batches = {
+            number: jobs[number].batch_within(schedule.batches.get(number), count)
+            for number, count in counts.items()
+            if count and jobs[number].job.most_global_batch
+        }
+        return Schedule(filled, batches)
 
-    def _score(
-        self, schedule: Schedule, jobs: dict[int, Waiting], left: dict[int, float], view: View
-    ) -> float:
+    def _score(self, schedule: Schedule, jobs: Mapping[int, _Contender], view: View) -> float:
         """Device time that the scheduled jobs still need; the lower the better."""
-        numbers, counts = np.unique(schedule, return_counts=True)
         total = 0.0
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if number != NOBODY:
-                rate = view.rate(jobs[number].job, count)
-                total += count * left[number] / rate
+        for number, count in _counts(schedule.holders).items():
+            rate = view.rate(jobs[number].job, count, None, schedule.batches.get(number))
+            if not rate:
+                return math.inf
+            total += count * jobs[number].left / rate
         return total
 
 
-def reordered(schedule: Schedule, running: Schedule) -> Schedule:
+class _Contender:
+    """A job of this round: samples left by the draw, and its limits of devices and batch.
+
+    A job whose batch is its own is given no count that is believed slower than a lower one.
+    """
+
+    def __init__(self, waiting: Waiting, left: float, curve: Mapping[int, float]) -> None:
+        self.job, self.left, self.least = waiting.job, left, next(iter(curve))
+        growth: int = min(2 ** (_epochs_done(waiting) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
+        self.most = max(min(self.job.devices * growth, self.job.highest_count), self.least)
+        own = self.job.global_batch
+        self._most_batch = min(own * growth, self.job.most_global_batch or own)
+        if not self.job.most_global_batch:
+            self.most = min(self.most, max(curve, key=curve.__getitem__))
+
+    def batch_within(self, batch: int | None, count: int) -> int:
+        """A global batch on so many devices; a new one is the job's own share of each of them."""
+        share = batch or max(self.job.global_batch // self.job.devices, 1) * count
+        chosen: int = max(min(share, self._most_batch), count)
+        return chosen
+
+
+def _counts(holders: Holders) -> dict[int, int]:
+    """Devices by the number of the job that holds them."""
+    counts = np.bincount(holders + 1)[1:]
+    held = np.flatnonzero(counts)
+    return dict(zip(held.tolist(), counts[held].tolist(), strict=True))
+
+
+def reordered(schedule: Holders, running: Holders) -> Holders:
     """The same counts where the fewest devices change hands: jobs stay on those that they hold.
 
     >>> reordered(np.array([2, 2, 1, 3]), np.array([1, 1, 2, -1])).tolist()

@@ -8,7 +8,10 @@ from estimator.replay.view import Grant, View, Waiting
 
 
 class Fifo:
-    """Static: a job keeps what it was given to its end."""
+    """Static: a job keeps what it was given to its end.
+
+    It goes on the cluster's first machine type that has room for what it asked for.
+    """
 
     interval_s = 0.0
     moves_jobs = False
@@ -20,12 +23,12 @@ class Fifo:
         for waiting in view.jobs:
             if waiting.grant:
                 continue
-            asked = waiting.job.devices
-            machine = next((each for each in free if free[each] >= asked), None)
+            count = view.request(waiting.job)
+            machine = next((m for m in free if is_room(view, waiting, count, m, free)), None)
             if machine is None:
                 break
-            free[machine] -= asked
-            grants[waiting.job.name] = Grant(asked, machine)
+            free[machine] -= count
+            grants[waiting.job.name] = Grant(count, machine)
         return grants
 
 
@@ -41,8 +44,15 @@ class Srtf:
 
 
 def remaining_s(view: View, waiting: Waiting) -> float:
-    """Believed time to the end at the count asked for."""
-    return waiting.remaining_samples / view.rate(waiting.job, waiting.job.devices)
+    """Believed time to the end at the count asked for, on the machine type that is fastest."""
+    count = view.request(waiting.job)
+    rate = max(view.rate(waiting.job, count, machine) for machine in view.machines)
+    return waiting.remaining_samples / rate
+
+
+def is_room(view: View, each: Waiting, count: int, machine: str, free: dict[str, int]) -> bool:
+    """Whether devices are free on which the job fits."""
+    return free[machine] >= count and view.rate(each.job, count, machine) > 0
 
 
 def grant_requests(order: list[Waiting], view: View) -> dict[str, Grant]:
@@ -50,12 +60,13 @@ def grant_requests(order: list[Waiting], view: View) -> dict[str, Grant]:
     free = {machine: view.nodes.total(machine) for machine in view.nodes.machines}
     grants: dict[str, Grant] = {}
     for each in order:
+        count = view.request(each.job)
         # Where it runs already it need not start again.
         held = [each.grant.machine] if each.grant else []
         for machine in (*held, *free):
-            if free[machine] >= each.job.devices:
-                free[machine] -= each.job.devices
-                grants[each.job.name] = Grant(each.job.devices, machine)
+            if is_room(view, each, count, machine, free):
+                free[machine] -= count
+                grants[each.job.name] = Grant(count, machine)
                 break
     return grants
 

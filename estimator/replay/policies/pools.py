@@ -1,0 +1,209 @@
+"""Pools: what policies for one machine type do on several, each job on one type at a time."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.replay.view import Grant, View, Waiting
+
+Array = NDArray[np.float64]
+
+# What all jobs together must gain, in the sum of logarithms of rates, for one to change its pool.
+_MOVE_GAIN = 0.1
+# Devices beside those of a job's pool must bring so much, for a job of at least so long.
+_SPARE_GAIN_RATIO = 1.1
+_SPARE_LEAST_S = 600.0
+# Longest jobs first: those that are asked whether spare devices would pay.
+_MOST_OFFERS = 8
+_NEVER = -1e9
+
+
+class Pools:
+    """A policy for devices of one machine type, run on each type's pool of jobs.
+
+    Jobs are dealt to pools so that the product of their rates on equal shares of the pools is
+    highest (Nash welfare; Nash 1950), by joining the best pool on arrival and by moves that gain.
+    Devices that the pools leave are added to long jobs of other pools where the engine believes
+    that the unlike devices together are faster; this extension is our own. With one machine type
+    there is one pool and nothing is added.
+    """
+
+    interval_s = 0.0
+    moves_jobs = True
+
+    @abstractmethod
+    def share(self, view: View) -> dict[str, Grant]:
+        """Grants to the jobs of a pool."""
+
+    def plan(self, view: View) -> dict[str, Grant]:
+        """Grants of all pools, with what they leave."""
+        grants: dict[str, Grant] = {}
+        for machine, jobs in pools(view).items():
+            grants |= self.share(view.of(machine, jobs))
+        return with_spare_devices(grants, view) if len(view.machines) > 1 else grants
+
+
+def pools(view: View) -> dict[str, list[Waiting]]:
+    """The jobs of each machine type; a job that fits nowhere now is in none."""
+    machines = [machine for machine in view.machines if view.nodes.total(machine)]
+    if not machines or not view.jobs:
+        return {}
+    if len(machines) == 1:
+        curves = (view.curve(each.job, machines[0]) for each in view.jobs)
+        return {machines[0]: [each for each, curve in zip(view.jobs, curves) if curve]}
+    dealt = _Deal(view, machines).pool_of
+    return {
+        machine: [each for each, pool in zip(view.jobs, dealt) if pool == number]
+        for number, machine in enumerate(machines)
+    }
+
+
+class _Deal:
+    """Which pool each job is in; -1 for none.
+
+    A pool of k jobs on n devices is worth the sum of log rate(n / k). Rates between powers of two
+    lie on a line in logarithms; below the fewest devices on which a job fits it takes turns.
+    """
+
+    def __init__(self, view: View, machines: list[str]) -> None:
+        self._devices = np.array([view.nodes.total(machine) for machine in machines], dtype=float)
+        top = int(math.log2(self._devices.max())) + 1
+        self._log_rate = np.full((len(machines), len(view.jobs), top), _NEVER)
+        for row, each in enumerate(view.jobs):
+            for number, machine in enumerate(machines):
+                self._fill(self._log_rate[number, row], view.curve(each.job, machine))
+        self.pool_of = np.full(len(view.jobs), -1)
+        self._jobs_in = np.zeros(len(machines), dtype=int)
+        number_of = {machine: number for number, machine in enumerate(machines)}
+        fits = self._log_rate[:, :, -1] > _NEVER / 2
+        for row, each in enumerate(view.jobs):
+            held = number_of.get(each.grant.machine, -1) if each.grant else -1
+            if held >= 0 and fits[held, row]:
+                self.pool_of[row] = held
+                self._jobs_in[held] += 1
+        for row in np.flatnonzero((self.pool_of < 0) & fits.any(axis=0)).tolist():
+            self._join(row)
+        for _ in range(len(view.jobs)):
+            if not self._move():
+                break
+
+    def _fill(self, row: Array, curve: Mapping[int, float]) -> None:
+        powers = [(n.bit_length() - 1, rate) for n, rate in curve.items() if n & (n - 1) == 0]
+        powers = powers or [(int(math.log2(n)), rate) for n, rate in curve.items()]
+        for power, rate in powers:
+            row[power] = math.log(rate)
+        if powers:
+            first = powers[0][0]
+            row[:first] = row[first] - math.log(2) * np.arange(first, 0, -1)
+            # More devices than are fastest are left alone.
+            np.maximum.accumulate(row, out=row)
+
+    def _log_rates(self, pool: int, jobs: int) -> Array:
+        """Each job's logarithm of the rate in a pool of so many jobs."""
+        place = math.log2(self._devices[pool] / max(jobs, 1))
+        rows = self._log_rate[pool]
+        if place <= 0:
+            return np.asarray(rows[:, 0] + place * math.log(2))
+        low = min(int(place), rows.shape[1] - 1)
+        high = min(low + 1, rows.shape[1] - 1)
+        return np.asarray(rows[:, low] + (place - low) * (rows[:, high] - rows[:, low]))
+
+    def _rates_near(self, pool: int) -> tuple[Array, Array, Array]:
+        """Logarithms of rates with one job fewer, as it is, and with one more."""
+        jobs = int(self._jobs_in[pool])
+        fewer, now, more = (self._log_rates(pool, jobs + change) for change in (-1, 0, 1))
+        return fewer, now, more
+
+    def _join(self, row: int) -> None:
+        gains = []
+        for pool in range(len(self._devices)):
+            members = self.pool_of == pool
+            _, now, more = self._rates_near(pool)
+            gains.append(more[members].sum() - now[members].sum() + more[row])
+        best = int(np.argmax(gains))
+        self.pool_of[row] = best
+        self._jobs_in[best] += 1
+
+    def _move(self) -> bool:
+        """Make the move that gains most; whether any gains enough."""
+        leaving = np.full(len(self.pool_of), -np.inf)
+        joining = np.empty((len(self._devices), len(self.pool_of)))
+        for pool in range(len(self._devices)):
+            members = self.pool_of == pool
+            fewer, now, more = self._rates_near(pool)
+            worth = now[members].sum()
+            leaving[members] = fewer[members].sum() - fewer[members] - worth
+            joining[pool] = more[members].sum() + more - worth
+            joining[pool, members] = -np.inf
+        gains = leaving + joining
+        pool, row = divmod(int(gains.argmax()), len(self.pool_of))
+        if gains[pool, row] <= _MOVE_GAIN:
+            return False
+        self._jobs_in[self.pool_of[row]] -= 1
+        self.pool_of[row] = pool
+        self._jobs_in[pool] += 1
+        return True
+
+
+def with_spare_devices(grants: dict[str, Grant], view: View) -> dict[str, Grant]:
+    """Grants of the pools, and devices that they leave, to waiting jobs and then to long ones."""
+    free = {machine: view.nodes.total(machine) for machine in view.machines}
+    for grant in grants.values():
+        free[grant.machine] -= grant.count
+    grants = dict(grants)
+    waiting = [each for each in view.jobs if each.job.name not in grants]
+    for each in waiting if any(free.values()) else ():
+        choices = {
+            (rate, machine, count)
+            for machine in view.machines
+            for count, rate in view.curve(each.job, machine).items()
+            if count <= free[machine]
+        }
+        if choices:
+            _, machine, count = max(choices)
+            grants[each.job.name] = Grant(count, machine)
+            free[machine] -= count
+    if any(free.values()):
+        _add_unlike_devices(grants, free, view)
+    return grants
+
+
+def _add_unlike_devices(grants: dict[str, Grant], free: dict[str, int], view: View) -> None:
+    """Add free devices of other types to the longest jobs, where that is believed to pay."""
+    left: list[tuple[float, Waiting]] = []
+    for each in view.jobs:
+        grant = grants.get(each.job.name)
+        if grant is not None and grant.global_batch is None:
+            rate = view.rate(each.job, grant.count, grant.machine)
+            left.append((each.remaining_samples / rate, each))
+    left.sort(key=lambda pair: -pair[0])
+    for remaining_s, each in left[:_MOST_OFFERS]:
+        grant = grants[each.job.name]
+        if remaining_s < _SPARE_LEAST_S:
+            break
+        rate = view.rate(each.job, grant.count, grant.machine)
+        best = rate * _SPARE_GAIN_RATIO, grant
+        for machine, devices in free.items():
+            most = min(devices, each.job.highest_count - grant.count)
+            if machine != grant.machine and most > 0:
+                count = 1 << (most.bit_length() - 1)
+                mixed = Grant(grant.count, grant.machine, also=((machine, count),))
+                best = max(best, (view.rate_of(each.job, mixed), mixed), key=lambda pair: pair[0])
+        grants[each.job.name] = best[1]
+        for machine, count in best[1].also:
+            free[machine] -= count
+
+
+def admitted(least: Iterable[tuple[str, int]], free: int) -> dict[str, int]:
+    """Jobs in their order with the fewest devices of each, those that there is room for."""
+    given: dict[str, int] = {}
+    for name, count in least:
+        if count <= free:
+            given[name] = count
+            free -= count
+    return given
