@@ -158,8 +158,7 @@ class View:
         if fits(job.devices):
             return job.devices
         counts = counts_up_to(min(job.highest_count, max(sizes.values())), job.devices)
-        higher = [count for count in counts if count > job.devices]
-        return next(filter(fits, (*higher, *reversed(counts))), job.devices)
+        return next((n for n in counts if n > job.devices and fits(n)), job.devices)
 
 
 class Policy(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 from estimator.replay.view import Grant, View, Waiting
@@ -47,7 +48,7 @@ def remaining_s(view: View, waiting: Waiting) -> float:
     """Believed time to the end at the count asked for, on the machine type that is fastest."""
     count = view.request(waiting.job)
     rate = max(view.rate(waiting.job, count, machine) for machine in view.machines)
-    return waiting.remaining_samples / rate
+    return waiting.remaining_samples / rate if rate else math.inf
 
 
 def is_room(view: View, each: Waiting, count: int, machine: str, free: dict[str, int]) -> bool:
