@@ -56,16 +56,16 @@ dist: $(INSTALLED)
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tools/check_wheel.py dist
 
-# Hours on two cores; add QUICK=1 for a subset in minutes.
+# SUITE is one of those that 'python -m benchmarks list' prints; add QUICK=1 for a subset in minutes.
+SUITE ?= published
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/local_accuracy.py $(if $(QUICK),--quick)
-	$(BIN)/python benchmarks/known_answers.py $(if $(QUICK),,--all)
+	$(BIN)/python -m benchmarks run $(SUITE) $(if $(QUICK),--quick)
 
-# Write data/fits/kernels.json again; DATA holds the tables of operators, BANK the graphs of timm.
+# Write data/fits/kernels.json again; BANK is a folder of timm's graphs, DATA one of tables.
 fits: $(INSTALLED)
-	test -n "$(DATA)" -a -n "$(BANK)" || { echo "give DATA=FOLDER and BANK=FOLDER"; exit 2; }
-	PYTHONPATH=benchmarks $(BIN)/python tools/fit_kernels.py --data $(DATA) --bank $(BANK)
+	test -n "$(BANK)" || { echo "give BANK=FOLDER"; exit 2; }
+	PYTHONPATH=benchmarks $(BIN)/python tools/fit_kernels.py $(if $(DATA),--data $(DATA)) --bank $(BANK)
 
 # The schedulers' experiment: minutes on two cores; add QUICK=1 for one seed.
 experiment: $(INSTALLED)
-	PYTHONPATH=. $(BIN)/python benchmarks/schedulers.py $(if $(QUICK),--seeds 0)
+	$(BIN)/python -m benchmarks run schedulers $(if $(QUICK),--quick)

@@ -2,7 +2,8 @@
 
 ``run SUITE [--quick]`` writes ``benchmarks/results/SUITE/MACHINE.json``, or with ``--json`` prints
 it and writes nothing. Other people's cases: ``--models FILE`` (functions that return models, as
-the command line takes them), ``--data DIR`` (tables in the columns of data/published).
+the command line takes them), ``--data DIR`` (tables in the columns of data/published). ``pages``
+fills docs/accuracy.md and docs/speed.md from the results that are kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 # The scripts of this folder import each other by bare names.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from pages import fill_pages
+from published_data import shipped_tables
 from results import (
     FOLDER,
     Result,
@@ -54,6 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
     compared.add_argument("before", type=Path, metavar="A")
     compared.add_argument("after", type=Path, metavar="B")
     compared.set_defaults(call=_compare)
+    pages = commands.add_parser("pages", help="write docs/accuracy.md and docs/speed.md again")
+    pages.set_defaults(call=_pages)
     options = parser.parse_args(words)
     return options.call(options)
 
@@ -99,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
 def _parts(suite: Suite, given: Mapping[str, Path], quick: bool) -> list[Part]:
     """The parts to run: those that take what was given, all where nothing was."""
     return [
-        part for part in suite.parts if not (quick and part.is_slow) and set(given) <= part.takes
+        part for part in suite.parts if not (quick and part.is_slow) and given.keys() <= part.takes
     ]
 
 
@@ -107,16 +112,23 @@ def _answer(part: Part, given: Mapping[str, Path], quick: bool) -> Mapping[str, 
     """What a part prints; its exit code tells goals missed, which its cases say too."""
     script = Path(__file__).resolve().parent / part.script
     words = part.quick if quick and part.quick is not None else part.words
-    command = [sys.executable, str(script), *words, "--json"]
-    for name, path in given.items():
-        command += [f"--{name}", str(path.resolve())]
+    work = script.parents[1] / "build" / part.name
+    work.mkdir(parents=True, exist_ok=True)
+    data = given.get("data") or shipped_tables()
+    folders = {"data": data, "work": work}
+    command = [sys.executable, str(script), *(word.format_map(folders) for word in words)]
+    command += ["--json"] * part.prints_json
+    for name in given if all("{data}" not in word for word in words) else ():
+        command += [f"--{name}", str(given[name].resolve())]
     paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    if not part.prints_json and done.stdout:
+        return {"report": done.stdout.splitlines()}
     try:
         answer = json.loads(done.stdout)
     except json.JSONDecodeError:
-        failed(f"{part.script} ended with code {done.returncode} and printed no JSON object")
+        failed(f"{part.script} ended with code {done.returncode} and printed no result")
     return answer if isinstance(answer, dict) else {"cases": answer}
 
 
@@ -125,6 +137,12 @@ def _compare(options: argparse.Namespace) -> int:
         print(compare(Result.load(options.before), Result.load(options.after)))
     except ResultError as error:
         failed(str(error))
+    return 0
+
+
+def _pages(options: argparse.Namespace) -> int:
+    changed = fill_pages(Path(__file__).resolve().parents[1])
+    print("\n".join(changed) or "nothing changes")
     return 0
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe_accuracy import judged, now, print_table
+from probe_accuracy import figure, judged, now, print_table
 
 import estimator as est
 from estimator.errors import ProbeError
@@ -101,7 +101,9 @@ def main() -> int:
         else:
             rows.append(found)
     if options.json:
-        print(json.dumps({"machine": platform.machine(), "at": now(), "rows": rows}))
+        print(
+            json.dumps({"machine": platform.machine(), "at": now(), "cases": [*map(figure, rows)]})
+        )
     else:
         print_table(rows)
     return 1 if any(row["status"] == "missed" for row in rows) else 0

@@ -72,7 +72,7 @@ def main() -> int:
     rows = [row for part in options.parts for row in PARTS[part](profiles)]
     if options.json:
         about = {"machine": platform.processor() or platform.machine(), "at": now()}
-        print(json.dumps({**about, "rows": rows}))
+        print(json.dumps({**about, "cases": [figure(row) for row in rows]}))
     else:
         print_table(rows)
     return 1 if any(row["status"] == "missed" for row in rows) else 0
@@ -94,6 +94,13 @@ def judged(part: str, name: str, error_ratio: float, bound_ratio: float | None, 
         "status": status,
         **more,
     }
+
+
+def figure(row: Row) -> Row:
+    """A row in the form of all suites."""
+    value, bound = row.get("error_ratio"), row.get("bound_ratio")
+    name = {"id": f"{row['part']}: {row['name']}"}
+    return {**row, **name, **({} if value is None else {"value": value, "bound": bound})}
 
 
 def print_table(rows: Sequence[Row]) -> None:

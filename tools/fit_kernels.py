@@ -25,6 +25,7 @@ import numpy as np
 from kernel_accuracy import Score, unseen_dies
 from kernel_fit import CACHE_SPEEDUP, START_S, Fitted, fit_kernel_model
 from kernel_tables import SOURCES, read_op_tables
+from options import add_data
 from rich.console import Console
 from whole_models import (
     CONVOLUTION_PRIORS,
@@ -154,7 +155,7 @@ def _rounded(section: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     """Fit and write, whole or not at all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of the shared tables")
+    add_data(parser)
     parser.add_argument("--bank", type=Path, help="folder of timm's graphs")
     parser.add_argument(
         "--without", nargs="*", default=[], choices=(*SOURCES, VISION), metavar="SOURCE"

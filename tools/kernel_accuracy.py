@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from kernel_fit import fit_kernel_model, predict
 from kernel_tables import SOURCES, OpRow, read_op_tables
+from options import add_data
 from rich.console import Console
 from rich.table import Table
 from whole_models import design_of, vision_cases, without_own_family
@@ -128,7 +129,7 @@ def unseen_families(folder: Path, bank: Path) -> list[VisionScore]:
 def main() -> None:
     """Fit without each die, judge on it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of the shared tables")
+    add_data(parser)
     parser.add_argument("--only", nargs="*", default=SOURCES, choices=SOURCES)
     parser.add_argument("--bank", type=Path, help="folder of timm's graphs")
     parser.add_argument("--json", action="store_true")

@@ -1,0 +1,103 @@
+"""Fill the tables of docs/accuracy.md and docs/speed.md from the results that are kept.
+
+Between ``<!-- results:SUITE/MACHINE -->`` and ``<!-- /results -->`` a page holds what that file
+says: when and where, then its summary, its figures, or the tables taken over from an older page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import FOLDER, Result, verdict
+from summary import percent
+
+PAGES = ("docs/accuracy.md", "docs/speed.md")
+_MARKED = re.compile(r"<!-- results:(\S+) -->\n.*?<!-- /results -->", re.DOTALL)
+# What older pages list case by case is in the file; a page shows what fits a screen.
+MOST_ROWS, MOST_TABLES = 45, 2
+
+
+def fill_pages(root: Path, folder: Path = FOLDER) -> list[str]:
+    """Write the pages again; the names of those that changed."""
+    changed = []
+    for name in PAGES:
+        text = (root / name).read_text(encoding="utf-8")
+        written = filled(text, folder)
+        if written != text:
+            (root / name).write_text(written, encoding="utf-8")
+            changed.append(name)
+    return changed
+
+
+def filled(text: str, folder: Path = FOLDER) -> str:
+    """The page with each marked part as its result says."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found.group(1)
+        lines = "\n".join(lines_of(Result.load(folder / f"{name}.json"), name))
+        return f"<!-- results:{name} -->\n{lines}\n<!-- /results -->"
+
+    return _MARKED.sub(part, text)
+
+
+def lines_of(result: Result, name: str) -> Iterator[str]:
+    """When, where, and the tables that fit."""
+    where = "" if result.machine == "any-machine" else f" on {result.machine.replace('-', ' ')}"
+    told = f"from an older page of {result.at[:10]}" if result.converted_from else result.at[:10]
+    file = f"[all of it](../benchmarks/results/{name}.json)"
+    command = f"python -m benchmarks run {result.suite}{' --quick' * result.quick}"
+    yield f"\n`{command}`{where}, {told}; {file}."
+    if result.summary:
+        yield from _table(*_summary(result.summary))
+    figures = [case for case in result.cases if "value" in case]
+    if figures:
+        rows = [
+            [
+                str(case["id"]),
+                f"{case['value']:.3g} {case.get('unit') or ''}",
+                _bound(case),
+                verdict(case),
+            ]
+            for case in figures
+        ]
+        yield from _table(["figure", "value", "at most", ""], rows)
+    short = [table for table in result.tables if len(table["rows"]) <= MOST_ROWS]
+    for table in [] if result.summary else short[:MOST_TABLES]:
+        yield f"\n{table['title']}:"
+        yield from _table(table["columns"], table["rows"])
+    yield ""
+
+
+def _bound(case: Any) -> str:
+    return "" if case.get("bound") is None else f"{case['bound']:g} {case.get('unit') or ''}"
+
+
+def _summary(rows: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
+    """Sources apart, each with its errors."""
+    head = ["what", "cases", "median", "p90", "worst", "bias", "rank corr", "inside 80 %"]
+    lines = []
+    for row in rows:
+        group = [str(value) for value in row["group"].values() if value is not None]
+        rank = row["rank_correlation"]
+        errors = [row[f"{name}_ratio"] for name in ("median", "p90", "worst", "bias")]
+        lines.append(
+            [
+                ", ".join(group),
+                str(row["cases"]),
+                *map(percent, errors),
+                "-" if rank is None else f"{rank:.3f}",
+                percent(row["coverage_ratio"]),
+            ]
+        )
+    return head, lines
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield ""
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + " --- |" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
