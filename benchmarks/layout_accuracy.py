@@ -126,6 +126,7 @@ def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | Non
     from layout_oracle import plan_of
 
     from estimator.estimates.engine import DEFAULT
+    from estimator.estimates.request import EstimateRequest
 
     model, batch = case.make()
     graph = trace_graph(model, batch, loss=case.loss)
@@ -139,7 +140,8 @@ def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | Non
         plan = plan_of(graph, sequence=how == "sp")
         layout = f"tp={RANKS},sp" if plan.sequence else f"tp={RANKS}"
         about |= {"tp_plan": plan}
-    answer = DEFAULT.estimate(graph, f"1x{RANKS}:{profile.name}", layout=layout, **about)
+    where = f"1x{RANKS}:{profile.name}"
+    answer = DEFAULT.estimate(EstimateRequest.of(graph, where, layout=layout, **about))
     return plan, answer
 
 

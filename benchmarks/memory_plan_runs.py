@@ -28,11 +28,11 @@ from swap.checker import plan_flaws
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+import estimator as est
 from estimator.advise.swap.problem import swap_problem
 from estimator.advise.swap.search import Means, plan_within
 from estimator.api import trace_model
 from estimator.errors import EstimatorError
-from estimator.estimates.engine import estimate_graph
 from estimator.graph.trace.training_call import TrainingCall
 from estimator.integrations.swap.apply_plan import MemoryPlan, apply_plan
 from estimator.machines.catalogue import load_profile
@@ -86,7 +86,7 @@ def run_model(build: Callable[[], Any], saving: float, machine: str, steps: int)
     loss = rest[0] if rest else None
     profile = load_profile(machine)
     graph = trace_model(model, batch, loss, optimizer="adamw", measure=True, profile=profile)
-    answer = estimate_graph(graph, "1x1:local", profile=profile)
+    answer = est.estimate(graph, "1x1:local", profile=profile)
     problem = swap_problem(answer, d2h=link("d2h"), h2d=link("h2d"))
     # Gradients are compared, parameters not updated: the peak counts up to the update.
     budget = int((1 - saving) * problem.vanilla_bytes)

@@ -27,6 +27,7 @@ from swap.checker import plan_flaws
 from swap.least_peak import least_peak
 from swap.tensile import tensile
 
+import estimator as est
 from estimator.advise.swap.problem import (
     SwapProblem,
     UpdateSchedule,
@@ -35,7 +36,6 @@ from estimator.advise.swap.problem import (
     swap_problem,
 )
 from estimator.advise.swap.search import Planned, least_bytes, pareto
-from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.units import MIB, format_ratio
@@ -144,7 +144,7 @@ def _trace(name: str) -> OpGraph:
 
 def problem_for(graph: OpGraph, batch: int, updates: UpdateSchedule) -> SwapProblem:
     """The step to plan."""
-    answer = estimate_graph(graph, "1x1:rtx-2080-ti", batch_per_gpu=batch)
+    answer = est.estimate(graph, "1x1:rtx-2080-ti", batch_per_gpu=batch)
     profile = load_profile("rtx-2080-ti")
     out = replace(host_link(profile, "d2h"), bandwidth_bytes_per_s=OUT_BYTES_PER_S)
     back = replace(host_link(profile, "h2d"), bandwidth_bytes_per_s=BACK_BYTES_PER_S)

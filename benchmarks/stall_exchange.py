@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from records import Record
@@ -10,7 +10,7 @@ from stall_bench import Bench, Case
 from stall_scripts.exchange import layers
 
 import estimator as est
-from estimator.placement.allocation import Allocation
+from estimator.estimates.request import EstimateRequest
 from estimator.stalls.predicted import predict_stalls
 
 # (tensors, width): 40 MB in all in 10 to 200 tensors, then 10 equal tensors of 1 to 100 MB in all.
@@ -49,10 +49,7 @@ def _exchange(bench: Bench, tensors: int, width: int, how: str, group: str) -> R
 def _predicted_s(tensors: int, width: int, strategy: str) -> float:
     model, batch = layers(tensors, width)
     graph = est.trace_model(model, batch, optimizer="sgd", name=f"{tensors} layers")
-
-    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> est.Estimate:
-        return est.estimate(graph, allocation, batch_per_gpu=batches, strategy=strategy)
-
-    found = predict_stalls("1x2:local", answer_of).interconnect
+    request = EstimateRequest.of(graph, "1x2:local", strategy=strategy)
+    found = predict_stalls(request).interconnect
     assert found is not None
     return found.stall_s

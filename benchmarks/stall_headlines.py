@@ -10,7 +10,6 @@ of every batch from pageable memory. Exit code 1: a headline lies outside its ra
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from options import parser_of, print_found
@@ -18,7 +17,7 @@ from records import say
 from zoo.vision import MODELS, classifier
 
 import estimator as est
-from estimator.placement.allocation import Allocation
+from estimator.estimates.request import EstimateRequest
 from estimator.stalls.predicted import PredictedStalls, predict_stalls
 
 BATCHES = (32, 64, 128)
@@ -109,12 +108,9 @@ def cases_of(name: str) -> list[Case]:
 
 
 def _case(graph: est.OpGraph, gradient_bytes: int, size: int) -> Case:
-    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> est.Estimate:
-        given = size if batches is None else batches
-        return est.estimate(graph, allocation, batch_per_gpu=given, strategy=STRATEGY)
-
-    node: PredictedStalls = predict_stalls(NODE, answer_of)
-    nodes = predict_stalls(NODES, answer_of, against=ONE_NODE)
+    request = EstimateRequest.of(graph, NODE, batch_per_gpu=size, strategy=STRATEGY)
+    node: PredictedStalls = predict_stalls(request)
+    nodes = predict_stalls(request.changed(allocation=NODES), against=ONE_NODE)
     assert node.interconnect is not None
     (network,) = est.load_profile("v100-p3-8xlarge").network
     return Case(

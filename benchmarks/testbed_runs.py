@@ -22,8 +22,8 @@ from testbed.paced import paced_graph, paced_machine
 from testbed.pipelines import step_seconds
 from testbed_cases import Case, beds
 
+import estimator as est
 from estimator.errors import EstimatorError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
@@ -197,7 +197,7 @@ class ModelBench(Bench):
         }
         if case.rank_s and options["layout"]:
             options["tp_plan"] = self.divided(case).plan
-        return estimate_graph(self.graph(case), allocation, **{**self.asked(case), **options})
+        return est.estimate(self.graph(case), allocation, **{**self.asked(case), **options})
 
     def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
         """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.errors import (
     ModelError,
-    StrategyError,
     UnknownMachineError,
     WorkloadError,
     quoted,
 )
-from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.estimates.balance import balance
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.plan import read_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
-from estimator.workload.layouts import Layout
-from estimator.workload.loader import Loader
 from estimator.workload.optimizers import check_optimizer
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
     from estimator.coefficients import Calibration
     from estimator.placement.allocation import Allocation
+    from estimator.workload.layouts import Layout
+    from estimator.workload.loader import Loader
 
 
 _EXECUTIONS: dict[bool | str, str] = {True: "compiled", "blocks": "compiled-blocks"}
@@ -247,34 +248,27 @@ def estimate(
     module name, or a JSON file of them; by default columns, then rows, found in the graph. Raises
     AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
-    described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
-    placement = DEFAULT.place(allocation, cluster=described, profile=profile)
-    parsed = Strategy.parse(strategy)
-    fed = None if loader is None else Loader.parse(loader)
-    if isinstance(model_or_graph, OpGraph):
-        graph = model_or_graph
-    else:
-        graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
-    asked: dict[str, Any] = {
-        "global_batch": global_batch,
-        "accumulation_steps": accumulation_steps,
-        "strategy": parsed,
-        "cluster": described,
-        "calibration": calibration,
-        "profile": profile,
-        "loader": fed,
-    }
-    layout = graph.layout if layout is None else layout
-    if layout is not None:
-        asked |= {"layout": layout, "global_batch": global_batch}
-        asked["tp_plan"] = None if tp_plan is None else read_plan(tp_plan)
-    elif tp_plan is not None:
-        raise StrategyError("a tensor-parallel plan needs a layout; write layout='tp=2,dp=*'")
-    elif global_batch is not None and batch_per_gpu is None:
-        from estimator.estimates.table.balance import balance
-
-        return balance(graph, placement, **asked).answer
-    return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)
+    described = Cluster.given(cluster)
+    where: Any = allocation
+    if not isinstance(model_or_graph, OpGraph):
+        where = DEFAULT.place(allocation, cluster=described, profile=profile)
+        kind = where.kinds[0].profile.kind
+        model_or_graph = _traced_for(kind, model_or_graph, batch, Strategy.parse(strategy))
+    request = EstimateRequest.of(
+        model_or_graph,
+        where,
+        batch_per_gpu=batch_per_gpu,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        layout=layout,
+        tp_plan=None if tp_plan is None else read_plan(tp_plan),
+        loader=loader,
+        cluster=described,
+        profile=profile,
+        calibration=calibration,
+    )
+    return DEFAULT.estimate(request) if global_batch is None else balance(request).answer
 
 
 def prepare(

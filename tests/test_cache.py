@@ -12,6 +12,7 @@ import pytest
 
 from estimator.cache import Cache
 from estimator.estimates.engine import Engine
+from estimator.estimates.request import EstimateRequest
 from estimator.timeline.rank.program import StepProgram
 from tests.synthetic import Machine, perceptron
 
@@ -79,7 +80,9 @@ def test_programs_that_tables_keep_count_however_often_the_tables_are_used() -> 
     trial = Engine()
 
     def program(engine: Engine, batch: int) -> StepProgram:
-        answer = engine.estimate(graph, "1x2:m", batch_per_gpu=batch, profile=profile)
+        answer = engine.estimate(
+            EstimateRequest.of(graph, "1x2:m", batch_per_gpu=batch, profile=profile)
+        )
         return answer.plan.kinds[0].program
 
     room, sizes = 20, []

@@ -20,8 +20,8 @@ from testbed.paced import paced_graph, paced_machine
 from testbed_cases import OURS, PAIRS_ALONE, Order
 from testbed_runs import Bench, Trial, probe_network
 
+import estimator as est
 from estimator.advise.rank_order import hop_seconds, rank_order, ring_seconds
-from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import whole_group
@@ -76,7 +76,7 @@ class OrderBench(Bench):
         if model is None or profile.pairs is None:
             raise SystemExit("the probe measured no all-reduce; use a larger --probe-budget")
         tour = np.array([profile.pairs.hosts.index(host) for host in hosts])
-        answer = estimate_graph(
+        answer = est.estimate(
             paced_graph(MODEL),
             allocation,
             strategy=STRATEGY,

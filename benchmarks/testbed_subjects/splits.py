@@ -15,7 +15,8 @@ from testbed.paced import paced_graph
 from testbed_cases import SPLITS, Case
 from testbed_runs import MACHINE, ModelBench, Trial
 
-from estimator.estimates.table.balance import balance
+from estimator.estimates.balance import balance
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.units import format_split
@@ -55,9 +56,8 @@ class SplitBench(ModelBench):
 
     def predict(self, case: Case) -> Record:
         global_batch = (case.batch or 1) * case.ranks
-        found = balance(
-            self.graph(case), case.allocation, global_batch=global_batch, **self.asked(case)
-        )
+        asked = self.asked(case) | {"global_batch": global_batch}
+        found = balance(EstimateRequest.of(self.graph(case), case.allocation, **asked))
         best, even = found.answer.batches or (), found.even.batches or ()
         ranks = tuple(group.ranks for group in Allocation.parse(case.allocation).groups)
         answers = [

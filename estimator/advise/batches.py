@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,15 @@ from estimator.errors import (
     WorkloadError,
     quoted,
 )
-from estimator.estimates.engine import estimate_graph
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
+from estimator.estimates.request import EstimateRequest, Options
 from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.units import parse_whole
-from estimator.workload import Strategy, check_count
+from estimator.workload import check_count
 from estimator.workload.strategies import MOST_BATCH
 
 # No step of any model on any device has more samples.
@@ -45,18 +46,14 @@ class LargestBatch:
 
 
 def largest_batch(
-    graph: OpGraph,
-    allocation: str | Allocation,
-    *,
-    accumulation_steps: int = 1,
-    strategy: str | Strategy = "ddp",
-    **more: Any,
+    graph: OpGraph, allocation: str | Allocation, **options: Unpack[Options]
 ) -> LargestBatch:
     """The largest batch per device and micro-batch on an allocation.
 
-    `more` goes to `estimate` (cluster, calibration, profile). Raises WorkloadError for a graph with
-    a fixed batch or without known activations.
+    `options` are those of `estimate`; no batch among them counts. Raises WorkloadError for a graph
+    with a fixed batch or without known activations.
     """
+    request = EstimateRequest.of(graph, allocation, **options)
     if graph.batch is None:
         raise WorkloadError(
             f"{graph.name} has a fixed batch; trace it with a batch whose first dimension is the "
@@ -69,14 +66,7 @@ def largest_batch(
         )
 
     def answer_of(batch: int) -> Estimate:
-        return estimate_graph(
-            graph,
-            allocation,
-            batch_per_gpu=batch,
-            accumulation_steps=accumulation_steps,
-            strategy=strategy,
-            **more,
-        )
+        return DEFAULT.estimate(request.changed(batch_per_gpu=batch, global_batch=None))
 
     sure = _largest(lambda batch: answer_of(batch).fits == "yes", start=graph.batch)
     most = _largest(lambda batch: _used_ratio(answer_of(batch)) <= 1, start=max(sure, 1))
@@ -240,11 +230,11 @@ def elasticity(
     batches: Sequence[int],
     *,
     accumulation_steps: Sequence[int] = (1,),
-    **asked: Any,
+    **options: Any,
 ) -> Elasticity:
     """The grid of every allocation at every batch per device and number of micro-batches.
 
-    `asked` goes to `estimate_many`, as `strategy` and `calibration` do. Raises WorkloadError,
+    `options` are those of `estimate_many`, as `strategy` and `calibration`. Raises WorkloadError,
     AllocationError.
     """
     for name, given in (
@@ -258,7 +248,7 @@ def elasticity(
     rows = [each for each in allocations for _ in batches]
     column = np.tile(np.asarray(batches, dtype=np.int64), len(allocations))
     tables = [
-        estimate_many(graph, rows, batch_per_gpu=column, accumulation_steps=steps, **asked)
+        estimate_many(graph, rows, batch_per_gpu=column, accumulation_steps=steps, **options)
         for steps in accumulation_steps
     ]
 
@@ -275,7 +265,7 @@ def elasticity(
         global_batch=grid("global_batch"),
         fits=grid("fits") == "yes",
         largest_batch=np.array(
-            [largest_batch(graph, each, **asked).batch_per_gpu for each in allocations]
+            [largest_batch(graph, each, **options).batch_per_gpu for each in allocations]
         ),
     )
 
@@ -309,22 +299,23 @@ def next_gpu(
     allocation: str | Allocation,
     *,
     machines: Sequence[str] = (),
-    **asked: Any,
+    **options: Unpack[Options],
 ) -> list[NextGpu]:
     """Where one more device helps most: on the last node, on another, or of other machines.
 
-    The most gained first; `asked` goes to `estimate`, as `batch_per_gpu` and `strategy` do. Raises
-    AllocationError where there is no such device.
+    The most gained first; `options` are those of `estimate`, as `batch_per_gpu` and `strategy`.
+    Raises AllocationError where there is no such device.
     """
     if isinstance(machines, str):
         raise AllocationError(f"machines are the text {quoted(machines)}; give a list of names")
     held = Allocation.parse(allocation)
-    now = estimate_graph(graph, held, **asked).samples_per_s or 0.0
+    request = EstimateRequest.of(graph, held, **options)
+    now = DEFAULT.estimate(request).samples_per_s or 0.0
     rows = []
     refusal: AllocationError | None = None
     for more in _with_one_more(held, machines):
         try:
-            answer = estimate_graph(graph, more, **asked)
+            answer = DEFAULT.estimate(request.changed(allocation=more))
         except AllocationError as error:
             refusal = error
             continue
@@ -361,7 +352,7 @@ def best_batch(
     allocation: str | Allocation,
     *,
     most_per_gpu: int | None = None,
-    **asked: Any,
+    **options: Unpack[Options],
 ) -> Estimate:
     """The batch per device and micro-batch with most samples a second that surely fits.
 
@@ -370,7 +361,7 @@ def best_batch(
     """
     if most_per_gpu is not None:
         check_count(most_per_gpu, "most_per_gpu")
-    limit = largest_batch(graph, allocation, **asked)
+    limit = largest_batch(graph, allocation, **options)
     most = min(limit.batch_per_gpu, most_per_gpu or limit.batch_per_gpu)
     if not most:
         raise AllocationError(
@@ -378,7 +369,6 @@ def best_batch(
             "memory, or another strategy"
         )
     tried = {1 << power for power in range(most.bit_length())} | {most}
-    answers = [
-        estimate_graph(graph, allocation, batch_per_gpu=batch, **asked) for batch in sorted(tried)
-    ]
+    request = EstimateRequest.of(graph, allocation, **options)
+    answers = [DEFAULT.estimate(request.changed(batch_per_gpu=batch)) for batch in sorted(tried)]
     return max(answers, key=lambda answer: answer.samples_per_s or 0.0)

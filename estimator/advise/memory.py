@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from estimator.advise.swap.problem import swap_problem
 from estimator.advise.swap.search import Means, Planned, plan_within
 from estimator.errors import AllocationError, ProfileError, StrategyError, WorkloadError
-from estimator.estimates.engine import estimate_graph
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.compile.added_checkpoints import with_checkpoints
 from estimator.graph.costs.utilization import op_flops
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.memory.curve import (
     LiveTensor,
     MemoryCurve,
@@ -234,6 +234,8 @@ def costs_by_module(answer: Estimate) -> list[ModuleCost]:
 
 
 _MOST_DEVICES_FACTOR = 64
+# Ranks that share no layers.
+_APART: dict[str, Any] = {"layout": None, "tp_plan": None}
 _PLANS = (
     ("compute activations again", Means(swap=False, kinds=("activation",))),
     ("swap activations or compute them again", Means(kinds=("activation",))),
@@ -260,20 +262,16 @@ class Remedy:
         return asdict(self)
 
 
-def remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
-    """What would make an estimated step fit, cheapest first; each is the smallest of its kind.
-
-    `more` goes to `estimate` (cluster, calibration, profile).
-    """
-    found = quick_remedies(graph, answer, **more)
-    return sorted([*found, *_plans(answer)], key=lambda remedy: remedy.cost_ratio)
+def remedies(answer: Estimate) -> list[Remedy]:
+    """What would make an estimated step fit, cheapest first; each is the smallest of its kind."""
+    found = [*quick_remedies(answer), *_plans(answer)]
+    return sorted(found, key=lambda remedy: remedy.cost_ratio)
 
 
-def quick_remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
+def quick_remedies(answer: Estimate) -> list[Remedy]:
     """Those of `remedies` that need no plan of what to swap and to compute again."""
-    more = {"loader": answer.loader, **more}
-    found = [*_checkpoints(graph, answer, more), *_smaller_batches(graph, answer, more)]
-    found += [*_strategies(graph, answer, more), *_more_devices(graph, answer, more)]
+    found = [*_checkpoints(answer), *_smaller_batches(answer)]
+    found += [*_strategies(answer), *_more_devices(answer)]
     return sorted(found, key=lambda remedy: remedy.cost_ratio)
 
 
@@ -286,52 +284,48 @@ def _remedy(change: str, other: Estimate, answer: Estimate) -> Remedy:
     )
 
 
-def _checkpoints(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:
+def _checkpoints(answer: Estimate) -> Iterator[Remedy]:
     """Every repeated block computed again in the backward pass, all else as it is."""
-    checkpointed = with_checkpoints(graph)
+    checkpointed = with_checkpoints(answer.request.graph)
     if checkpointed is None:
         return
-    same = {"layout": answer.layout, **more}
-    other = _tried(checkpointed, answer, answer.allocation, answer.strategy, same)
+    other = _tried(answer, graph=checkpointed)
     if other is not None and other.fits == "yes":
         yield _remedy("activation checkpointing of every block (--checkpoint full)", other, answer)
 
 
-def _smaller_batches(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:
+def _smaller_batches(answer: Estimate) -> Iterator[Remedy]:
     """The largest micro-batch that fits, accumulated to the same global batch."""
-    batch = answer.batch_per_gpu
-    if graph.batch is None or batch is None:
+    request, batch = answer.request, answer.batch_per_gpu
+    if request.graph.batch is None or batch is None:
         return
     for parts in range(2, batch + 1):
         if batch % parts:
             continue
         steps = answer.accumulation_steps * parts
-        other = estimate_graph(
-            graph,
-            answer.allocation,
-            batch_per_gpu=batch // parts,
-            accumulation_steps=steps,
-            strategy=answer.strategy,
-            **more,
+        other = DEFAULT.estimate(
+            request.changed(
+                batch_per_gpu=batch // parts, global_batch=None, accumulation_steps=steps
+            )
         )
         if other.fits == "yes":
             yield _remedy(f"micro-batches of {batch // parts}, {steps} accumulated", other, answer)
             return
 
 
-def _strategies(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:
+def _strategies(answer: Estimate) -> Iterator[Remedy]:
     """Every strategy that shards something, on the same ranks."""
     if answer.ranks == 1:
         return
     for strategy in SAVING_MEMORY:
         if strategy == answer.strategy:
             continue
-        other = _tried(graph, answer, answer.allocation, strategy, more)
+        other = _tried(answer, strategy=strategy, **_APART)
         if other is not None and other.fits == "yes":
             yield _remedy(f"strategy {strategy}", other, answer)
 
 
-def _more_devices(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:
+def _more_devices(answer: Estimate) -> Iterator[Remedy]:
     """Twice the devices as often as needed, for the same global batch: replicas, then sharded."""
     groups = answer.allocation.groups
     if len(groups) > 1 or groups[0].machine is None:
@@ -341,7 +335,7 @@ def _more_devices(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Ite
         while factor <= _MOST_DEVICES_FACTOR:
             other = None
             for wider in _wider(answer.allocation, factor):
-                other = other or _tried(graph, answer, wider, strategy, more)
+                other = other or _tried(answer, allocation=wider, strategy=strategy, **_APART)
             if other is not None and other.fits == "yes":
                 yield _remedy(f"{other.allocation} with {strategy}", other, answer)
                 break
@@ -359,19 +353,11 @@ def _wider(allocation: Allocation, factor: int) -> Iterator[Allocation]:
         more_nodes *= 2
 
 
-def _tried(
-    graph: OpGraph, answer: Estimate, allocation: Allocation, strategy: str, more: dict[str, Any]
-) -> Estimate | None:
-    """The same global batch elsewhere; None where that is impossible or unknown."""
+def _tried(answer: Estimate, **changes: Any) -> Estimate | None:
+    """The same global batch otherwise; None where that is impossible or unknown."""
+    same = {"batch_per_gpu": None, "global_batch": answer.global_batch}
     try:
-        return estimate_graph(
-            graph,
-            allocation,
-            global_batch=answer.global_batch,
-            accumulation_steps=answer.accumulation_steps,
-            strategy=strategy,
-            **more,
-        )
+        return DEFAULT.estimate(answer.request.changed(**same | changes))
     except (AllocationError, ProfileError, StrategyError, WorkloadError):
         return None
 

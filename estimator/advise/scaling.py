@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from estimator.coefficients import Calibration
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -17,10 +16,9 @@ from estimator.errors import (
     WorkloadError,
     quoted,
 )
-from estimator.estimates.engine import estimate_graph
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
 from estimator.estimates.table.chunks import map_shared
-from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.columns import AllocationGrid
 from estimator.placement.topology import Cluster
@@ -52,32 +50,27 @@ class Scaling:
 
 
 def scaling_of(
-    graph: OpGraph,
-    answer: Estimate,
-    *,
-    cluster: Cluster | None = None,
-    calibration: Calibration | None = None,
-    wanted_ratio: float = WANTED_EFFICIENCY_RATIO,
-) -> Scaling:
-    """The scaling of an estimate of `graph`, at its batch per device and accumulation.
+    answer: Estimate, *, wanted_ratio: float = WANTED_EFFICIENCY_RATIO
+) -> Scaling | None:
+    """The scaling of an estimate, at its batch per device and accumulation.
 
-    `cluster` and `calibration` are those that the estimate was asked under.
+    None for one rank, and for ranks that share layers, which none of them can hold alone.
     """
-    # A single device holds all shards.
-    alone = replace(answer.plan.members.table.shape.strategy, shard=None)
+    if answer.ranks == 1 or answer.layout is not None:
+        return None
+    request = answer.request
     singles = [
-        estimate_graph(
-            graph,
-            single,
-            batch_per_gpu=batch,
-            accumulation_steps=answer.accumulation_steps,
-            strategy=alone,
-            cluster=cluster,
-            calibration=calibration,
-            profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
-            loader=answer.loader,
+        DEFAULT.estimate(
+            request.changed(
+                allocation=single,
+                batch_per_gpu=batch,
+                global_batch=None,
+                # A single device holds all shards.
+                strategy=replace(request.strategy, shard=None),
+                profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
+            )
         )
-        for single, batch, named in _single_devices(answer, cluster)
+        for single, batch, named in _single_devices(answer, request.cluster)
     ]
     linear_s, against = max(
         (linear_step_s(single, share=answer.plan.share), str(single.allocation))

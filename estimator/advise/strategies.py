@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
-from estimator.coefficients import Calibration
 from estimator.errors import EstimatorError, ProfileError, StrategyError
-from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
+from estimator.estimates.request import EstimateRequest, Options
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
-from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 # Every kind, with the default bucket size and with a small one.
@@ -94,32 +92,18 @@ def best_strategy(
     graph: OpGraph,
     allocation: str | Allocation,
     strategies: Sequence[str | Strategy] = CANDIDATES,
-    *,
-    batch_per_gpu: int | None = None,
-    global_batch: int | None = None,
-    accumulation_steps: int = 1,
-    cluster: Cluster | None = None,
-    calibration: Calibration | None = None,
-    profile: MachineProfile | None = None,
+    **options: Unpack[Options],
 ) -> list[StrategyRow]:
-    """Estimates of `graph` under each strategy, the best first; arguments as of `estimate`.
+    """Estimates of `graph` under each strategy, the best first; options as of `estimate`.
 
     Servers of ``ps:N`` are taken to be nodes of their own beside the allocation. Raises
     EstimatorError where nothing can be answered.
     """
-    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
+    where = options.get("cluster"), options.get("profile")
+    placement = DEFAULT.place(allocation, cluster=where[0], profile=where[1])
+    request = EstimateRequest.of(graph, placement, **options)
     return rank_strategies(
         str(placement.allocation),
         strategies,
-        lambda strategy: estimate_graph(
-            graph,
-            placement,
-            batch_per_gpu=batch_per_gpu,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=strategy,
-            cluster=cluster,
-            calibration=calibration,
-            profile=profile,
-        ),
+        lambda strategy: DEFAULT.estimate(request.changed(strategy=strategy)),
     )

@@ -23,7 +23,8 @@ from estimator.coefficients import (
     StepQuestion,
 )
 from estimator.errors import EstimatorError, ObservationError, printable
-from estimator.estimates.engine import DEFAULT, estimate_graph
+from estimator.estimates.engine import DEFAULT
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.files import is_saved_graph
 from estimator.graph.ir.op_graph import OpGraph, workload_name
 from estimator.placement.allocation import Allocation
@@ -462,19 +463,17 @@ def fitted_steps(
     for step, times_s in sorted(observed.items()):
         allocation, batch, accumulation_steps, strategy, layout = step
         try:
-            cold, calibrated = (
-                estimate_graph(
-                    graph,
-                    allocation,
-                    batch_per_gpu=batch,
-                    accumulation_steps=accumulation_steps,
-                    strategy=strategy,
-                    layout=layout or None,
-                    cluster=cluster,
-                    calibration=calibration,
-                )
-                for calibration in (None, calibrator)
+            request = EstimateRequest.of(
+                graph,
+                allocation,
+                batch_per_gpu=batch,
+                accumulation_steps=accumulation_steps,
+                strategy=strategy,
+                layout=layout or None,
+                cluster=cluster,
             )
+            cold = DEFAULT.estimate(request)
+            calibrated = DEFAULT.estimate(request.changed(calibration=calibrator))
         except EstimatorError:
             continue
         factors = calibrated.plan.coefficients

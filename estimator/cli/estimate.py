@@ -37,7 +37,7 @@ from estimator.probe.option_types import Amount, Count
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
-    from estimator.advise.memory import ModuleCost
+    from estimator.advise.memory import ModuleCost, Remedy
     from estimator.estimates.estimate import Estimate
     from estimator.machines.profile import DeviceKind
 
@@ -65,25 +65,28 @@ def estimate(
 
     Exit code 1: it does not fit into the devices' memory.
     """
+    from estimator.advise.scaling import scaling_of
+
     _check(samples, tokens, trace)
     request = Request(**options)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
     request, drifts = counting_told_drifts(request, graph, (on,))
     balance = request.balance(graph, on)
-    answer = balance.answer if balance else request.estimate(graph, on)
+    answer = balance.answer
     asked = samples is not None or tokens is not None
     duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
     if trace is not None:
         _write_trace(answer, trace)
-    scaling = request.scaling(graph, answer)
-    remedies = request.remedies(graph, answer, on)
+    with waiting("estimating"):
+        scaling = scaling_of(answer)
+    remedies = _remedies(answer) if answer.fits == "no" and answer.layout is None else []
     modules = _modules(answer) if by_module else []
     if as_json:
         more = {
             "duration_s": duration_s,
             "scaling": asdict(scaling) if scaling else None,
-            "balance_gain_ratio": balance.gain_ratio if balance else None,
+            "balance_gain_ratio": balance.gain_ratio if balance.is_uneven else None,
             "remedies": [remedy.to_dict() for remedy in remedies],
             "modules": [asdict(row) for row in modules] or None,
             "drifts": drifts,
@@ -97,7 +100,7 @@ def estimate(
             answer,
             duration_s=duration_s,
             scaling=scaling,
-            balance=balance,
+            balance=balance if balance.is_uneven else None,
             remedies=remedies,
             verbose=verbose,
             modules=modules_table(modules) if modules else None,
@@ -114,6 +117,13 @@ def _check(samples: float | None, tokens: float | None, trace: Path | None) -> N
         from estimator.files import check_writable
 
         check_writable(trace)
+
+
+@waiting("looking for what would make it fit")
+def _remedies(answer: Estimate) -> list[Remedy]:
+    from estimator.advise.memory import quick_remedies
+
+    return quick_remedies(answer)
 
 
 @waiting("estimating modules")

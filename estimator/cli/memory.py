@@ -69,9 +69,7 @@ def memory(
     found = []
     if report.answer.fits == "no":
         with waiting("looking for what would make it fit"):
-            found = remedies(
-                graph, report.answer, cluster=request.cluster, calibration=request.calibration
-            )
+            found = remedies(report.answer)
     if as_json:
         more = {"remedies": [remedy.to_dict() for remedy in found]}
         more["plans"] = [planned.to_dict() for planned in plans]

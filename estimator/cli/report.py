@@ -97,7 +97,7 @@ def _store(path: str) -> Any:
 def _sections(
     request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, duration_s: float | None
 ) -> list[Section]:
-    from estimator.advise.scaling import sweep
+    from estimator.advise.scaling import scaling_of, sweep
     from estimator.report import sections as all_sections
 
     rows = sweep(
@@ -111,7 +111,7 @@ def _sections(
 
     # What is trained in that time, on whichever allocation.
     samples = (duration_s or 0.0) * (answer.samples_per_s or 0.0) or None
-    scaling = request.scaling(graph, answer)
+    scaling = scaling_of(answer)
     return [
         all_sections.answer_section(answer, scaling=scaling, duration_s=duration_s),
         all_sections.breakdown_section(answer),

@@ -15,12 +15,11 @@ from estimator.workload import Strategy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from estimator.advise.memory import Remedy
-    from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
     from estimator.coefficients import Calibration
+    from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
-    from estimator.estimates.table.balance import Balance
+    from estimator.estimates.request import EstimateRequest
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.catalogue import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
@@ -222,29 +221,38 @@ class Request:
             )
         return summary_graph(trained, target=target)
 
-    @waiting("estimating")
-    def estimate(
-        self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
-    ) -> Estimate:
-        """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
-        from estimator.api import estimate
+    def of(self, graph: OpGraph, allocation: str) -> EstimateRequest:
+        """What is asked of a traced graph on an allocation."""
+        from estimator.estimates.request import EstimateRequest
+        from estimator.graph.partition.plan import read_plan
 
         layout = graph.layout if self.layout is None else self.layout
         steps = self._accumulation(replace(self, layout=layout).mesh(allocation))
-        return estimate(
+        return EstimateRequest.of(
             graph,
             allocation,
-            batch_per_gpu=self.batch if batches is None else batches,
-            global_batch=self.global_batch if self.batch is None and batches is None else None,
+            batch_per_gpu=self.batch,
+            global_batch=self.global_batch if self.batch is None else None,
             accumulation_steps=steps,
             strategy=self.strategy,
-            cluster=self.cluster,
-            calibration=self.calibration,
-            loader=self.loader,
-            profile=self.machine(allocation),
             layout=self.layout,
-            tp_plan=self.tp_plan,
+            tp_plan=None if self.tp_plan is None else read_plan(self.tp_plan),
+            loader=self.loader,
+            cluster=self.cluster,
+            profile=self.machine(allocation),
+            calibration=self.calibration,
         )
+
+    @waiting("estimating")
+    def balance(self, graph: OpGraph, allocation: str) -> Balance:
+        """The estimate of a traced graph on an allocation, and that of an even split beside it."""
+        from estimator.estimates.balance import balance
+
+        return balance(self.of(graph, allocation))
+
+    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
+        """The estimate of a traced graph on an allocation, a global batch split by speed."""
+        return self.balance(graph, allocation).answer
 
     def exists(self, allocation: str) -> bool:
         """Whether there are such machines and devices, and the strategy can divide the ranks."""
@@ -313,41 +321,6 @@ class Request:
             self._machines[name] = self.network.of(load_profile(name))
         return self._machines[name]
 
-    @waiting("estimating")
-    def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
-        """The split of the global batch by speed; None where there is none to split or gain."""
-        if self.global_batch is None or self.batch is not None or self.layout is not None:
-            return None
-        from estimator.estimates.table.balance import balance
-
-        found = balance(
-            graph,
-            allocation,
-            global_batch=self.global_batch,
-            accumulation_steps=self.accumulation or 1,
-            strategy=self.strategy,
-            cluster=self.cluster,
-            calibration=self.calibration,
-            profile=self.machine(allocation),
-            loader=self.loader,
-        )
-        return found if found.answer is not found.even else None
-
-    @waiting("looking for what would make it fit")
-    def remedies(self, graph: OpGraph, answer: Estimate, allocation: str) -> list[Remedy]:
-        """What would make a step fit that does not, the cheapest first; empty if it does."""
-        from estimator.advise.memory import quick_remedies
-
-        if answer.fits != "no" or self.layout is not None:
-            return []
-        return quick_remedies(
-            graph,
-            answer,
-            cluster=self.cluster,
-            calibration=self.calibration,
-            profile=self.machine(allocation),
-        )
-
     @waiting("looking for drifts")
     def counting_drifts(
         self, graph: OpGraph, allocations: Sequence[str]
@@ -368,15 +341,6 @@ class Request:
             return self, []
         cluster, told = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
         return replace(self, cluster=cluster), told
-
-    @waiting("estimating")
-    def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
-        """How an estimate on several ranks scales; None for one rank and for a layout."""
-        from estimator.advise.scaling import scaling_of
-
-        if answer.ranks == 1 or self.layout is not None:
-            return None
-        return scaling_of(graph, answer, cluster=self.cluster, calibration=self.calibration)
 
     @waiting("estimating")
     def ranked(

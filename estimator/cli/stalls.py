@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,7 @@ from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
-    from estimator.estimates.estimate import Estimate
-    from estimator.placement.allocation import Allocation
+    pass
 
 
 _OF_RUNS = ("steps", "warmup", "repeats", "timeout", "data", "nodes", "address")
@@ -119,27 +116,15 @@ def _predict(
     on: str, against: str | None, model: tuple[str, ...], as_json: bool, options: dict[str, Any]
 ) -> None:
     from estimator.cli.render.plans import predicted_report
-    from estimator.stalls.predicted import predict_stalls
+    from estimator.stalls.predicted import input_answers, predict_stalls
 
     if len(model) != 1:
         raise click.UsageError(f"give one MODEL or --run SCRIPT.py, found {len(model)} models")
-    fed = Request(model=model[0], **options)
-    request = replace(fed, loader=None)
+    request = Request(model=model[0], **options)
     graph = traced(request, (on,) if against is None else (on, against))
-
-    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> Estimate:
-        # A device alone synchronises nothing, and cannot be divided as some strategies ask.
-        alone = replace(request, strategy="ddp") if allocation.ranks == 1 else request
-        return alone.estimate(graph, str(allocation), batches)
-
-    found = predict_stalls(on, answer_of, against=against)
-    data = None
-    if fed.loader is not None:
-        from estimator.stalls.predicted import input_answers
-
-        data = input_answers(
-            fed.loader, lambda loader: replace(request, loader=loader).estimate(graph, on)
-        )
+    asked = request.of(graph, on)
+    found = predict_stalls(asked, against=against)
+    data = None if asked.loader is None else input_answers(asked)
     if as_json:
         print_json(found.to_dict() | {"input": data.to_dict() if data else None})
     else:

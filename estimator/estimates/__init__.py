@@ -1,5 +1,6 @@
 """Answer questions: how long a step takes, with its interval and reasons.
 
-`engine.Engine` keeps all that is worked out once and answers one question; `estimate.Estimate` is
-the answer; `table` answers many allocations at once, each row equal to one estimate.
+`request.EstimateRequest` is a question, parsed and checked once; `engine.Engine` answers it and
+keeps what it works out; `balance` splits a global batch over unlike devices; `estimate.Estimate`
+is the answer; `table` answers many allocations at once, each row equal to one estimate.
 """

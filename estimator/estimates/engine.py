@@ -10,13 +10,12 @@ from typing import NamedTuple
 from estimator.cache import Cache
 from estimator.coefficients import (
     UNCALIBRATED,
-    Calibration,
     Coefficients,
     JobContent,
     PredictedStep,
     StepQuestion,
-    check_calibration,
 )
+from estimator.errors import AllocationError
 from estimator.estimates.estimate import (
     FITS,
     Estimate,
@@ -25,9 +24,10 @@ from estimator.estimates.estimate import (
     relative_error,
     utilization,
 )
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph, job_content
 from estimator.graph.memory.peak import PeakMemory
-from estimator.graph.partition.layout import agreed_layout, agreed_strategy, split_by_layout
+from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.plan import Plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -50,8 +50,8 @@ from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.ranks import StepShape
 from estimator.timeline.rank.rules import Groups
 from estimator.timeline.strategies import rules_of
-from estimator.workload import MOST_ACCUMULATION, Strategy, check_count
-from estimator.workload.layouts import DATA_PARALLEL, Layout
+from estimator.workload import Strategy, check_count
+from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
@@ -71,7 +71,7 @@ class Engine:
 
     def place(
         self,
-        allocation: str | Allocation | Placement,
+        allocation: str | Allocation | Placement | None,
         *,
         cluster: Cluster | None = None,
         profile: MachineProfile | None = None,
@@ -79,79 +79,46 @@ class Engine:
         """An allocation on its machines, unless it is placed already; see `placement.place`."""
         if isinstance(allocation, Placement):
             return allocation
+        if allocation is None:
+            raise AllocationError("a step runs on an allocation; write one such as 1x2:local")
         check_kinds(cluster=cluster, profile=profile)
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
-    def estimate(
-        self,
-        graph: OpGraph,
-        allocation: str | Allocation | Placement,
-        *,
-        batch_per_gpu: int | Sequence[int] | None = None,
-        global_batch: int | None = None,
-        accumulation_steps: int = 1,
-        strategy: str | Strategy = "ddp",
-        cluster: Cluster | None = None,
-        calibration: Calibration | None = None,
-        profile: MachineProfile | None = None,
-        loader: Loader | None = None,
-        layout: str | Layout | None = None,
-        tp_plan: Plan | None = None,
-    ) -> Estimate:
-        """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
+    def estimate(self, request: EstimateRequest) -> Estimate:
+        """Predict the step that a request asks about.
 
-        Here a global batch is split evenly whatever the devices; `balance` splits it by
-        speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
-        then those that it was placed with.
+        A global batch is split evenly whatever the devices; `balance` splits it by speed.
         """
-        asked = self._asked(
-            graph,
-            self.place(allocation, cluster=cluster, profile=profile),
-            batch_per_gpu=batch_per_gpu,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=strategy,
-            loader=loader,
-            layout=agreed_layout(graph, layout),
-            tp_plan=tp_plan,
-        )
+        step = self._laid_out(request)
         coefficients = UNCALIBRATED
-        if calibration is not None:
-            check_calibration(calibration)
-            trial = TrialEngine(
-                engine=self,
-                graph=graph,
-                cluster=cluster,
-                profile=profile,
-                content=self.content(graph),
-                tp_plan=tp_plan,
-            )
-            (coefficients,) = calibration.coefficients_for(
-                [asked.question(graph, trial.content.fingerprint)],
-                [asked.mesh.placement.allocation],
+        if request.calibration is not None:
+            trial = TrialEngine(self, request)
+            (coefficients,) = request.calibration.coefficients_for(
+                [step.question(trial.content.fingerprint)],
+                [step.mesh.placement.allocation],
                 trial,
             )
-        if asked.layout.pp > 1:
-            found = self._pipelined(asked, coefficients)
-            whole = _answered(found.plan, asked, found.answer, found.memory, found.used_ratio)
-            return replace(whole, model=asked.graph.name, pipeline=found.step)
-        plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
-        return _answered(plan, asked, answer_of(plan), *plan.memory())
+        if request.layout.pp > 1:
+            found = self._pipelined(step, coefficients)
+            stage = _answered(found.plan, step, found.answer, found.memory, found.used_ratio)
+            return replace(stage, model=step.graph.name, pipeline=found.step)
+        plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
+        return _answered(plan, step, answer_of(plan), *plan.memory())
 
-    def _pipelined(self, asked: _StepRequest, coefficients: Coefficients) -> PipelineAnswer:
+    def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
-        mesh, schedule = asked.mesh, asked.layout.schedule
-        of = asked.graph, mesh, asked.batches, asked.shape, schedule, self.cache
-        stages = stage_plans(*of, points=asked.layout.cut, coefficients=coefficients)
+        mesh, layout = step.mesh, step.request.layout
+        of = step.graph, mesh, step.batches, step.shape, layout.schedule, self.cache
+        stages = stage_plans(*of, points=layout.cut, coefficients=coefficients)
         pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
-        return pipeline_answer(schedule, *pipeline, stages)
+        return pipeline_answer(layout.schedule, *pipeline, stages)
 
-    def _parts(self, asked: _StepRequest, coefficients: Coefficients) -> tuple[StepAnswer, float]:
+    def _parts(self, step: _LaidOutStep, coefficients: Coefficients) -> tuple[StepAnswer, float]:
         """The parts of a step, and seconds of all that is reduced in it."""
-        if asked.layout.pp > 1:
-            answer, plan, *_ = self._pipelined(asked, coefficients)
+        if step.request.layout.pp > 1:
+            answer, plan, *_ = self._pipelined(step, coefficients)
         else:
-            plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
+            plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
             answer = answer_of(plan)
         return answer, plan.alone_s(answer.slowest)
 
@@ -180,7 +147,10 @@ class Engine:
         strategy: str | Strategy = "ddp",
     ) -> None:
         """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
-        shape = StepShape(agreed_strategy(graph, strategy), accumulation_steps)
+        request = EstimateRequest.of(
+            graph, accumulation_steps=accumulation_steps, strategy=strategy
+        )
+        shape = StepShape(request.strategy, request.accumulation_steps)
         given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
         batches = [graph.batch if batch is None else check_count(batch) for batch in given]
         for machine in machines:
@@ -190,52 +160,35 @@ class Engine:
                 for busy in range(1, len(profile.devices) + 1 if several else 2):
                     table.kind(profile, busy, 1.0)
 
-    def _asked(
-        self,
-        graph: OpGraph,
-        placement: Placement,
-        *,
-        batch_per_gpu: int | Sequence[int] | None,
-        global_batch: int | None,
-        accumulation_steps: int,
-        strategy: str | Strategy,
-        loader: Loader | None = None,
-        layout: Layout = DATA_PARALLEL,
-        tp_plan: Plan | None = None,
-    ) -> _StepRequest:
-        """Check what is asked of a placement; raises WorkloadError, StrategyError."""
-        parsed = agreed_strategy(graph, strategy)
-        accumulation_steps = check_count(
-            accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
-        )
-        mesh = Mesh.laid_out(placement, layout, parsed, micro_batches=accumulation_steps)
-        batches = batches_of(graph.batch, mesh, batch_per_gpu, global_batch, accumulation_steps)
-        graph = self.split(graph, layout, tp_plan)
-        layer_collectives = (
-            layer_collectives_of(mesh, self.cache, parsed) if layout.divides_layers else None
-        )
-        shape = StepShape(parsed, accumulation_steps, loader, layer_collectives)
-        return _StepRequest(mesh, shape, batches, graph, layout)
+    def _laid_out(self, request: EstimateRequest) -> _LaidOutStep:
+        """The ranks, batches and part of the graph of a request; raises what `estimate` does."""
+        layout, steps, strategy = request.layout, request.accumulation_steps, request.strategy
+        placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
+        mesh = Mesh.laid_out(placement, layout, strategy, micro_batches=steps)
+        given = request.batch_per_gpu, request.global_batch
+        batches = batches_of(request.graph.batch, mesh, *given, steps)
+        collectives, graph = None, request.graph
+        if layout.divides_layers:
+            graph = self.split(graph, layout, request.tp_plan)
+            collectives = layer_collectives_of(mesh, self.cache, strategy)
+        shape = StepShape(strategy, steps, request.loader, collectives)
+        return _LaidOutStep(request, mesh, shape, batches, graph)
 
-    def _members(self, asked: _StepRequest) -> Members:
+    def _members(self, step: _LaidOutStep) -> Members:
         """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
-        of = asked.graph, asked.mesh.placement, asked.batches, asked.shape, self.cache
-        return members_of(*of, merging=asked.mesh.parallelism.replicas > 1)
+        of = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
+        return members_of(*of, merging=step.mesh.parallelism.replicas > 1)
 
     def groups(
         self,
-        graph: OpGraph,
-        allocation: str | Allocation,
-        *,
+        request: EstimateRequest,
         shape: StepShape,
-        cluster: Cluster | None,
-        profile: MachineProfile | None,
         number_of: Callable[[MachineProfile], int],
     ) -> Groups:
-        """The process groups of a strategy on an allocation, with numbers for their profiles."""
-        placement = self.place(allocation, cluster=cluster, profile=profile)
+        """The process groups of data-parallel ranks, with numbers for their profiles."""
+        placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
         mesh = Mesh.data_parallel(placement, shape.strategy)
-        groups, profiles = groups_of(mesh, rules_of(graph, shape, self.cache))
+        groups, profiles = groups_of(mesh, rules_of(request.graph, shape, self.cache))
         numbers = [number_of(each) for each in profiles]
         return {
             axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
@@ -243,51 +196,55 @@ class Engine:
         }
 
 
-class _StepRequest(NamedTuple):
-    """What an estimate is made of before the network and calibration are added."""
+class _LaidOutStep(NamedTuple):
+    """What a request comes to before the network and calibration are added.
 
+    `graph` is the part that one rank runs of the request's.
+    """
+
+    request: EstimateRequest
     mesh: Mesh
     shape: StepShape
     batches: tuple[int, ...] | None
     graph: OpGraph
-    layout: Layout
 
-    def question(self, graph: OpGraph, job: str) -> StepQuestion:
+    def question(self, job: str) -> StepQuestion:
         """What calibration is asked."""
-        placement, batches = self.mesh.placement, self.batches
+        placement, request = self.mesh.placement, self.request
         groups = placement.allocation.groups
-        each = batches or [0] * len(groups)
-        samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
+        batches = self.batches or [0] * len(groups)
+        samples = sum(g.ranks * batch for g, batch in zip(groups, batches, strict=True))
         return StepQuestion(
             job=job,
-            workload=graph.workload,
+            workload=request.graph.workload,
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
             nodes=placement.nodes,
             most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
             batch=samples / placement.ranks,
-            accumulation_steps=self.shape.accumulation_steps,
-            strategy=self.shape.strategy,
-            layout=self.layout.apart_from_data,
+            accumulation_steps=request.accumulation_steps,
+            strategy=request.strategy,
+            layout=request.layout.apart_from_data,
         )
 
 
 class TrialEngine(NamedTuple):
-    """Predicts steps of a graph under trial coefficients; see `coefficients.Engine`."""
+    """Predicts steps of a request's graph under trial coefficients; see `coefficients.Engine`."""
 
     engine: Engine
-    graph: OpGraph
-    cluster: Cluster | None
-    profile: MachineProfile | None
-    content: JobContent
-    tp_plan: Plan | None = None
+    request: EstimateRequest
+
+    @property
+    def content(self) -> JobContent:
+        return self.engine.content(self.request.graph)
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         # Calls that were timed on a machine count as measured there, whatever computes the same.
-        timings = id(self.graph.timings) if self.graph.timings else 0
-        machines = id(self.cluster), id(self.profile)
-        return self.content.fingerprint, timings, *machines, self.tp_plan
+        request = self.request
+        timings = id(request.graph.timings) if request.graph.timings else 0
+        machines = id(request.cluster), id(request.profile)
+        return self.content.fingerprint, timings, *machines, request.tp_plan
 
     def predict(
         self,
@@ -300,27 +257,31 @@ class TrialEngine(NamedTuple):
         layout: str | None = None,
     ) -> PredictedStep:
         """One step, all groups of the allocation with the same batch."""
-        asked = self.engine._asked(
-            self.graph,
-            self.engine.place(allocation, cluster=self.cluster, profile=self.profile),
-            batch_per_gpu=batch_per_gpu,
-            global_batch=None,
-            accumulation_steps=accumulation_steps,
-            strategy=strategy,
-            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
-            tp_plan=None if layout is None else self.tp_plan,
+        request = self.request
+        step = self.engine._laid_out(
+            EstimateRequest.of(
+                request.graph,
+                allocation,
+                batch_per_gpu=batch_per_gpu,
+                accumulation_steps=accumulation_steps,
+                strategy=strategy,
+                layout=layout,
+                tp_plan=None if layout is None else request.tp_plan,
+                cluster=request.cluster,
+                profile=request.profile,
+            )
         )
-        answer, sync_s = self.engine._parts(asked, coefficients)
+        answer, sync_s = self.engine._parts(step, coefficients)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         # A bubble is as long as the passes that are waited for.
         lane_s += parts.layer_communication_s + parts.idle_s
         return PredictedStep(
-            question=asked.question(self.graph, self.content.fingerprint),
+            question=step.question(self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=sync_s,
             step_s=parts.total_s,
-            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
+            relative_error=_engine_error(answer, coefficients, None),
         )
 
 
@@ -342,22 +303,23 @@ def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader
 
 def _answered(
     plan: StepPlan,
-    asked: _StepRequest,
+    step: _LaidOutStep,
     answer: StepAnswer,
     memory: PeakMemory,
     used_ratio: float,
 ) -> Estimate:
     parts, slowest, _ = answer
-    mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
+    request, mesh, batches = step.request, step.mesh, step.batches
+    coefficients = plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
-    accumulation_steps = asked.shape.accumulation_steps
+    accumulation_steps = request.accumulation_steps
     error = coefficients.relative_error
     if error is None:
-        error = _engine_error(answer, coefficients, asked.shape.loader)
+        error = _engine_error(answer, coefficients, request.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None
-    lane = slowest.lane if asked.layout.pp > 1 else None
+    lane = slowest.lane if request.layout.pp > 1 else None
     mfu_ratio, hfu_ratio = utilization(plan, lane, accumulation_steps, step_s)
     samples_per_s = global_batch / step_s if global_batch is not None else None
     tokens = graph.tokens_per_sample
@@ -386,10 +348,10 @@ def _answered(
         op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
         answer=answer,
-        layout=None if asked.layout.is_data_parallel else str(asked.layout),
+        layout=None if request.layout.is_data_parallel else str(request.layout),
+        request=request,
     )
 
 
 # What is asked without an engine of one's own is asked of this one.
 DEFAULT = Engine()
-estimate_graph = DEFAULT.estimate

@@ -13,6 +13,7 @@ import numpy as np
 from estimator.coefficients import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.typical import DeviceMemory, is_known_by_datasheet
 from estimator.placement.allocation import Allocation
@@ -129,6 +130,8 @@ class Estimate:
     # Where ranks hold stages, the passes of all; `plan` is then that of the longest stage.
     pipeline: PipelinedStep | None = field(default=None, compare=False)
     layout: str | None = None
+    # What it answers; of an estimate that was pickled, as little as of its plan.
+    request: EstimateRequest = field(compare=False)
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -143,7 +146,8 @@ class Estimate:
         # (python/cpython#104035).
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
         own = {item.name: getattr(self, item.name) for item in fields(self)}
-        return partial(Estimate, **{**own, "plan": told, "answer": None, "pipeline": None}), ()
+        left = {"plan": told, "request": told, "answer": None, "pipeline": None}
+        return partial(Estimate, **(own | left)), ()
 
     @property
     def bottleneck(self) -> str:
@@ -231,7 +235,7 @@ class Estimate:
         return plain
 
 
-_NOT_PLAIN = {"plan", "answer", "pipeline", "allocation", "breakdown", "memory"}
+_NOT_PLAIN = {"plan", "answer", "pipeline", "request", "allocation", "breakdown", "memory"}
 _PLAIN = [item.name for item in fields(Estimate) if item.name not in _NOT_PLAIN]
 _PLAIN += ["mode", "input_remedy", "spare_memory_bytes"]
 
@@ -265,8 +269,8 @@ class PlanFacts:
         if name.startswith("__"):
             raise AttributeError(name)
         raise WorkloadError(
-            "an estimate that was pickled has no timeline and no plan of its operators; estimate "
-            "again where they are needed"
+            "an estimate that was pickled has no timeline, request or plan; estimate again where "
+            "they are needed"
         )
 
 

@@ -182,6 +182,11 @@ class Cluster:
             raise TopologyError(f"{origin}: {error}") from None
 
     @classmethod
+    def given(cls, cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+        """A cluster, or that of a file; raises TopologyError."""
+        return cls.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read a cluster file (TOML); raises TopologyError.
 

@@ -18,6 +18,7 @@ from estimator.coefficients import (
     StepQuestion,
 )
 from estimator.estimates.engine import DEFAULT, TrialEngine
+from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
@@ -250,13 +251,7 @@ class CalibratedSpeeds:
     def _predict(self, graph: OpGraph, step: _StepKey) -> PredictedStep:
         if step not in self._predicted:
             _, batch, micro_batches, shape = step
-            engine = TrialEngine(
-                engine=DEFAULT,
-                graph=graph,
-                cluster=self._cluster,
-                profile=None,
-                content=DEFAULT.content(graph),
-            )
+            engine = TrialEngine(DEFAULT, EstimateRequest.of(graph, cluster=self._cluster))
             self._predicted[step] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,

@@ -18,8 +18,8 @@ from estimator.units import (
 if TYPE_CHECKING:
     from estimator.advise.memory import Remedy
     from estimator.advise.scaling import Scaling
+    from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
-    from estimator.estimates.table.balance import Balance
 
 FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
 _MOST_REMEDIES = 3

@@ -19,7 +19,10 @@ from typing import Any
 
 from estimator.coefficients import Z_80
 from estimator.errors import WorkloadError
+from estimator.estimates.balance import balance
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import OVERLAP_ERROR, Estimate
+from estimator.estimates.request import EstimateRequest
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.timeline.plan import answer_of
 from estimator.timeline.rank.inputs import with_rates
@@ -65,40 +68,46 @@ class PredictedStalls:
 
 
 def predict_stalls(
-    allocation: str | Allocation,
-    answer_of: Callable[[Allocation, Sequence[int] | None], Estimate],
-    *,
-    against: str | Allocation | None = None,
+    request: EstimateRequest, *, against: str | Allocation | None = None
 ) -> PredictedStalls:
-    """Predict the stalls of an allocation by the estimates of it, of a node and of a device.
+    """Predict the stalls of a request's allocation by estimates of it, of a node and of a device.
 
-    `answer_of` estimates an allocation with a batch for each of its groups, None for its own.
-    `against` stands for one node where a network stall is measured against another machine, as two
-    nodes of four devices against one of eight. Of unlike machines the slowest is taken.
+    Its loader is left out. `against` stands for one node where a network stall is measured against
+    another machine, as two nodes of four devices against one of eight. Of unlike machines the
+    slowest is taken.
     """
-    asked = Allocation.parse(allocation)
-    whole = answer_of(asked, None)
-    batches = whole.batches
+    request = request.changed(loader=None)
+    whole = balance(request).answer
+    allocation, batches = whole.allocation, whole.batches
+
+    def answer_of(groups: Sequence[DeviceGroup], batches: Sequence[int] | None) -> Estimate:
+        own = Allocation(tuple(groups))
+        # A device alone synchronises nothing, and cannot be divided as some strategies ask.
+        strategy = "ddp" if own.ranks == 1 else request.strategy
+        other = request.changed(
+            allocation=own, strategy=strategy, batch_per_gpu=batches, global_batch=None
+        )
+        return DEFAULT.estimate(other)
 
     def slowest(groups: Sequence[DeviceGroup]) -> Estimate:
         each = [
-            answer_of(Allocation((group,)), None if batches is None else (batches[number],))
+            answer_of((group,), None if batches is None else (batches[number],))
             for number, group in enumerate(groups)
         ]
         return max(each, key=lambda answer: answer.step_time_s)
 
-    nodes = [replace(group, nodes=1) for group in asked.groups]
+    nodes = [replace(group, nodes=1) for group in allocation.groups]
     if against is not None:
         nodes = list(Allocation.parse(against).groups)
         batches = None if batches is None else (max(batches),) * len(nodes)
-        node = answer_of(Allocation(tuple(nodes)), batches)
+        node = answer_of(nodes, batches)
     else:
-        node = slowest(nodes) if asked.nodes > 1 else whole
+        node = slowest(nodes) if allocation.nodes > 1 else whole
     device = slowest([_one_device(group) for group in nodes])
     return PredictedStalls(
         model=whole.model,
         batch_per_gpu=whole.batch_per_gpu,
-        allocation=str(asked),
+        allocation=str(allocation),
         one_node=str(node.allocation),
         one_device=str(device.allocation),
         step_s=whole.step_time_s,
@@ -184,13 +193,19 @@ class InputAnswers:
         return plain
 
 
-def input_answers(loader: Loader, answer_of: Callable[[Loader | None], Estimate]) -> InputAnswers:
-    """What `loader` and its changes give; `answer_of` estimates a step with a loader or without.
+def input_answers(request: EstimateRequest) -> InputAnswers:
+    """What a request's loader and its changes give.
 
     Raises WorkloadError for a graph without a batch size.
     """
+
+    def answer_of(loader: Loader | None) -> Estimate:
+        return balance(request.changed(loader=loader)).answer
+
     without = answer_of(None)
-    loader = with_rates(loader, without.plan.placement.kinds[0].profile)
+    if request.loader is None:
+        raise WorkloadError("there is no loader to ask about; give one such as prep=8ms,workers=4")
+    loader = with_rates(request.loader, without.plan.placement.kinds[0].profile)
     if without.samples_per_s is None:
         raise WorkloadError(
             f"{without.model} has no samples to count; trace it with a batch whose first dimension "

@@ -9,7 +9,6 @@ import torch
 
 import estimator as est
 from estimator.advise.memory import Remedy, quick_remedies, remedies
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
@@ -28,9 +27,9 @@ def machine(memory_bytes: int) -> MachineProfile:
 def test_every_remedy_fits_and_the_cheapest_comes_first() -> None:
     graph = perceptron([256] * 8, batch=4)
     profile = machine(12 << 20)
-    answer = estimate_graph(graph, "1x1:synthetic", batch_per_gpu=1024, profile=profile)
+    answer = est.estimate(graph, "1x1:synthetic", batch_per_gpu=1024, profile=profile)
     assert answer.fits == "no"
-    found = remedies(graph, answer, profile=profile)
+    found = remedies(answer)
     assert found
     assert all(remedy.peak_bytes <= 0.9 * (12 << 20) for remedy in found)
     costs = [remedy.cost_ratio for remedy in found]
@@ -39,7 +38,7 @@ def test_every_remedy_fits_and_the_cheapest_comes_first() -> None:
     # The largest divisor of 1024 that fits: twice as many samples do not.
     batch = int(smaller.change.split()[2].rstrip(","))
     halves = {
-        each: estimate_graph(
+        each: est.estimate(
             graph,
             "1x1:synthetic",
             batch_per_gpu=each,
@@ -66,7 +65,7 @@ def test_activation_checkpointing_is_a_remedy_worked_out_for_the_step() -> None:
     )
 
     def answered(graph: OpGraph, memory_bytes: int) -> Estimate:
-        return estimate_graph(graph, "1x1:synthetic", profile=machine(memory_bytes))
+        return est.estimate(graph, "1x1:synthetic", profile=machine(memory_bytes))
 
     # Of a device that has room for the step with checkpoints, and not for that without.
     memory_bytes = int(answered(full, 8 << 30).peak_memory_bytes / 0.88)
@@ -74,7 +73,7 @@ def test_activation_checkpointing_is_a_remedy_worked_out_for_the_step() -> None:
     assert (answer.fits, checkpointed.fits) == ("no", "yes")
 
     def offered(graph: OpGraph) -> list[Remedy]:
-        found = quick_remedies(graph, answered(graph, memory_bytes), profile=machine(memory_bytes))
+        found = quick_remedies(answered(graph, memory_bytes))
         return [remedy for remedy in found if "checkpointing" in remedy.change]
 
     (found,) = offered(plain)
@@ -89,14 +88,14 @@ def test_activation_checkpointing_is_a_remedy_worked_out_for_the_step() -> None:
 
 def test_a_wider_allocation_fills_nodes_before_it_takes_more() -> None:
     graph = perceptron([256] * 8, batch=4)
-    answer = estimate_graph(graph, "1x1:synthetic", batch_per_gpu=2048, profile=machine(12 << 20))
+    answer = est.estimate(graph, "1x1:synthetic", batch_per_gpu=2048, profile=machine(12 << 20))
     # 8 devices are twice as many as a node has: two nodes of four.
-    found = [r.change for r in remedies(graph, answer, profile=machine(12 << 20))]
+    found = [r.change for r in remedies(answer)]
     assert "2x4:synthetic with ddp" in found
 
 
 def test_nothing_makes_parameters_fit_that_no_device_can_hold() -> None:
     graph = perceptron([256] * 8, batch=4)
     profile = machine(1 << 16)
-    answer = estimate_graph(graph, "1x1:synthetic", batch_per_gpu=4, profile=profile)
-    assert remedies(graph, answer, profile=profile) == []
+    answer = est.estimate(graph, "1x1:synthetic", batch_per_gpu=4, profile=profile)
+    assert remedies(answer) == []

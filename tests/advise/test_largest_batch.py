@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+import estimator as est
 from estimator.advise.batches import largest_batch
 from estimator.errors import WorkloadError
-from estimator.estimates.engine import estimate_graph
 from tests.synthetic import Machine, perceptron
 
 
@@ -20,7 +20,7 @@ def test_one_sample_more_does_not_fit() -> None:
     found = largest_batch(graph, "1x1:synthetic", profile=small)
     assert 0 < found.batch_per_gpu < found.at_most
     answers = {
-        batch: estimate_graph(graph, "1x1:synthetic", batch_per_gpu=batch, profile=small)
+        batch: est.estimate(graph, "1x1:synthetic", batch_per_gpu=batch, profile=small)
         for each in (found.batch_per_gpu, found.at_most)
         for batch in (each, each + 1)
     }

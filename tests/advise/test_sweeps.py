@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import estimator as est
 from estimator.advise.scaling import existing, expand_pattern, sweep, sweep_csv
 from estimator.errors import AllocationError, StrategyError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from tests.synthetic import Machine, perceptron, with_every_collective
 
@@ -16,7 +16,7 @@ GRAPH = perceptron([256, 1000, 256], batch=64)
 
 
 def answer_of(text: str) -> Estimate:
-    return estimate_graph(GRAPH, text, profile=PROFILE)
+    return est.estimate(GRAPH, text, profile=PROFILE)
 
 
 def test_ranges_combine_over_joined_parts() -> None:
@@ -52,7 +52,7 @@ def test_a_sweep_of_nothing_that_exists_is_refused() -> None:
 
 def test_rows_whose_ranks_a_strategy_cannot_divide_keep_their_reason() -> None:
     def hybrid(text: str) -> Estimate:
-        return estimate_graph(GRAPH, text, profile=LARGER, strategy="fsdp:shard=2")
+        return est.estimate(GRAPH, text, profile=LARGER, strategy="fsdp:shard=2")
 
     rows = sweep(("1x1..4:m",), hybrid)
     assert [row.answer is None for row in rows] == [True, False, True, False]

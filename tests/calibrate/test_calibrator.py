@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import estimator as est
 from estimator import trace_model
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import Calibration
 from estimator.errors import ObservationError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
@@ -44,7 +44,7 @@ def answer(
     calibration: Calibration | None = None,
     batch: int = 64,
 ) -> Estimate:
-    return estimate_graph(
+    return est.estimate(
         graph,
         allocation,
         batch_per_gpu=batch,
@@ -83,7 +83,7 @@ class Cluster:
     def estimate(
         self, allocation: str, *, graph: OpGraph = JOB, calibrated: bool = True
     ) -> Estimate:
-        return estimate_graph(
+        return est.estimate(
             graph,
             allocation,
             batch_per_gpu=64,
@@ -345,7 +345,7 @@ def test_an_estimate_made_while_a_fit_runs_is_that_of_before(
     assert meanwhile == [before]
     # And none of them is kept for afterwards.
     after = cluster.estimate("2x2:synthetic").step_time_s
-    fresh = estimate_graph(
+    fresh = est.estimate(
         JOB, "2x2:synthetic", batch_per_gpu=64, profile=cluster.profile,
         calibration=Calibrator(cluster.path),
     )  # fmt: skip

@@ -19,6 +19,7 @@ import estimator as est
 from estimator.cli import console
 from estimator.cli.main import main
 from estimator.errors import WorkloadError, sentence
+from estimator.estimates.balance import Balance
 from tests.synthetic import perceptron
 
 
@@ -157,12 +158,12 @@ def test_an_estimate_tells_a_terminal_when_it_traces_and_when_it_estimates(
         wait_for("tracing m.py:f", terminal)
         return graph
 
-    def estimated(*_: Any, **__: Any) -> est.Estimate:
+    def estimated(*_: Any, **__: Any) -> Balance:
         wait_for("estimating", terminal)
-        return answer
+        return Balance(answer=answer, even=answer)
 
     monkeypatch.setattr("estimator.cli.request.Request.graph", traced)
-    monkeypatch.setattr("estimator.api.estimate", estimated)
+    monkeypatch.setattr("estimator.estimates.balance.balance", estimated)
     with pytest.raises(SystemExit) as ended:
         main(["estimate", "m.py:f", "--on", "1x1:t4", "--json"])
     assert ended.value.code == 0

@@ -18,6 +18,7 @@ import estimator.timeline.rank.program as program
 from estimator.api import prepare
 from estimator.errors import UnknownMachineError, WorkloadError
 from estimator.estimates.engine import Engine
+from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
@@ -61,10 +62,12 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ask(engine: Engine, question: Question) -> tuple[float, int]:
     answer = engine.estimate(
-        question.graph,
-        question.allocation,
-        batch_per_gpu=question.batch,
-        strategy=question.strategy,
+        EstimateRequest.of(
+            question.graph,
+            question.allocation,
+            batch_per_gpu=question.batch,
+            strategy=question.strategy,
+        )
     )
     return answer.step_time_s, answer.peak_memory_bytes
 
@@ -141,10 +144,10 @@ def test_what_was_prepared_is_not_compiled_when_asked(
     ]
     for batch in (4, 12):
         for text in (*asked, "1x2:slow+1x3:fast"):
-            engine.estimate(GRAPHS[0], text, batch_per_gpu=batch)
+            engine.estimate(EstimateRequest.of(GRAPHS[0], text, batch_per_gpu=batch))
         estimate_many(GRAPHS[0], asked, batch_per_gpu=batch, engine=engine)
     assert len(compiled) == prepared
-    engine.estimate(GRAPHS[0], "1x1:slow", batch_per_gpu=5)
+    engine.estimate(EstimateRequest.of(GRAPHS[0], "1x1:slow", batch_per_gpu=5))
     assert len(compiled) == prepared + 1
 
 
@@ -171,7 +174,9 @@ def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:
         before = tracemalloc.get_traced_memory()[0]
         for batch in range(2, 6):
             for graph in graphs:
-                engine.estimate(graph, "1x4:m", batch_per_gpu=batch, profile=profile)
+                engine.estimate(
+                    EstimateRequest.of(graph, "1x4:m", batch_per_gpu=batch, profile=profile)
+                )
         gc.collect()
         return tracemalloc.get_traced_memory()[0] - before
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import estimator as est
 from estimator.cache import Cache
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.graph.compile.fusion import compile_graph
 from estimator.graph.ir.op_graph import OpGraph
@@ -40,7 +39,7 @@ def test_what_fits_into_a_devices_cache_does_not_wait_for_busy_memory() -> None:
 
     def forward_s(profile: MachineProfile, width: int) -> float:
         graph = perceptron([width] * 3, batch=4)
-        return estimate_graph(graph, "1x2:synthetic", profile=profile).breakdown.forward_s
+        return est.estimate(graph, "1x2:synthetic", profile=profile).breakdown.forward_s
 
     assert forward_s(loaded, 64) == pytest.approx(forward_s(calm, 64))
     assert forward_s(loaded, 4096) > forward_s(calm, 4096)
@@ -185,7 +184,7 @@ def test_an_update_that_was_timed_takes_its_time_on_that_machine() -> None:
 
     def update_s(asked: OpGraph, machine: MachineProfile) -> float:
         name = f"1x1:{machine.name}"
-        return estimate_graph(asked, name, profile=machine).breakdown.update_s
+        return est.estimate(asked, name, profile=machine).breakdown.update_s
 
     assert update_s(timed, profile) == pytest.approx(0.25)
     other = replace(profile, name="other")
@@ -212,7 +211,7 @@ def test_calls_that_were_timed_on_one_machine_are_not_measured_on_another(
 
     def answer(graph: OpGraph, machine: MachineProfile, batch: int) -> Estimate:
         name = f"1x1:{machine.name}"
-        return estimate_graph(graph, name, profile=machine, batch_per_gpu=batch)
+        return est.estimate(graph, name, profile=machine, batch_per_gpu=batch)
 
     # Some of the calls of a compiled step are those that were timed.
     assert answer(timed, here, 4).step_time_s > 1
@@ -234,7 +233,7 @@ def test_a_part_of_a_timed_graph_has_no_timings_of_another_machine_either(layout
 
     def step_s(asked: OpGraph, machine: MachineProfile) -> float:
         name = f"1x2:{machine.name}"
-        return estimate_graph(asked, name, profile=machine, layout=layout).step_time_s
+        return est.estimate(asked, name, profile=machine, layout=layout).step_time_s
 
     assert step_s(timed, replace(other, name="timed")) > 1
     assert step_s(timed, other) == step_s(graph, other)
@@ -265,7 +264,7 @@ def test_a_gpus_host_looks_up_algorithms_of_convolutions_and_batch_norms() -> No
 def test_a_gpus_update_in_a_loop_is_issued_while_the_device_works() -> None:
     graph = perceptron([4096] * 5, batch=4096)
     slow = replace(graph, target="cuda", optimizer="adamw-loop")
-    found = estimate_graph(slow, "1x1:h100-sxm")
+    found = est.estimate(slow, "1x1:h100-sxm")
     profile = with_typical_costs(load_profile("h100-sxm"))
     loop = "adamw", "loop", "cuda"
     (cost,) = [u for u in profile.updates if (u.optimizer, u.form, u.device) == loop]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+import estimator as est
 from estimator.errors import ProfileError
-from estimator.estimates.engine import estimate_graph
 from estimator.kernels.datasheet_model import assumed_of, chip_of
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device
@@ -101,7 +101,7 @@ def test_an_estimate_lists_what_it_assumed_of_a_chip(
     profile.save(tmp_path / "machines" / "riddle.json")
     graph = replace(perceptron([64, 64]), target="cuda")
     (text,) = (
-        each for each in estimate_graph(graph, "1x1:riddle").assumptions if "asks of a chip" in each
+        each for each in est.estimate(graph, "1x1:riddle").assumptions if "asks of a chip" in each
     )
     assert text == (
         "'riddle' does not say all that the kernel model asks of a chip: a power limit of 300 W, a "

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import estimator as est
 from estimator.cli.render.profiles import machines_report
-from estimator.estimates.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s, architectures, with_typical_costs
@@ -141,7 +141,7 @@ def test_every_machine_answers_and_says_that_nothing_was_measured(
     name: str, precision: str
 ) -> None:
     step = replace(perceptron([512, 512, 512]), target="cuda", precision=precision)
-    answer = estimate_graph(step, f"1x{len(PROFILES[name].devices)}:{name}")
+    answer = est.estimate(step, f"1x{len(PROFILES[name].devices)}:{name}")
     sources = {source for _, source, _, _ in answer.provenance}
     assert sources == {"datasheet"}
     assert any("known by its datasheet only" in text for text in answer.assumptions)

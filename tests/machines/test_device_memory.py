@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from estimator.estimates.engine import estimate_graph
+import estimator as est
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import FRAGMENTATION_RATIO, DeviceMemory, device_memory
@@ -58,10 +58,10 @@ def test_a_measured_device_has_what_was_measured() -> None:
 
 def test_an_estimate_says_by_how_much_it_fits() -> None:
     graph = replace(perceptron([512, 512, 512]), target="cuda")
-    answer = estimate_graph(graph, "1x8:a100-sxm-80gb")
+    answer = est.estimate(graph, "1x8:a100-sxm-80gb")
     device = answer.device_memory
     assert device.communicators_bytes > 0
     assert answer.spare_memory_bytes == device.usable_bytes - answer.peak_memory_bytes
-    alone = estimate_graph(graph, "1x1:a100-sxm-80gb")
+    alone = est.estimate(graph, "1x1:a100-sxm-80gb")
     assert alone.device_memory.communicators_bytes == 0
     assert answer.to_dict()["device_memory"]["fragmentation_ratio"] == FRAGMENTATION_RATIO

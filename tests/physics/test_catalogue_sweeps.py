@@ -7,16 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from estimator.estimates.engine import estimate_graph
+import estimator as est
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
 from estimator.timeline.collectives.costs import GroupCollective
-from tests.budgets import examples
 from tests.synthetic import in_blocks, perceptron
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "machines"
@@ -30,7 +27,6 @@ STAGED = [
 ]
 SIZES = (1e3, 1e6, 25e6, 1e9)
 OPS: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-ROUNDING = 1 + 1e-9
 BLOCKS = replace(in_blocks(perceptron([2048] * 5)), target="cuda")
 
 
@@ -57,43 +53,18 @@ def faster(profile: MachineProfile, ratio: float) -> MachineProfile:
     return replace(profile, **rates)
 
 
-def over_network(profile: MachineProfile, ratio: float) -> MachineProfile:
-    """The machine with a network, and cards of it, that many times as fast."""
-    card = profile.hardware["nic_bit_per_s"]
-    assert isinstance(card, int | float)
-    hardware = {**profile.hardware, "nic_bit_per_s": card * ratio}
-    return replace(faster(profile, ratio), links=profile.links, hardware=hardware)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.data())
-def test_no_step_or_collective_is_slower_over_a_faster_network(data: st.DataObject) -> None:
-    profile = data.draw(st.sampled_from(NETWORKED))
-    nodes = data.draw(st.sampled_from([2, 3, 4, 16, 64]))
-    where = f"{nodes}x{data.draw(st.integers(1, len(profile.devices)))}:{profile.name}"
-    ratio = 10 ** data.draw(st.floats(-1.3, 1.3))
-    wider = ratio * data.draw(st.floats(1.01, 4.0))
-    machines = [over_network(profile, each) for each in (ratio, wider)]
-    op, size = data.draw(st.sampled_from(OPS)), 10 ** data.draw(st.floats(3, 9.5))
-    slow_s, fast_s = (collective_s(each, op, where, size) for each in machines)
-    assert fast_s <= slow_s * ROUNDING
-    strategy = data.draw(st.sampled_from(["ddp", "fsdp", "zero1"]))
-    slow_s, fast_s = (
-        estimate_graph(BLOCKS, where, strategy=strategy, profile=each).step_time_s
-        for each in machines
-    )
-    assert fast_s <= slow_s * ROUNDING
-
-
 @by_name(SEVERAL)
 @pytest.mark.parametrize("op", OPS)
 def test_no_collective_is_slower_over_faster_links(
     profile: MachineProfile, op: CollectiveName
 ) -> None:
-    where = f"1x{len(profile.devices)}:{profile.name}"
-    for size in SIZES:
-        before_s = collective_s(profile, op, where, size)
-        assert collective_s(faster(profile, 1.5), op, where, size) <= before_s
+    wheres = [f"1x{len(profile.devices)}:{profile.name}"]
+    if profile.network:
+        wheres += [f"{nodes}x{len(profile.devices)}:{profile.name}" for nodes in (2, 64)]
+    for where in wheres:
+        for size in SIZES:
+            before_s = collective_s(profile, op, where, size)
+            assert collective_s(faster(profile, 1.5), op, where, size) <= before_s
 
 
 @by_name(PROFILES)
@@ -109,7 +80,7 @@ def test_no_step_is_slower_with_more_bandwidth(profile: MachineProfile, strategy
     wheres += [f"4x{len(devices)}:{profile.name}"] if profile.network else []
     for where in wheres:
         steps = [
-            estimate_graph(BLOCKS, where, strategy=strategy, profile=each).step_time_s
+            est.estimate(BLOCKS, where, strategy=strategy, profile=each).step_time_s
             for each in (profile, faster(profile, 1.5), replace(profile, devices=devices))
         ]
         assert max(steps) == steps[0]
@@ -138,7 +109,7 @@ def test_an_interval_is_not_narrower_at_a_thousand_devices_than_on_one_node(
     count = len(profile.devices)
     widths = []
     for nodes in (1, -(-1000 // count)):
-        answer = estimate_graph(BLOCKS, f"{nodes}x{count}:{profile.name}", profile=profile)
+        answer = est.estimate(BLOCKS, f"{nodes}x{count}:{profile.name}", profile=profile)
         widths.append(answer.high_s / answer.low_s)
     assert widths[1] >= widths[0]
 
@@ -147,7 +118,7 @@ def test_an_interval_is_not_narrower_at_a_thousand_devices_than_on_one_node(
 def test_more_nodes_never_raise_the_throughput_of_each(profile: MachineProfile) -> None:
     count = len(profile.devices)
     steps = [
-        estimate_graph(BLOCKS, f"{nodes}x{count}:{profile.name}", profile=profile).step_time_s
+        est.estimate(BLOCKS, f"{nodes}x{count}:{profile.name}", profile=profile).step_time_s
         for nodes in (1, 2, 4, 16, 64, 256, 2048)
     ]
     assert steps == sorted(steps)
@@ -157,7 +128,7 @@ def test_more_nodes_never_raise_the_throughput_of_each(profile: MachineProfile) 
 def test_a_larger_batch_never_lowers_throughput(profile: MachineProfile) -> None:
     where = f"1x{len(profile.devices)}:{profile.name}"
     rates = [
-        estimate_graph(BLOCKS, where, batch_per_gpu=batch, profile=profile).samples_per_s or 0.0
+        est.estimate(BLOCKS, where, batch_per_gpu=batch, profile=profile).samples_per_s or 0.0
         for batch in (1, 4, 16, 64, 256, 1024)
     ]
     for smaller, larger in pairwise(rates):
@@ -171,6 +142,6 @@ def test_sharding_moves_half_as_much_again_as_replicating(name: str) -> None:
     graph = replace(in_blocks(perceptron([16384] * 5)), target="cuda")
     slowest = {}
     for strategy in ("fsdp", "ddp"):
-        plan = estimate_graph(graph, where, strategy=strategy).plan
+        plan = est.estimate(graph, where, strategy=strategy).plan
         slowest[strategy] = plan.alone_s(plan.kinds[0])
     assert slowest["fsdp"] / slowest["ddp"] == pytest.approx(1.5, rel=0.1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.estimates.engine import estimate_graph
+import estimator as est
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.network import network_in_cluster, network_of
@@ -91,5 +91,5 @@ def test_more_ranks_never_get_less_of_the_network(name: str, data: st.DataObject
 
 def test_an_estimate_says_how_many_cards_it_counts_on() -> None:
     step = replace(perceptron([512, 512]), target="cuda")
-    answer = estimate_graph(step, "2x1:dgx-h100")
+    answer = est.estimate(step, "2x1:dgx-h100")
     assert any("1 rank on a node of 'dgx-h100' uses 1 of its 8" in a for a in answer.assumptions)

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from estimator.estimates.engine import estimate_graph
-from estimator.estimates.table import balance
+import estimator as est
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.replay.job_files import drawn_jobs, jobs_of_trace, read_trace
 from estimator.replay.jobs import Job
@@ -97,15 +96,14 @@ def jobs_of(form: str, nodes: Nodes, folder: Path) -> list[Job]:
 @cache
 def step_of(graph: OpGraph, where: str, batch: int, micro_batches: int) -> tuple[float, str]:
     """Step time and whether it fits, asked of `estimate` itself."""
-    answer = estimate_graph(graph, where, batch_per_gpu=batch, accumulation_steps=micro_batches)
+    answer = est.estimate(graph, where, batch_per_gpu=batch, accumulation_steps=micro_batches)
     return answer.step_time_s, answer.fits
 
 
 @cache
 def split_step_of(graph: OpGraph, where: str, batch: int, micro_batches: int) -> tuple[float, str]:
     """The same where unlike devices share a global batch by speed."""
-    about = {"global_batch": batch, "accumulation_steps": micro_batches}
-    answer = balance(graph, where, **about).answer
+    answer = est.estimate(graph, where, global_batch=batch, accumulation_steps=micro_batches)
     return answer.step_time_s, answer.fits
 
 

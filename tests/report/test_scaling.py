@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import estimator as est
 from estimator.advise.scaling import SweepRow, sweep
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.report.pictures import draw_scaling, lines_of, scaling_figure
 from tests.synthetic import Machine, perceptron
@@ -19,7 +19,7 @@ GRAPH = perceptron([256, 1000, 256], batch=64)
 
 
 def answer_of(text: str) -> Estimate:
-    return estimate_graph(GRAPH, text, profile=PROFILE)
+    return est.estimate(GRAPH, text, profile=PROFILE)
 
 
 def rows_of(*patterns: str) -> list[SweepRow]:
@@ -69,7 +69,7 @@ def test_a_picture_says_what_it_is_of(tmp_path: Path) -> None:
     assert {"1 node", "2 nodes", "linear"} <= set(texts)
     by_step = sweep(
         ["1x1..2:m"],
-        lambda text: estimate_graph(GRAPH, text, profile=PROFILE, global_batch=128),
+        lambda text: est.estimate(GRAPH, text, profile=PROFILE, global_batch=128),
     )
     texts = texts_of(by_step, tmp_path / "step.svg")
     assert f"{GRAPH.name} on m: fp32, batch 128 a step, ddp" in texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+import estimator as est
 from estimator.cli.render.plans import predicted_report
 from estimator.errors import StrategyError
-from estimator.estimates.engine import estimate_graph
-from estimator.estimates.estimate import Estimate
+from estimator.estimates.request import EstimateRequest
 from estimator.machines.profile import MachineProfile
-from estimator.placement.allocation import Allocation
-from estimator.stalls.predicted import predict_stalls
+from estimator.stalls.predicted import PredictedStalls, predict_stalls
 from estimator.units import format_ratio
 from tests.synthetic import Machine, perceptron
 
@@ -27,15 +26,11 @@ GRAPH = perceptron([512, 1024, 512], batch=64)
 PLAIN = Machine(devices=4, rank_jitter_ratio=0.0)
 
 
-def asking(
-    profile: MachineProfile, strategy: str = "ddp"
-) -> Callable[[Allocation, Sequence[int] | None], Estimate]:
-    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> Estimate:
-        return estimate_graph(
-            GRAPH, allocation, batch_per_gpu=batches, strategy=strategy, profile=profile
-        )
-
-    return answer_of
+def predicted(
+    text: str, profile: MachineProfile, *, against: str | None = None, strategy: str = "ddp"
+) -> PredictedStalls:
+    request = EstimateRequest.of(GRAPH, text, strategy=strategy, profile=profile)
+    return predict_stalls(request, against=against)
 
 
 def printed(tables: RenderableType) -> str:
@@ -45,12 +40,12 @@ def printed(tables: RenderableType) -> str:
 
 
 def step_s(text: str, profile: MachineProfile) -> float:
-    return estimate_graph(GRAPH, text, profile=profile).step_time_s
+    return est.estimate(GRAPH, text, profile=profile).step_time_s
 
 
 def test_stalls_are_differences_of_steps_over_the_step_of_a_node() -> None:
     profile = PLAIN.profile()
-    found = predict_stalls("3x2:m", asking(profile))
+    found = predicted("3x2:m", profile)
     device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
     assert (found.one_device, found.one_node) == ("1x1:m", "1x2:m")
     assert found.interconnect is not None
@@ -67,15 +62,15 @@ def test_a_step_may_wait_for_nothing_but_not_for_less() -> None:
     # The links of a node are the slow ones: of 1.75 sizes of the gradients that eight ranks wait
     # for (2 (n - 1) / n), 1.5 are those of four, and their error is larger than the rest.
     slow = replace(PLAIN, bandwidth_bytes_per_s=1e8, latency_s=2e-4, network_bytes_per_s=1e9)
-    network = predict_stalls("2x4:m", asking(slow.profile())).network
+    network = predicted("2x4:m", slow.profile()).network
     assert network is not None
     assert network.low_s == 0.0
     assert network.high_s > 2 * network.stall_s > 0.0
 
 
 def test_the_host_stall_is_what_one_device_waits_for_its_host() -> None:
-    host = predict_stalls("3x2:m", asking(PLAIN.profile())).host
-    alone = estimate_graph(GRAPH, "1x1:m", profile=PLAIN.profile())
+    host = predicted("3x2:m", PLAIN.profile()).host
+    alone = est.estimate(GRAPH, "1x1:m", profile=PLAIN.profile())
     assert host.stall_s == alone.breakdown.host_exposed_s
     assert host.ratio == pytest.approx(host.stall_s / alone.step_time_s)
 
@@ -87,16 +82,16 @@ def test_a_delay_of_every_byte_on_the_network_is_the_stall() -> None:
     found = []
     for rate in (1e8, 1 / (1 / 1e8 + 1e-9)):
         machine = replace(PLAIN, exposed_ratio=1.0, slowdown_ratio=1.0, network_bytes_per_s=rate)
-        network = predict_stalls("2x1:m", asking(machine.profile())).network
+        network = predicted("2x1:m", machine.profile()).network
         assert network is not None
         found.append(network.stall_s)
     assert found[1] - found[0] == pytest.approx(gradient_bytes * 1e-9, rel=1e-6)
 
 
 def test_one_device_waits_for_none_and_one_node_for_no_other() -> None:
-    alone = predict_stalls("1x1:m", asking(PLAIN.profile()))
+    alone = predicted("1x1:m", PLAIN.profile())
     assert (alone.interconnect, alone.network) == (None, None)
-    node = predict_stalls("1x4:m", asking(PLAIN.profile()))
+    node = predicted("1x4:m", PLAIN.profile())
     assert node.interconnect is not None
     assert node.network is None
     assert node.node_s == node.step_s
@@ -104,7 +99,7 @@ def test_one_device_waits_for_none_and_one_node_for_no_other() -> None:
 
 def test_two_small_nodes_are_measured_against_one_large_one() -> None:
     profile = PLAIN.profile()
-    found = predict_stalls("2x2:m", asking(profile), against="1x4:m")
+    found = predicted("2x2:m", profile, against="1x4:m")
     assert found.one_node == "1x4:m"
     assert found.network is not None
     assert found.network.stall_s == pytest.approx(
@@ -116,7 +111,7 @@ def test_shares_of_stalls_are_of_the_step_they_lengthen_and_beside_it_of_the_ste
     None
 ):
     profile = PLAIN.profile()
-    lines = printed(predicted_report(predict_stalls("3x2:m", asking(profile)))).splitlines()
+    lines = printed(predicted_report(predicted("3x2:m", profile))).splitlines()
     device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
     inside, across = (node_s - device_s) / node_s, (all_s - node_s) / node_s
     shares = {line.split()[1]: re.findall(r"[-0-9.]+ %", line) for line in lines if ":m  " in line}
@@ -128,7 +123,7 @@ def test_shares_of_stalls_are_of_the_step_they_lengthen_and_beside_it_of_the_ste
 
 def test_a_strategy_that_a_node_cannot_divide_is_refused() -> None:
     with pytest.raises(StrategyError, match="shards over 4 ranks"):
-        predict_stalls("2x2:m", asking(PLAIN.profile(), "fsdp:shard=4"))
+        predicted("2x2:m", PLAIN.profile(), strategy="fsdp:shard=4")
 
 
 SMALL = """

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from estimator.estimates.engine import estimate_graph
-from estimator.estimates.estimate import Estimate
+import estimator as est
+from estimator.estimates.request import EstimateRequest
 from estimator.machines.profile import InputCost, Provenance
 from estimator.stalls.predicted import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.units import format_ratio
@@ -23,13 +23,10 @@ PROFILE = Machine(devices=4).profile()
 
 
 def answers(loader: Loader, on: str = "1x1:m") -> InputAnswers:
-    def answer_of(other: Loader | None) -> Estimate:
-        return estimate_graph(GRAPH, on, profile=PROFILE, loader=other)
-
-    return input_answers(loader, answer_of)
+    return input_answers(EstimateRequest.of(GRAPH, on, profile=PROFILE, loader=loader))
 
 
-STEP_S = estimate_graph(GRAPH, "1x1:m", profile=PROFILE).step_time_s
+STEP_S = est.estimate(GRAPH, "1x1:m", profile=PROFILE).step_time_s
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 13, 16])
@@ -63,12 +60,8 @@ def test_shares_are_answered_by_the_disk_that_the_probe_measured() -> None:
     cost = InputCost(
         disk_bytes_per_s=64e6 / (4 * STEP_S), provenance=Provenance(source="measured", at="2026")
     )
-
-    def answer_of(other: Loader | None) -> Estimate:
-        profile = replace(PROFILE, input=cost)
-        return estimate_graph(GRAPH, "1x1:m", profile=profile, loader=other)
-
-    found = input_answers(Loader(sample_bytes=1e6, workers=4), answer_of)
+    loader, profile = Loader(sample_bytes=1e6, workers=4), replace(PROFILE, input=cost)
+    found = input_answers(EstimateRequest.of(GRAPH, "1x1:m", profile=profile, loader=loader))
     assert found.cached_needed == pytest.approx(0.75, abs=0.005)
     by_share = {each.change: each for each in found.changes}
     assert by_share["0.0 % cached"].samples_per_s == pytest.approx(64 / (4 * STEP_S))

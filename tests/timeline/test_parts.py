@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator.cache import Cache
-from estimator.estimates.engine import estimate_graph
 from estimator.kernels.contention import SlowdownCurve
 from estimator.machines.profile import Contention, MachineProfile, UpdateCost
 from estimator.placement.network import NodeNetwork, network_in_cluster, rates_by_ranks
@@ -112,7 +112,7 @@ def test_operators_wait_for_arithmetic_and_memory_by_their_shares() -> None:
             for bound, ratio in (("compute", compute), ("memory", memory))
         )
         profile = replace(Machine().profile(), contentions=contentions, memory=None)
-        return estimate_graph(graph, "1x2:synthetic", profile=profile).breakdown.forward_s
+        return est.estimate(graph, "1x2:synthetic", profile=profile).breakdown.forward_s
 
     calm = forward_s(1.0, 1.0)
     # Two matmuls of 2 · 64 · 512 · 512 flops at 50 Gflop/s, a relu of 64 KiB in and out.

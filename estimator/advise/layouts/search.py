@@ -23,6 +23,7 @@ from estimator.coefficients import Z_80, Calibration
 from estimator.errors import ProfileError, StrategyError, WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate, interval_ratio
+from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table.chunks import map_shared
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.experts import has_experts
@@ -197,14 +198,10 @@ def best_layout(
             "its module was divided before it was traced; trace the module before it is divided"
         )
     placement = engine.place(allocation, cluster=cluster, profile=profile)
-    search = _LayoutSearch(
-        several,
-        placement,
-        engine,
-        most,
-        {"cluster": cluster, "calibration": calibration, "profile": profile},
-        report or _silent,
+    asked = EstimateRequest.of(
+        several[0], placement, cluster=cluster, calibration=calibration, profile=profile
     )
+    search = _LayoutSearch(several, placement, engine, most, asked, report or _silent)
     parsed = tuple(map(Strategy.parse, strategies))
     order = tuple(map(Schedule.parse, schedules))
     prune = prune and calibration is None
@@ -222,8 +219,7 @@ class _Shared(NamedTuple):
     """What all candidates have in common."""
 
     graphs: Sequence[OpGraph]
-    where: Placement | Allocation
-    asked: dict[str, Any]
+    request: EstimateRequest
     engine: Engine | None
 
 
@@ -234,18 +230,20 @@ def _answer(
     number, layout, strategy, batch, micro_batches = candidate
     engine = shared.engine or DEFAULT
     if "placement" not in kept:
+        asked = shared.request
         kept["placement"] = engine.place(
-            shared.where, cluster=shared.asked["cluster"], profile=shared.asked["profile"]
+            asked.allocation, cluster=asked.cluster, profile=asked.profile
         )
     try:
         found = engine.estimate(
-            shared.graphs[number],
-            kept["placement"],
-            batch_per_gpu=batch,
-            accumulation_steps=micro_batches,
-            strategy=strategy,
-            layout=None if layout.is_data_parallel else layout,
-            **shared.asked,
+            shared.request.changed(
+                graph=shared.graphs[number],
+                allocation=kept["placement"],
+                batch_per_gpu=batch,
+                accumulation_steps=micro_batches,
+                strategy=strategy,
+                layout=None if layout.is_data_parallel else layout,
+            )
         )
     except _REFUSALS as error:
         return str(error)
@@ -265,7 +263,7 @@ class _LayoutSearch:
         placement: Placement,
         engine: Engine,
         most: int,
-        asked: dict[str, Any],
+        asked: EstimateRequest,
         report: _Report,
     ) -> None:
         self._graphs, self._placement, self._engine = graphs, placement, engine
@@ -413,8 +411,9 @@ class _LayoutSearch:
     def _shared(self, executor: Executor | None) -> _Shared:
         """What the workers need to know; the engine is each worker's own."""
         if executor is None:
-            return _Shared(self._graphs, self._placement, self._asked, self._engine)
-        return _Shared(self._graphs, self._placement.allocation, self._asked, None)
+            return _Shared(self._graphs, self._asked, self._engine)
+        asked = self._asked.changed(allocation=self._placement.allocation)
+        return _Shared(self._graphs, asked, None)
 
     def _row(self, row: _Found, best: _Found) -> LayoutRow:
         step_s, _, candidate, answer, errors = row

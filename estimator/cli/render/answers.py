@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from estimator.advise.scaling import Scaling, SweepRow
     from estimator.advise.strategies import StrategyRow
     from estimator.advise.swap.search import Planned
+    from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
-    from estimator.estimates.table.balance import Balance
     from estimator.validate.validation import Validation
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from estimator.estimates.table.placed import (
     RankClassTable,
     place_columns,
 )
-from estimator.estimates.table.question import Flags, Indices, TableQuestion
+from estimator.estimates.table.request import Flags, Indices, TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.kernels.durations import why_not_on
 from estimator.machines.profile import MachineProfile
@@ -47,7 +47,7 @@ from estimator.timeline.step import (
     with_input,
 )
 from estimator.timeline.strategies import rules_of
-from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, check_count
+from estimator.workload import MOST_BATCH
 
 Array = NDArray[np.float64]
 
@@ -271,40 +271,39 @@ _SEGMENTS_AT_ONCE = 1 << 22
 class RowAnswers:
     """Answers questions that differ in allocations and batches; compiles a kind of rank once."""
 
-    def __init__(self, question: TableQuestion) -> None:
-        self._graph, self._strategy = question.graph, question.strategy
-        self._accumulation_steps = check_count(
-            question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
-        )
-        self._shape = StepShape(self._strategy, self._accumulation_steps, question.loader)
-        self._node_groups = NodeGroupTable(question.cluster, question.profile)
+    def __init__(self, request: TableRequest) -> None:
+        shared = self._shared = request.shared
+        self._graph, self._strategy = shared.graph, shared.strategy
+        self._accumulation_steps = shared.accumulation_steps
+        self._shape = StepShape(self._strategy, self._accumulation_steps, shared.loader)
+        self._node_groups = NodeGroupTable(shared.cluster, shared.profile)
         self._reader = TextReader()
-        self._engine = question.engine
+        self._engine = request.engine
         self._steps: StepRows | None = None
         self._indexed_groups = 0
 
-    def fill(self, question: TableQuestion, columns: Columns) -> None:
+    def fill(self, request: TableRequest, columns: Columns) -> None:
         """Write every row's estimate into `columns`; rows that have none are left as they are.
 
         Where the question is strict, the first of those raises.
         """
-        for start, part in self._parts(question):
-            answer_rows = _rows_at_once(part, question.cluster, self._segments)
+        for start, part in self._parts(request):
+            answer_rows = _rows_at_once(part, self._shared.cluster, self._segments)
             for first in range(0, len(part), answer_rows):
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
-                self._answer(question, part[first : first + answer_rows], rows, columns)
+                self._answer(request, part[first : first + answer_rows], rows, columns)
 
-    def _parts(self, question: TableQuestion) -> Iterator[tuple[int, AllocationColumns]]:
-        if isinstance(question.allocations, AllocationColumns):
-            yield 0, question.allocations
+    def _parts(self, request: TableRequest) -> Iterator[tuple[int, AllocationColumns]]:
+        if isinstance(request.allocations, AllocationColumns):
+            yield 0, request.allocations
         else:
             yield from self._reader.parts(
-                question.allocations, first_row=question.first_row, strict=question.strict
+                request.allocations, first_row=request.first_row, strict=request.strict
             )
 
     def _answer(
         self,
-        question: TableQuestion,
+        request: TableRequest,
         part: AllocationColumns,
         rows: slice | Indices,
         columns: Columns,
@@ -313,28 +312,28 @@ class RowAnswers:
         placed = place_columns(part, self._node_groups)
         steps = self._tables()
         placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
-        batch, invalid = self._batches(question, rows, placed)
-        one_by_one = self._by_speed(question, placed, steps)
-        one_by_one |= question.are_laid_out(_numbers(rows))
+        batch, invalid = self._batches(request, rows, placed)
+        one_by_one = self._by_speed(request, placed, steps)
+        one_by_one |= request.are_laid_out(_numbers(rows))
         invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
         apart = placed.invalid | invalid | one_by_one
         if apart.any():
-            self._answer_rest(question, part, rows, columns, apart=apart, one_by_one=one_by_one)
+            self._answer_rest(request, part, rows, columns, apart=apart, one_by_one=one_by_one)
             return
         numbers = _numbers(rows)
-        ratios, errors = self._calibrated(question, placed, batch, numbers)
-        groups_of = self._groups_of(question, numbers, steps)
+        ratios, errors = self._calibrated(request, placed, batch, numbers)
+        groups_of = self._groups_of(request, numbers, steps)
         with np.errstate(divide="ignore", invalid="ignore"):
             step = steps.columns(placed, batch, ratios, groups_of)
             if step.unknown.any():
-                self._answer_rest(question, part, rows, columns, apart=step.unknown)
+                self._answer_rest(request, part, rows, columns, apart=step.unknown)
                 return
             for name, values in self._columns(placed, batch, step, ratios, errors).items():
                 columns[name][rows] = values
 
     def _answer_rest(
         self,
-        question: TableQuestion,
+        request: TableRequest,
         part: AllocationColumns,
         rows: slice | Indices,
         columns: Columns,
@@ -347,41 +346,36 @@ class RowAnswers:
         Then all that are not `apart`.
         """
         numbers = _numbers(rows)
-        asked = apart if question.strict else apart & one_by_one
+        asked = apart if request.strict else apart & one_by_one
         for number in numbers[asked].tolist():
             try:
-                answer = question.answer(number)
+                answer = request.answer(number)
             except EstimatorError:
-                if question.strict:
-                    question.refuse(number)
+                if request.strict:
+                    request.refuse(number)
             else:
                 for name, value in _cells(answer).items():
                     columns[name][number] = value
         if not apart.all():
-            self._answer(question, part[~apart], numbers[~apart], columns)
+            self._answer(request, part[~apart], numbers[~apart], columns)
 
     def _by_speed(
-        self, question: TableQuestion, placed: PlacedColumns, steps: StepRows
+        self, request: TableRequest, placed: PlacedColumns, steps: StepRows
     ) -> Flags | bool:
         """The rows whose global batch is split over unlike devices."""
-        if question.global_batch is None or question.batch_per_gpu is not None:
+        if request.global_batch is None or request.batch_per_gpu is not None:
             return False
         return steps.are_mixed(placed) & ~placed.invalid
 
     def _groups_of(
-        self, question: TableQuestion, numbers: Indices, steps: StepRows
+        self, request: TableRequest, numbers: Indices, steps: StepRows
     ) -> Callable[[int], Groups]:
         """A function for the process groups of one row, with profiles by the indices of `steps`."""
 
         def groups_of(row: int) -> Groups:
-            return self._engine.groups(
-                self._graph,
-                question.allocation(int(numbers[row])),
-                shape=self._shape,
-                cluster=question.cluster,
-                profile=question.profile,
-                number_of=steps.number_of,
-            )
+            allocation = request.allocation(int(numbers[row]))
+            placed = replace(self._shared, allocation=allocation)
+            return self._engine.groups(placed, self._shape, steps.number_of)
 
         return groups_of
 
@@ -398,10 +392,10 @@ class RowAnswers:
         return self._steps
 
     def _batches(
-        self, question: TableQuestion, rows: slice | Indices, placed: PlacedColumns
+        self, request: TableRequest, rows: slice | Indices, placed: PlacedColumns
     ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
         """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
-        batch, whole = question.batch_per_gpu, question.global_batch
+        batch, whole = request.batch_per_gpu, request.global_batch
         if whole is not None:
             whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
             shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
@@ -415,21 +409,17 @@ class RowAnswers:
         return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
     def _calibrated(
-        self, question: TableQuestion, placed: PlacedColumns, batch: Indices | int, numbers: Indices
+        self, request: TableRequest, placed: PlacedColumns, batch: Indices | int, numbers: Indices
     ) -> tuple[Ratios, Array | None]:
         """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
 
         Rows that calibration does not distinguish are asked for once.
         """
-        if question.calibration is None:
+        calibration = self._shared.calibration
+        if calibration is None:
             return UNCALIBRATED_RATIOS, None
-        engine = TrialEngine(
-            engine=self._engine,
-            graph=self._graph,
-            cluster=question.cluster,
-            profile=question.profile,
-            content=self._engine.content(self._graph),
-        )
+        engine = TrialEngine(self._engine, self._shared)
+        job = engine.content.fingerprint
         names = sorted({group.profile.name for group in self._node_groups.groups})
         number_of = [names.index(group.profile.name) for group in self._node_groups.groups]
         has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
@@ -443,7 +433,7 @@ class RowAnswers:
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
-                job=engine.content.fingerprint,
+                job=job,
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
@@ -455,8 +445,8 @@ class RowAnswers:
             )
             for ranks, nodes, most, size, *machines in distinct.T.tolist()
         ]
-        allocations = [question.allocation(row) for row in numbers[first].tolist()]
-        found = question.calibration.coefficients_for(questions, allocations, engine)
+        allocations = [request.allocation(row) for row in numbers[first].tolist()]
+        found = calibration.coefficients_for(questions, allocations, engine)
         index = index.reshape(-1)
         ratios = Ratios(
             compute=np.array([each.compute_ratio for each in found])[index],

@@ -20,18 +20,16 @@ from numpy.typing import NDArray
 from estimator.coefficients import Calibration
 from estimator.errors import WorkloadError, quoted
 from estimator.estimates.engine import DEFAULT, Engine
+from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import Allocations, TableQuestion
+from estimator.estimates.table.request import Allocations, TableRequest
 from estimator.estimates.table.table import (
     EstimateTable,
-    check_asked,
+    check_several,
     checked_layouts,
     columns_of,
-    read_cluster,
-    read_loader,
 )
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.partition.layout import agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, AllocationGrid
@@ -176,33 +174,35 @@ def estimate_chunks(
     the worker, so that columns do not travel.
     """
     is_grid = isinstance(allocations, AllocationGrid)
-    check_asked(graph, () if is_grid else allocations, profile, calibration)
+    check_several(() if is_grid else allocations)
     if type(rows) is not int or rows < 1:
         raise WorkloadError(f"rows is {quoted(rows)}; write a number of rows from 1")
     if reduce is not None and not callable(reduce):
         raise WorkloadError(f"reduce is {quoted(reduce)}; give a function of a table, or None")
-    question = TableQuestion(
-        graph=graph,
+    request = TableRequest(
+        shared=EstimateRequest.of(
+            graph,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            cluster=Cluster.given(cluster),
+            calibration=calibration,
+            profile=profile,
+            loader=loader,
+        ),
         allocations=(),
         batch_per_gpu=batch_per_gpu,
         global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=agreed_strategy(graph, strategy),
-        cluster=read_cluster(cluster),
-        calibration=calibration,
-        profile=profile,
-        loader=read_loader(loader),
         engine=engine,
         strict=strict,
     )
     # The engine is each worker's own.
-    shared = question if executor is None else replace(question, engine=None)  # type: ignore[arg-type]
+    shared = request if executor is None else replace(request, engine=None)  # type: ignore[arg-type]
     pieces = _pieces(allocations, rows)
     if reduce is not None:
         work = partial(_reduced, reduce)
         return (found for _, found in map_shared(executor, work, shared, pieces))
     return (
-        EstimateTable(question=_asked(question, piece), **columns)
+        EstimateTable(request=_of_piece(request, piece), **columns)
         for piece, columns in map_shared(executor, _columns, shared, pieces)
     )
 
@@ -224,7 +224,7 @@ def _pieces(
         first += len(piece)
 
 
-def _asked(question: TableQuestion, piece: _Piece) -> TableQuestion:
+def _of_piece(request: TableRequest, piece: _Piece) -> TableRequest:
     """The question about the allocations of a piece; a worker has an engine of its own.
 
     The ranks of a module that was divided before it was traced are laid out so.
@@ -233,34 +233,32 @@ def _asked(question: TableQuestion, piece: _Piece) -> TableQuestion:
     if isinstance(allocations, _GridRows):
         allocations = allocations.grid[first : first + allocations.rows]
     return replace(
-        question,
+        request,
         allocations=allocations,
         first_row=first,
-        layouts=checked_layouts(None, len(allocations), question.graph),
-        engine=question.engine or DEFAULT,
+        layouts=checked_layouts(None, len(allocations), request.shared.graph),
+        engine=request.engine or DEFAULT,
     )
 
 
-def _columns(
-    question: TableQuestion, kept: dict[str, Any], piece: _Piece
-) -> dict[str, NDArray[Any]]:
+def _columns(request: TableRequest, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
     """The columns of a piece, on a worker."""
-    return _answers(_asked(question, piece), kept)
+    return _answers(_of_piece(request, piece), kept)
 
 
 def _reduced(
     reduce: Callable[[EstimateTable], Reduced],
-    question: TableQuestion,
+    request: TableRequest,
     kept: dict[str, Any],
     piece: _Piece,
 ) -> Reduced:
     """What is made of a piece's table, on a worker."""
-    asked = _asked(question, piece)
-    return reduce(EstimateTable(question=asked, **_answers(asked, kept)))
+    own = _of_piece(request, piece)
+    return reduce(EstimateTable(request=own, **_answers(own, kept)))
 
 
-def _answers(asked: TableQuestion, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
+def _answers(request: TableRequest, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """All columns; `kept` has what the pieces before compiled."""
     if "answers" not in kept:
-        kept["answers"] = RowAnswers(asked)
-    return columns_of(asked, kept["answers"])
+        kept["answers"] = RowAnswers(request)
+    return columns_of(request, kept["answers"])

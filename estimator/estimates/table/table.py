@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.coefficients import Calibration, check_calibration
+from estimator.coefficients import Calibration
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -25,14 +25,13 @@ from estimator.errors import (
 )
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import FITS, Estimate
+from estimator.estimates.request import EstimateRequest, agreed_layout
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import Allocations, Integers, KnownRows, TableQuestion
+from estimator.estimates.table.request import Allocations, Integers, KnownRows, TableRequest
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.partition.layout import agreed_layout, agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
-from estimator.placement.placement import check_kinds
 from estimator.placement.topology import Cluster
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
@@ -86,7 +85,7 @@ class EstimateTable:
     full estimate; with a slice, row numbers or flags, a table of those rows.
     """
 
-    question: TableQuestion
+    request: TableRequest
     step_time_s: Array
     low_s: Array
     high_s: Array
@@ -112,7 +111,7 @@ class EstimateTable:
     layer_communication_s: Array
 
     def __repr__(self) -> str:
-        model, columns = self.question.graph.name, ", ".join(self._shown())
+        model, columns = self.request.shared.graph.name, ", ".join(self._shown())
         return f"EstimateTable({model}: {len(self)} rows, columns {columns})"
 
     def __len__(self) -> int:
@@ -124,20 +123,20 @@ class EstimateTable:
     def __getitem__(self, rows: Any) -> Any:
         chosen = chosen_rows(rows, len(self))
         if isinstance(chosen, int):
-            return self.question.answer(chosen)
+            return self.request.answer(chosen)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return EstimateTable(question=self.question.rows(chosen), **columns)
+        return EstimateTable(request=self.request.rows(chosen), **columns)
 
     def row(self, row: int) -> Estimate:
         """The full estimate of one row, with its assumptions, provenance and timeline.
 
         Raises RowError where there is no such row, and what `estimate` raises where it has none.
         """
-        return self.question.answer(row_number(row, len(self)))
+        return self.request.answer(row_number(row, len(self)))
 
     def allocation(self, row: int) -> Allocation:
         """The allocation that a row is about; raises RowError where there is no such row."""
-        return self.question.allocation(row_number(row, len(self)))
+        return self.request.allocation(row_number(row, len(self)))
 
     @property
     def answered(self) -> NDArray[np.bool_]:
@@ -162,7 +161,7 @@ class EstimateTable:
     @property
     def tokens_per_s(self) -> Array:
         """Tokens a second; NaN for a model without tokens."""
-        return self.samples_per_s * (self.question.graph.tokens_per_sample or np.nan)
+        return self.samples_per_s * (self.request.shared.graph.tokens_per_sample or np.nan)
 
     def order(self, by: str = "samples_per_s") -> NDArray[np.intp]:
         """Row numbers, best first: rows that fit or may fit, then by a column.
@@ -204,7 +203,7 @@ class EstimateTable:
         errors = self.errors
         rows = range(len(self))
         return {
-            "allocation": [self.question.text(row) for row in rows],
+            "allocation": [self.request.text(row) for row in rows],
             **{name: getattr(self, name) for name in self._shown()},
             "error": [errors.get(row) for row in rows],
         }
@@ -273,7 +272,7 @@ _TYPES: dict[str, type] = {
     "batch_per_gpu": np.int32,
     "global_batch": np.int64,
 }
-COLUMNS = tuple(item.name for item in fields(EstimateTable) if item.name != "question")
+COLUMNS = tuple(item.name for item in fields(EstimateTable) if item.name != "request")
 
 
 def estimate_many(
@@ -300,45 +299,38 @@ def estimate_many(
     that cannot be answered are NaN, and `errors` of the table says why; with `strict` the first of
     them raises what `estimate` raises, with its number.
     """
-    check_asked(graph, allocations, profile, calibration)
+    check_several(allocations)
     if not isinstance(allocations, Sequence | AllocationColumns):
         allocations = list(allocations)
-    question = TableQuestion(
-        graph=graph,
+    shared = EstimateRequest.of(
+        graph,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        cluster=Cluster.given(cluster),
+        calibration=calibration,
+        profile=profile,
+        loader=loader,
+    )
+    request = TableRequest(
+        shared=shared,
         allocations=allocations,
         batch_per_gpu=_checked_batches(batch_per_gpu, len(allocations)),
         global_batch=_checked_batches(global_batch, len(allocations)),
-        accumulation_steps=accumulation_steps,
-        strategy=agreed_strategy(graph, strategy),
-        cluster=read_cluster(cluster),
-        calibration=calibration,
-        profile=profile,
-        loader=read_loader(loader),
         layouts=checked_layouts(layout, len(allocations), graph),
         engine=engine,
         strict=strict,
     )
-    known = KnownRows.of(question)
+    known = KnownRows.of(request)
     if known is None:
-        return EstimateTable(question=question, **columns_of(question))
-    table = EstimateTable(question=question, **known.table(question, columns_of))
+        return EstimateTable(request=request, **columns_of(request))
+    table = EstimateTable(request=request, **known.table(request, columns_of))
     if strict and table.errors:
-        question.refuse(next(iter(table.errors)))
+        request.refuse(next(iter(table.errors)))
     return table
 
 
-def check_asked(graph: Any, allocations: Any, profile: Any, calibration: Any) -> None:
-    """Raise WorkloadError or AllocationError where what is asked is of another kind."""
-    check_kinds(profile=profile)
-    check_calibration(calibration)
-    if not isinstance(graph, OpGraph):
-        raise WorkloadError(
-            f"a table is of one OpGraph, found {type(graph).__name__}; make one with trace_model"
-        )
-    _check_several(allocations)
-
-
-def _check_several(allocations: Any) -> None:
+def check_several(allocations: Any) -> None:
+    """Raise AllocationError for what is no list of allocations."""
     if isinstance(allocations, str | Allocation):
         raise AllocationError(
             f"allocations come in a list, found only '{allocations}'; write ['{allocations}']"
@@ -350,29 +342,14 @@ def _check_several(allocations: Any) -> None:
         )
 
 
-def read_cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
-    """A cluster, from its file if need be; raises TopologyError."""
-    if isinstance(cluster, str | os.PathLike):
-        return Cluster.load(cluster)
-    check_kinds(cluster=cluster)
-    return cluster
-
-
-def read_loader(loader: Loader | str | None) -> Loader | None:
-    """A loader, from its text if need be; raises WorkloadError."""
-    return None if loader is None else Loader.parse(loader)
-
-
-def columns_of(
-    question: TableQuestion, answers: RowAnswers | None = None
-) -> dict[str, NDArray[Any]]:
+def columns_of(request: TableRequest, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
     """The columns of a table of a question."""
-    rows = len(question.allocations)
+    rows = len(request.allocations)
     columns: dict[str, NDArray[Any]] = {
         name: np.zeros(rows, _TYPES[name]) if name in _TYPES else np.full(rows, np.nan)
         for name in COLUMNS
     }
-    (answers or RowAnswers(question)).fill(question, columns)
+    (answers or RowAnswers(request)).fill(request, columns)
     return columns
 
 

@@ -12,48 +12,7 @@ from estimator.graph.partition.context import split_context
 from estimator.graph.partition.experts import slice_expert_tokens, split_experts, sum_experts
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import Plan, found_plan, plan_of_config
-from estimator.workload import Strategy
-from estimator.workload.layouts import DATA_PARALLEL, Layout
-
-
-def agreed_layout(graph: OpGraph, layout: str | Layout | None) -> Layout:
-    """The layout of a graph's ranks: what is asked, or what its module was divided by before.
-
-    Raises StrategyError where these differ.
-    """
-    if graph.layout is None:
-        return DATA_PARALLEL if layout is None else Layout.parse(layout)
-    own = Layout.parse(graph.layout)
-    asked = own if layout is None else Layout.parse(layout)
-    if asked.megatron or any(
-        getattr(asked, axis) != getattr(own, axis) for axis in ("tp", "cp", "ep", "pp")
-    ):
-        raise StrategyError(
-            f"{graph.name} is the graph of a rank of '{own}', by which its module was divided "
-            f"before it was traced, found layout '{asked}'; leave the layout out, or trace the "
-            "module before it is divided"
-        )
-    return asked
-
-
-def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
-    """The strategy of a graph's ranks: what is asked, or what its module was sharded by before.
-
-    The default stands for either. Raises StrategyError where these differ in more than when
-    gradients are reduced.
-    """
-    asked = Strategy.parse(strategy)
-    if graph.strategy is None:
-        return asked
-    own = Strategy.parse(graph.strategy)
-    if asked == Strategy():
-        return own
-    if replace(asked, gradient_sync=own.gradient_sync) != own:
-        raise StrategyError(
-            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
-            "leave the strategy out, or trace the module before it is sharded"
-        )
-    return asked
+from estimator.workload.layouts import Layout
 
 
 def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
@@ -75,7 +34,7 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
 
 def _split(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
     if graph.layout is not None:
-        agreed_layout(graph, layout)
+        # Its module was divided before it was traced.
         return graph
     axis = next(name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1)
     if graph.is_summary:

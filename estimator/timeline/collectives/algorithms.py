@@ -334,7 +334,7 @@ def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: 
     shape = GroupShape(group.ranks, group.nodes, group.per_node)
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
-    # Inside one node latency and k are those of all protocols together.
+    # Inside one node the latency is that of all protocols together, and so is k.
     beyond = where(across, 1.0, 0.0)
     hop_s = links.latency_s + beyond * protocol.hop.inside
     alpha_s = links.start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
@@ -342,9 +342,12 @@ def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: 
     alpha_s = alpha_s + where(across, rounds.across * network_s, 0.0)
     beta_inside = where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0)
     beta = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
-    # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k of the
-    # hop would leap where the network overtakes the node's own links.
-    pipelining = where(across, protocol.pipelining, links.pipelining)
+    # The slower of both sets the pace: where that is the node's own links, with their pipelining.
+    pipelining = where(
+        beta > beta_inside,
+        protocol.pipelining,
+        maximum(where(across, protocol.pipelining, 0.0), links.pipelining),
+    )
     beta = maximum(beta_inside, beta)
     slowed = maximum(beta / protocol.ratio, share.across / protocol.most_bytes_per_s)
     return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)

@@ -14,6 +14,7 @@ from estimator.advise.layouts.candidates import LayoutBounds
 from estimator.advise.layouts.search import LayoutRanking, best_layout
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.workload import Strategy
@@ -98,11 +99,13 @@ def test_no_step_with_divided_experts_is_faster_or_smaller_than_its_bounds(
     placement = engine.place("2x2:m", profile=slow)
     read = replace(read, dp=4 // read.tp // read.pp)
     answer = engine.estimate(
-        moe_graph(),
-        placement,
-        layout=read,
-        batch_per_gpu=4,
-        strategy=strategy,
+        EstimateRequest.of(
+            moe_graph(),
+            placement,
+            layout=read,
+            batch_per_gpu=4,
+            strategy=strategy,
+        )
     )
     bounds = LayoutBounds(moe_graph(), placement, engine)
     kind = Strategy.parse(strategy)

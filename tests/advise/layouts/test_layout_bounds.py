@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from estimator.advise.layouts.candidates import LayoutBounds, Stages
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
+from estimator.estimates.request import EstimateRequest
 from estimator.timeline.pipelines.stage_plans import _held_at_once
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
@@ -91,12 +92,14 @@ def test_no_pipeline_is_faster_or_smaller_than_its_bounds(
     layout = Layout(tp=tp, pp=pp, dp=dp, schedule=Schedule.parse(schedule))
     try:
         answer = engine.estimate(
-            graph,
-            placement,
-            layout=layout,
-            batch_per_gpu=batch,
-            accumulation_steps=micro_batches,
-            strategy=strategy,
+            EstimateRequest.of(
+                graph,
+                placement,
+                layout=layout,
+                batch_per_gpu=batch,
+                accumulation_steps=micro_batches,
+                strategy=strategy,
+            )
         )
     except EstimatorError:
         return
@@ -113,7 +116,9 @@ def test_what_fsdp_gathers_is_part_of_its_step(strategy: str, batch: int) -> Non
     engine, graph = Engine(), graphs()[0]
     placement = engine.place("2x2:m", profile=machine(bandwidth_bytes_per_s=1e6))
     answer = engine.estimate(
-        graph, placement, batch_per_gpu=batch, accumulation_steps=3, strategy=strategy
+        EstimateRequest.of(
+            graph, placement, batch_per_gpu=batch, accumulation_steps=3, strategy=strategy
+        )
     )
     bounds = LayoutBounds(graph, placement, engine)
     step_s, _ = bounds.closer(Layout(dp=4), Strategy.parse(strategy), batch, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,13 @@ from estimator.advise.layouts.search import StepErrors, are_alike, step_errors
 from estimator.coefficients import Z_80
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import MODEL_ERROR, Estimate
+from estimator.estimates.request import EstimateRequest
 from tests.advise.layouts.test_layouts import graphs, machine
 
 
-def answer(layout: str, **asked: object) -> Estimate:
-    return Engine().estimate(
-        graphs()[0],
-        "1x4:m",
-        layout=layout,
-        profile=machine(),
-        **({"batch_per_gpu": 8, "accumulation_steps": 4} | asked),  # type: ignore[arg-type]
-    )
+def answer(layout: str, **asked: Any) -> Estimate:
+    options = {"batch_per_gpu": 8, "accumulation_steps": 4, "profile": machine()} | asked
+    return Engine().estimate(EstimateRequest.of(graphs()[0], "1x4:m", layout=layout, **options))
 
 
 @pytest.mark.parametrize("layout", ["dp=*", "tp=2,dp=*", "pp=4", "pp=2,dp=*"])

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator import advise
 from estimator.advise.batches import elasticity, largest_batch
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers, pareto_front
 from estimator.advise.rent.transient import Spot
 from estimator.errors import AllocationError, PriceError, WorkloadError
-from estimator.estimates.engine import estimate_graph
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
@@ -46,7 +46,7 @@ def offered(*allocations: str, **asked: Any) -> list[Offer]:
 
 def test_an_offer_takes_the_estimated_time_and_costs_its_instances() -> None:
     (found,) = offered("2x2:t4-g4dn", strategies=("ddp",))
-    answer = estimate_graph(GRAPH, "2x2:t4-g4dn")
+    answer = est.estimate(GRAPH, "2x2:t4-g4dn")
     assert found.duration_s == pytest.approx(answer.duration_s(samples=1e8))
     assert found.high_s / found.low_s == pytest.approx(answer.high_s / answer.low_s)
     # Two devices are had in an instance of four, at 3 USD; two instances, by the second.
@@ -61,7 +61,7 @@ def test_started_hours_of_every_instance_are_paid() -> None:
 def test_the_fastest_strategy_is_offered() -> None:
     (found,) = offered("2x4:t4-g4dn", strategies=("fsdp", "ddp", "zero1"))
     rates = {
-        strategy: estimate_graph(GRAPH, "2x4:t4-g4dn", strategy=strategy).samples_per_s or 0.0
+        strategy: est.estimate(GRAPH, "2x4:t4-g4dn", strategy=strategy).samples_per_s or 0.0
         for strategy in ("fsdp", "ddp", "zero1")
     }
     assert found.strategy == max(rates, key=rates.__getitem__)
@@ -90,7 +90,7 @@ def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], **asked)
     assert none.offers == []
     # Of both strategies the nearest miss is told: FSDP's, where there is something to divide.
-    answer = estimate_graph(large, "1x4:t4-g4dn", strategy="fsdp")
+    answer = est.estimate(large, "1x4:t4-g4dn", strategy="fsdp")
     needed, missing = map(format_bytes, (answer.peak_memory_bytes, -answer.spare_memory_bytes))
     said = f"needs {needed} a device under fsdp, {missing} more than there is"
     assert none.left_out["1x4:t4-g4dn"] == said
@@ -208,9 +208,9 @@ def test_next_gpu_says_what_one_more_device_adds() -> None:
         "1x3:t4-g4dn+1x1:t4-g4dn",
         "1x3:t4-g4dn+1x1:v100-p3-8xlarge",
     }
-    now = estimate_graph(GRAPH, "1x3:t4-g4dn").samples_per_s or 0.0
+    now = est.estimate(GRAPH, "1x3:t4-g4dn").samples_per_s or 0.0
     for row in rows:
-        rate = estimate_graph(GRAPH, row.allocation).samples_per_s or 0.0
+        rate = est.estimate(GRAPH, row.allocation).samples_per_s or 0.0
         assert row.gain_samples_per_s == pytest.approx(rate - now)
         assert row.gain_ratio == pytest.approx((rate - now) / (now / 3))
     gains = [row.gain_samples_per_s for row in rows]
@@ -225,7 +225,7 @@ def test_next_gpu_says_what_one_more_device_adds() -> None:
 def test_the_best_batch_is_that_of_a_look_at_all_powers_of_two() -> None:
     found = advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=100)
     rates = {
-        batch: estimate_graph(GRAPH, "1x2:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
+        batch: est.estimate(GRAPH, "1x2:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
         for batch in (1, 2, 4, 8, 16, 32, 64, 100)
     }
     assert found.batch_per_gpu == max(rates, key=rates.__getitem__)
@@ -239,7 +239,7 @@ def test_a_grid_has_the_estimates_of_its_cells() -> None:
         assert found.largest_batch[row] == largest_batch(GRAPH, name).batch_per_gpu
         for column, batch in enumerate(batches):
             for layer, steps in enumerate(micro_batches):
-                answer = estimate_graph(GRAPH, name, batch_per_gpu=batch, accumulation_steps=steps)
+                answer = est.estimate(GRAPH, name, batch_per_gpu=batch, accumulation_steps=steps)
                 assert found.step_time_s[row, column, layer] == pytest.approx(answer.step_time_s)
                 assert found.fits[row, column, layer] == (answer.fits == "yes")
     assert not found.fits[:, 2].any()

@@ -7,10 +7,10 @@ import torch
 from swap.checker import plan_flaws
 from torch import nn
 
+import estimator as est
 from estimator.advise.swap.problem import SwapProblem, UpdateSchedule, swap_problem
 from estimator.advise.swap.search import plan_within
 from estimator.errors import WorkloadError
-from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.trace.trace import trace_graph
 from tests.advise.swap.swap_problems import link
@@ -24,7 +24,7 @@ def graph() -> OpGraph:
 
 
 def problem_of(graph: OpGraph, updates: UpdateSchedule) -> SwapProblem:
-    answer = estimate_graph(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
+    answer = est.estimate(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
     return swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9), updates=updates)
 
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
+import estimator as est
 from estimator.api import estimate
 from estimator.coefficients import Calibration, Coefficients, StepPredictor, StepQuestion
 from estimator.errors import (
@@ -31,11 +32,10 @@ from estimator.errors import (
     WorkloadError,
 )
 from estimator.estimates import engine
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Breakdown
 from estimator.estimates.table import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.question import TableQuestion
+from estimator.estimates.table.request import TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import CollectiveCost, Link, MachineProfile, PairMatrix
 from estimator.placement.allocation import Allocation
@@ -453,7 +453,7 @@ def test_a_timeline_plays_what_was_computed(
     calibration: Calibration | None,
 ) -> None:
     assume("shard=" not in strategy or divided_by(4, text))
-    answer = estimate_graph(
+    answer = est.estimate(
         graph,
         of_kind(text, graph),
         strategy=strategy,
@@ -474,7 +474,7 @@ def test_a_timeline_on_a_cluster_plays_what_was_computed(
 ) -> None:
     assume("shard=" not in strategy or divided_by(4, text))
     cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
-    answer = estimate_graph(graph, of_kind(text, graph), strategy=strategy, cluster=cluster)
+    answer = est.estimate(graph, of_kind(text, graph), strategy=strategy, cluster=cluster)
     assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
 
 
@@ -702,9 +702,9 @@ def test_rows_asked_again_are_kept_until_their_machine_changes(
     filled: list[int] = []
     fill = RowAnswers.fill
 
-    def counted(answers: RowAnswers, question: TableQuestion, columns: Any) -> None:
-        filled.append(len(question.allocations))
-        fill(answers, question, columns)
+    def counted(answers: RowAnswers, request: TableRequest, columns: Any) -> None:
+        filled.append(len(request.allocations))
+        fill(answers, request, columns)
 
     monkeypatch.setattr(RowAnswers, "fill", counted)
     again = estimate_many(PLAIN, ["1x4:slow", "1x2:slow", "1x1:slow", "1x1:slow"], engine=asked)

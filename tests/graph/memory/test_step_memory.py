@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from estimator.estimates.engine import estimate_graph
+import estimator as est
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.shards import frozen_unit_bytes, shard_units
 from estimator.graph.memory.peak import Envelope, ShardedMemory, peak_memory
@@ -162,7 +162,7 @@ def test_a_larger_batch_has_more_activations_where_a_whole_update_would_need_the
     graph = in_blocks(perceptron([1000] * 6, batch=8))
     known = machine()
     peaks = [
-        estimate_graph(
+        est.estimate(
             graph, "1x4:m", profile=known, strategy="fsdp", batch_per_gpu=batch
         ).peak_memory_bytes
         for batch in (8, 16)

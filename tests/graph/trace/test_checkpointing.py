@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import estimator as est
 from estimator.errors import ModelError, TraceError
-from estimator.estimates.engine import estimate_graph
 from estimator.graph.compile.added_checkpoints import with_checkpoints
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.structure import GraphStructure
@@ -191,7 +190,7 @@ def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
     machine = {"cpu": make_small_profile(), "cuda": None}[target]
     names = {"cpu": "1x1:local", "cuda": "1x1:h100-sxm"}
     times = [
-        estimate_graph(graph, names[target], profile=machine).step_time_s for graph in (added, full)
+        est.estimate(graph, names[target], profile=machine).step_time_s for graph in (added, full)
     ]
     # Modules without an operator of their own are not known to be called again.
     assert times[0] == pytest.approx(times[1], rel=0.02)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import estimator as est
 from estimator.advise.swap.plan import Recompute, Swap, SwapPlan, gaps_of, recipe
 from estimator.advise.swap.problem import SwapProblem, swap_problem
 from estimator.advise.swap.search import Means, plan_within
 from estimator.errors import WorkloadError
-from estimator.estimates.engine import estimate_graph
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.trace.trace import trace_graph
 from estimator.integrations.swap.apply_plan import MemoryPlan, apply_plan
@@ -76,7 +76,7 @@ class Recurrent(nn.Module):
 
 def problem_of(model: nn.Module, batch: Any) -> tuple[OpGraph, SwapProblem]:
     graph = trace_graph(model, batch, loss=lambda value, _batch: value, optimizer="adamw")
-    answer = estimate_graph(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
+    answer = est.estimate(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
     return graph, swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9))
 
 

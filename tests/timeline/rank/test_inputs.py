@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import estimator as est
 from estimator.errors import WorkloadError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.table import estimate_many
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import InputCost, Provenance
@@ -129,7 +129,7 @@ def test_batches_are_copied_to_an_accelerator_before_it_computes() -> None:
 
 def test_an_estimate_holds_the_stall_and_says_what_would_hide_it() -> None:
     def answer_of(loader: Loader | None) -> Any:
-        return estimate_graph(GRAPH, "1x2:m", profile=PROFILE, loader=loader)
+        return est.estimate(GRAPH, "1x2:m", profile=PROFILE, loader=loader)
 
     plain = answer_of(None)
     step_s = plain.step_time_s
@@ -149,13 +149,13 @@ def test_an_estimate_holds_the_stall_and_says_what_would_hide_it() -> None:
 
 
 def test_a_slow_disk_is_named_with_the_rate_that_would_do() -> None:
-    plain = estimate_graph(GRAPH, "1x2:m", profile=PROFILE)
+    plain = est.estimate(GRAPH, "1x2:m", profile=PROFILE)
     # Two ranks read 64 samples of 1 MB in a step: at half the rate that needs, half a step waits.
     needed = 2 * 64e6 / plain.step_time_s
     loader = Loader(
         sample_bytes=1e6, cached_ratio=0.0, disk_bytes_per_s=needed / 4, cpu_ratio=0.0, workers=8
     )
-    fed = estimate_graph(GRAPH, "1x2:m", profile=PROFILE, loader=loader)
+    fed = est.estimate(GRAPH, "1x2:m", profile=PROFILE, loader=loader)
     assert fed.step_time_s == pytest.approx(4 * plain.step_time_s)
     assert fed.bottleneck.startswith("waiting for data: a disk of ")
 
@@ -179,7 +179,7 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
     table = estimate_many(GRAPH, texts, batch_per_gpu=batches, profile=PROFILE, loader=loader)
     for row, text in enumerate(texts):
         batch = int(batches[row])
-        one = estimate_graph(GRAPH, text, batch_per_gpu=batch, profile=PROFILE, loader=loader)
+        one = est.estimate(GRAPH, text, batch_per_gpu=batch, profile=PROFILE, loader=loader)
         assert table.step_time_s[row] == pytest.approx(one.step_time_s, rel=1e-12)
         assert table.input_stall_s[row] == pytest.approx(one.breakdown.input_stall_s, rel=1e-9)
         assert table.high_s[row] == pytest.approx(one.high_s, rel=1e-9)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import estimator as est
 from estimator.advise.memory import memory_of
 from estimator.cache import Cache
 from estimator.errors import ProfileError, StrategyError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.estimates.table.table import estimate_many
 from estimator.graph.ir.ops import OpTiming
@@ -37,7 +37,7 @@ def answer(
     strategy: str = "ddp", allocation: str = "1x4:m", machine: Any = None, **options: Any
 ) -> Estimate:
     graph = replace(BLOCKS, **options)
-    return estimate_graph(graph, allocation, profile=machine or profile(), strategy=strategy)
+    return est.estimate(graph, allocation, profile=machine or profile(), strategy=strategy)
 
 
 def passes_s(moved_bytes: float, ranks: int = 4) -> float:
@@ -122,7 +122,7 @@ def test_what_autocast_keeps_of_all_weights_under_fsdp_is_said_with_the_way_out(
     graph = trace_graph(model, torch.randn(4, 256), target="cuda", precision="bf16-amp")
 
     def said(strategy: str) -> list[str]:
-        found = estimate_graph(graph, "1x8:h100-sxm", strategy=strategy)
+        found = est.estimate(graph, "1x8:h100-sxm", strategy=strategy)
         return [text for text in found.assumptions if "autocast holds" in text]
 
     # (256 x 1024 + 1024 + 1024 x 128 + 128) elements of 2 bytes: 770 KiB.
@@ -204,7 +204,7 @@ GPU_BLOCKS = replace(BLOCKS, target="cuda")
 
 def test_offloaded_shards_are_copied_before_each_gather_and_after_each_reduction() -> None:
     plain, offloaded = (
-        estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy=strategy).plan
+        est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy=strategy).plan
         for strategy in ("fsdp", "fsdp:offload")
     )
     alone_s = [plan.alone_s(plan.kinds[0]) for plan in (plain, offloaded)]
@@ -214,14 +214,14 @@ def test_offloaded_shards_are_copied_before_each_gather_and_after_each_reduction
 
 
 def test_offloaded_shards_are_updated_by_the_host_and_leave_the_device() -> None:
-    found = estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp:offload")
+    found = est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp:offload")
     # AdamW's loop moves 80 bytes for each of a rank's 500,000 elements at 0.8 of 51 GB/s; 50 µs for
     # the step, 10 µs and 5 µs of FSDP's hooks for each of four tensors.
     expected_s = 80 * ELEMENTS / 8 / (0.8 * 51e9) + 5e-5 + 4 * 1e-5 + 4 * 5e-6
     assert found.breakdown.update_s == pytest.approx(expected_s, rel=0.02)
     assert found.memory.optimizer_state_bytes == 0
     assert found.memory.update_bytes == 0
-    plain = estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp")
+    plain = est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp")
     assert found.peak_memory_bytes < plain.peak_memory_bytes
     assert any("on the host" in text for text in found.assumptions)
     with pytest.raises(ProfileError, match="no h2d link"):
@@ -235,7 +235,7 @@ _HOST_UPDATE_S = 80 * ELEMENTS / (0.8 * 51e9) + 5e-5 + 4 * 1e-5
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-loop"])
 def test_a_single_ranks_offloaded_update_takes_the_hosts_time(optimizer: str) -> None:
     graph = replace(GPU_BLOCKS, optimizer=optimizer)
-    found = estimate_graph(graph, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = est.estimate(graph, "1x1:h100-sxm", strategy="fsdp:offload")
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
 
@@ -243,7 +243,7 @@ def test_a_single_ranks_offloaded_update_takes_the_hosts_time(optimizer: str) ->
 def test_an_update_that_was_timed_on_the_gpu_is_not_that_of_offloaded_shards() -> None:
     timing = OpTiming(seconds=1e-5)
     timed = replace(GPU_BLOCKS, timings={update_call(GPU_BLOCKS): timing}, timed_on="h100-sxm")
-    found = estimate_graph(timed, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = est.estimate(timed, "1x1:h100-sxm", strategy="fsdp:offload")
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
 
 
@@ -253,13 +253,13 @@ def test_offloaded_parameters_in_half_are_updated_as_the_host_was_timed() -> Non
         replace(each, spec=replace(each.spec, dtype="bfloat16")) for each in GPU_BLOCKS.parameters
     ]
     half = replace(GPU_BLOCKS, parameters=tuple(parameters))
-    found = estimate_graph(half, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = est.estimate(half, "1x1:h100-sxm", strategy="fsdp:offload")
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
 
 
 def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
     plain, clipped = (
-        estimate_graph(
+        est.estimate(
             replace(GPU_BLOCKS, clip_grad_norm=clips), "1x1:h100-sxm", strategy="fsdp:offload"
         )
         for clips in (False, True)
@@ -274,7 +274,7 @@ def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
 
 def test_a_single_rank_copies_all_of_what_it_keeps_on_the_host() -> None:
     plain, alone = (
-        estimate_graph(GPU_BLOCKS, "1x1:h100-sxm", strategy=s) for s in ("fsdp", "fsdp:offload")
+        est.estimate(GPU_BLOCKS, "1x1:h100-sxm", strategy=s) for s in ("fsdp", "fsdp:offload")
     )
     # Seven copies of 4 MB to the device and four back, in each micro-batch.
     copied_s = 11 * (1e-5 + 4e6 / (0.76 * 63.015e9))
@@ -302,7 +302,7 @@ def test_offloaded_steps_are_the_same_in_columns_and_when_they_are_played(
     ]
     table = estimate_many(graph, texts, strategy=strategy)
     for row, text in enumerate(texts):
-        one = estimate_graph(graph, text, strategy=strategy)
+        one = est.estimate(graph, text, strategy=strategy)
         assert table.step_time_s[row] == pytest.approx(one.step_time_s, rel=1e-9)
         assert table.peak_memory_bytes[row] == one.peak_memory_bytes
         assert one.timeline.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
@@ -313,7 +313,7 @@ def test_offloaded_steps_are_the_same_in_columns_and_when_they_are_played(
 def test_what_a_recipe_takes_for_granted_is_said() -> None:
     def said(**options: Any) -> str:
         graph = replace(GPU_BLOCKS, **options)
-        return " ".join(estimate_graph(graph, "1x2:h100-sxm@500W").assumptions)
+        return " ".join(est.estimate(graph, "1x2:h100-sxm@500W").assumptions)
 
     assert "gradients are clipped" in said(clip_grad_norm=True)
     assert "gradients are clipped" not in said()

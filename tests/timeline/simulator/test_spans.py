@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from estimator.estimates.engine import estimate_graph
+import estimator as est
 from estimator.estimates.estimate import Estimate
 from estimator.timeline.simulator.tasks import Span
 from tests.synthetic import Machine, perceptron
@@ -14,7 +14,7 @@ OPS = 2 * (2 + 5)  # two layers: two ops forward, five backward each
 
 
 def answer(allocation: str, **options: int) -> Estimate:
-    return estimate_graph(GRAPH, allocation, profile=Machine().profile(), **options)
+    return est.estimate(GRAPH, allocation, profile=Machine().profile(), **options)
 
 
 def test_a_span_looked_up_equals_the_one_met_on_the_way() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator.cache import Cache
 from estimator.elementwise import expected_maximum
 from estimator.errors import StrategyError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
@@ -46,7 +46,7 @@ def on_gpus(machine: MachineProfile) -> MachineProfile:
 
 def answer(allocation: str, strategy: str, machine: MachineProfile, **options: Any) -> Estimate:
     graph = replace(BLOCKS, target=machine.kind)
-    return estimate_graph(graph, allocation, strategy=strategy, profile=machine, **options)
+    return est.estimate(graph, allocation, strategy=strategy, profile=machine, **options)
 
 
 def seconds(machine: MachineProfile, op: Any, ranks: int, nodes: int = 1, **links: float) -> float:
@@ -89,7 +89,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for() -> None:
     # Parameters in bf16 are gathered as they are; in fp32 their gradients are twice as large.
     machine = profile()
     graph = replace(BLOCKS, precision="bf16")
-    found = estimate_graph(
+    found = est.estimate(
         graph, "1x2:m", profile=machine, strategy="fsdp:param=bf16,reduce=fp32"
     ).breakdown
     group = ProcessGroup(ranks=2, nodes=1, per_node=2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import estimator as est
 from estimator.errors import ProfileError
-from estimator.estimates.engine import estimate_graph
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.shards import shard_units
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
@@ -18,7 +18,7 @@ def profile(**numbers: float):  # type: ignore[no-untyped-def]
 
 
 def answer(strategy: str, ranks: int = 4) -> Estimate:
-    return estimate_graph(GRAPH, f"1x{ranks}:m", profile=profile(), strategy=strategy)
+    return est.estimate(GRAPH, f"1x{ranks}:m", profile=profile(), strategy=strategy)
 
 
 def test_units_are_the_numbered_blocks_and_the_rest() -> None:
@@ -63,7 +63,7 @@ def test_every_strategy_answers_with_a_breakdown_that_sums_to_its_spans(strategy
 def test_texts_name_what_a_strategy_sends(
     strategy: str, waits_for: str, bucket: str | None
 ) -> None:
-    found = estimate_graph(
+    found = est.estimate(
         GRAPH, "4x1:m", profile=profile(network_bytes_per_s=1e6), strategy=strategy
     )
     assert found.bottleneck.startswith(waits_for)
@@ -73,7 +73,7 @@ def test_texts_name_what_a_strategy_sends(
 
 
 def across(strategy: str, ranks: int = 4) -> Estimate:
-    return estimate_graph(GRAPH, f"{ranks}x1:m", profile=profile(), strategy=strategy)
+    return est.estimate(GRAPH, f"{ranks}x1:m", profile=profile(), strategy=strategy)
 
 
 def test_more_servers_never_slow_a_parameter_server_job() -> None:
@@ -84,4 +84,4 @@ def test_more_servers_never_slow_a_parameter_server_job() -> None:
 def test_a_profile_without_the_collective_says_which() -> None:
     # Its all-reduces say what gloo's reduce-scatters cost, nothing says it of all-gathers.
     with pytest.raises(ProfileError, match="all-gather"):
-        estimate_graph(GRAPH, "1x2:m", profile=Machine().profile(), strategy="zero2")
+        est.estimate(GRAPH, "1x2:m", profile=Machine().profile(), strategy="zero2")

@@ -10,20 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, EstimatorError
+from estimator.estimates.balance import balance
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate
-from estimator.estimates.table.balance import balance
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.estimates.request import EstimateRequest
 from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
-from estimator.placement.topology import Cluster
-from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
-from estimator.workload.loader import Loader
 
 Integers = NDArray[np.integer]
 Indices = NDArray[np.intp]
@@ -32,24 +28,19 @@ Allocations = Sequence[str | Allocation] | AllocationColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TableQuestion:
-    """What is asked of every allocation: `estimate`'s arguments; batches one each, or one.
+class TableRequest:
+    """A request with columns: allocations, batches one each or one for all, and layouts.
 
+    `shared` is what all rows have in common; its own allocation, batches and layout are not heeded.
     `layouts` has one for each allocation, None for data-parallel ranks; None: all are.
     Rows that cannot be answered stay empty, or raise where `strict`. `first_row` is how many rows
-    came before, in other pieces of the same question.
+    came before, in other pieces of the same request.
     """
 
-    graph: OpGraph
+    shared: EstimateRequest
     allocations: Allocations
     batch_per_gpu: int | Integers | None
     global_batch: int | Integers | None
-    accumulation_steps: int
-    strategy: Strategy
-    cluster: Cluster | None
-    calibration: Calibration | None
-    profile: MachineProfile | None
-    loader: Loader | None
     engine: Engine
     layouts: tuple[Layout | None, ...] | None = None
     strict: bool = False
@@ -70,27 +61,18 @@ class TableQuestion:
         except AllocationError:
             return ""
 
+    def request(self, row: int) -> EstimateRequest:
+        """The request of one row; raises AllocationError, StrategyError, WorkloadError."""
+        return self.shared.changed(
+            allocation=self.allocation(row),
+            batch_per_gpu=_of_row(self.batch_per_gpu, row),
+            global_batch=_of_row(self.global_batch, row),
+            layout=None if self.layouts is None else self.layouts[row],
+        )
+
     def answer(self, row: int) -> Estimate:
         """The estimate of one row; raises what `estimate` raises."""
-        batch, whole = _of_row(self.batch_per_gpu, row), _of_row(self.global_batch, row)
-        asked: dict[str, Any] = {
-            "accumulation_steps": self.accumulation_steps,
-            "strategy": self.strategy,
-            "cluster": self.cluster,
-            "calibration": self.calibration,
-            "profile": self.profile,
-            "loader": self.loader,
-        }
-        allocation = self.allocation(row)
-        layout = None if self.layouts is None else self.layouts[row]
-        if layout is not None:
-            asked |= {"batch_per_gpu": batch, "global_batch": whole, "layout": layout}
-            return self.engine.estimate(self.graph, allocation, **asked)
-        if whole is not None and batch is None:
-            asked |= {"global_batch": whole, "engine": self.engine}
-            return balance(self.graph, allocation, **asked).answer
-        asked |= {"batch_per_gpu": batch, "global_batch": whole}
-        return self.engine.estimate(self.graph, allocation, **asked)
+        return balance(self.request(row), self.engine).answer
 
     def refuse(self, row: int) -> None:
         """Raise why a row has no answer, with its number."""
@@ -105,7 +87,7 @@ class TableQuestion:
             return False
         return np.array([self.layouts[number] is not None for number in numbers.tolist()])
 
-    def rows(self, chosen: slice | Indices) -> TableQuestion:
+    def rows(self, chosen: slice | Indices) -> TableRequest:
         """The same question of some of the rows."""
         batch, whole = (
             value[chosen] if isinstance(value, np.ndarray) else value
@@ -131,7 +113,7 @@ def _of_row(value: int | Integers | None, row: int) -> int | None:
 
 Columns = dict[str, NDArray[Any]]
 
-# Rows of a table that is kept, and rows kept of one question. A larger table costs little a row.
+# Rows of a table that is kept, and rows kept of one request. A larger table costs little a row.
 MOST_ROWS = 1024
 _MOST_KEPT = 8192
 
@@ -149,36 +131,36 @@ class KnownRows:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, question: TableQuestion) -> KnownRows | None:
+    def of(cls, request: TableRequest) -> KnownRows | None:
         """Those of a question; None for one whose rows are not kept.
 
         Corrections change with what is observed, and a large table is made of columns.
         """
         if (
-            question.calibration is not None
-            or question.layouts is not None
-            or isinstance(question.allocations, AllocationColumns)
-            or not 0 < len(question.allocations) <= MOST_ROWS
-            or isinstance(question.batch_per_gpu, np.ndarray)
-            or isinstance(question.global_batch, np.ndarray)
+            request.shared.calibration is not None
+            or request.layouts is not None
+            or isinstance(request.allocations, AllocationColumns)
+            or not 0 < len(request.allocations) <= MOST_ROWS
+            or isinstance(request.batch_per_gpu, np.ndarray)
+            or isinstance(request.global_batch, np.ndarray)
         ):
             return None
-        owners, details = _key(question)
-        return question.engine.cache.get("rows", owners, cls, *details)
+        owners, details = _key(request)
+        return request.engine.cache.get("rows", owners, cls, *details)
 
-    def table(self, question: TableQuestion, made: Callable[[TableQuestion], Columns]) -> Columns:
+    def table(self, request: TableRequest, made: Callable[[TableRequest], Columns]) -> Columns:
         """The columns of a question; `made` makes those of the rows that are not known."""
-        texts = [question.text(row) for row in range(len(question.allocations))]
+        texts = [request.text(row) for row in range(len(request.allocations))]
         with self._lock:
-            self._forget_if_changed(question)
+            self._forget_if_changed(request)
             missing = [text for text in dict.fromkeys(texts) if text not in self._place]
             if not missing:
                 return self._rows(self.columns, self._place, texts)
-            found = made(replace(question, allocations=missing, strict=False))
+            found = made(replace(request, allocations=missing, strict=False))
             columns, place = self._joined(found, missing)
-            self._keep(question, columns, place, missing)
-            owners, details = _key(question)
-            question.engine.cache.grown((found, missing), "rows", owners, *details)
+            self._keep(request, columns, place, missing)
+            owners, details = _key(request)
+            request.engine.cache.grown((found, missing), "rows", owners, *details)
             return self._rows(columns, place, texts)
 
     def _joined(self, found: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
@@ -190,7 +172,7 @@ class KnownRows:
 
     def _keep(
         self,
-        question: TableQuestion,
+        request: TableRequest,
         columns: Columns,
         place: dict[str, int],
         added: list[str],
@@ -205,11 +187,11 @@ class KnownRows:
             columns = {name: column[answered] for name, column in columns.items()}
             place = {text: row for row, text in enumerate(texts)}
         self.columns, self._place = columns, place
-        if question.profile is None:
-            for machine in _machines(question, (text for text in added if text in place)):
+        if request.shared.profile is None:
+            for machine in _machines(request, (text for text in added if text in place)):
                 self._machines.setdefault(machine, named_profile(machine))
 
-    def _forget_if_changed(self, question: TableQuestion) -> None:
+    def _forget_if_changed(self, request: TableRequest) -> None:
         try:
             if all(named_profile(name) is each for name, each in self._machines.items()):
                 return
@@ -226,19 +208,20 @@ class KnownRows:
         return {name: column[rows] for name, column in columns.items()}
 
 
-def _key(question: TableQuestion) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
-    """(objects, details) by which the engine's cache keeps the rows of a question."""
-    owners = (question.graph, question.cluster, question.profile)
-    batches: tuple[Any, ...] = (question.batch_per_gpu, question.global_batch)
-    return owners, (*batches, question.accumulation_steps, question.strategy, question.loader)
+def _key(request: TableRequest) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+    """(objects, details) by which the engine's cache keeps the rows of a request."""
+    shared = request.shared
+    owners = (shared.graph, shared.cluster, shared.profile)
+    batches: tuple[Any, ...] = (request.batch_per_gpu, request.global_batch)
+    return owners, (*batches, shared.accumulation_steps, shared.strategy, shared.loader)
 
 
-def _machines(question: TableQuestion, texts: Iterable[str]) -> set[str]:
+def _machines(request: TableRequest, texts: Iterable[str]) -> set[str]:
     """The machines that allocations are on."""
     groups = {text.strip() for whole in texts for text in whole.split("+")}
-    found = set()
+    cluster, found = request.shared.cluster, set()
     for text in groups:
         group = Allocation.parse(text).groups[0]
-        host = question.cluster.nodes[group.host] if question.cluster and group.host else None
+        host = cluster.nodes[group.host] if cluster and group.host else None
         found.add(host.machine if host else group.machine or "")
     return found

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as some
 
+import estimator as est
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
 from estimator.errors import WorkloadError
 from estimator.estimates import engine
-from estimator.estimates.engine import estimate_graph
+from estimator.estimates.balance import Balance, balance
+from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
-from estimator.estimates.table.balance import Balance, balance
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.workload import strategies
@@ -42,14 +43,8 @@ def cluster(*slowdowns: float, uplink_bytes_per_s: float = 1e9) -> Cluster:
 
 
 def balanced(allocation: str, global_batch: int, *slowdowns: float, **options: Any) -> Balance:
-    return balance(
-        GRAPH,
-        allocation,
-        global_batch=global_batch,
-        cluster=cluster(*slowdowns),
-        profile=options.pop("profile", MACHINE),
-        **options,
-    )
+    options = {"cluster": cluster(*slowdowns), "profile": MACHINE} | options
+    return balance(EstimateRequest.of(GRAPH, allocation, global_batch=global_batch, **options))
 
 
 def text_of(ranks: list[int]) -> str:
@@ -100,7 +95,7 @@ def test_no_move_of_a_sample_shortens_the_step_of_a_balanced_split(
             split[giver] -= 1
             split[taker] += 1
             if split[giver] >= 1:
-                moved = estimate_graph(
+                moved = est.estimate(
                     GRAPH,
                     allocation,
                     batch_per_gpu=split,
@@ -187,7 +182,7 @@ def test_a_question_is_placed_and_its_strategy_read_once(monkeypatch: pytest.Mon
     answer = estimate(GRAPH, "a0[0]+a1[0]", global_batch=333, cluster=nodes, profile=MACHINE)
     assert answer.batches is not None
     assert answer.batches[0] > answer.batches[1]
-    assert asked == ["a0[0]+a1[0]", "ddp"]
+    assert asked == ["ddp", est.Allocation.parse("a0[0]+a1[0]")]
 
 
 def test_estimate_splits_by_speed_and_a_table_does_not() -> None:
@@ -246,12 +241,13 @@ def test_scaling_is_relative_to_each_device_alone_at_its_own_batch(
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
     MACHINE.save(tmp_path / "machines" / "m.json")
     asked: dict[str, Any] = {"cluster": cluster(1.0, 2.0)}
-    answer = estimate_graph(GRAPH, "a0[0]+a1[0]", batch_per_gpu=(96, 32), **asked)
+    answer = est.estimate(GRAPH, "a0[0]+a1[0]", batch_per_gpu=(96, 32), **asked)
     fast, slow = (
-        estimate_graph(GRAPH, text, batch_per_gpu=batch, **asked).step_time_s
+        est.estimate(GRAPH, text, batch_per_gpu=batch, **asked).step_time_s
         for text, batch in (("a0[0]", 96), ("a1[0]", 32))
     )
-    scaling = scaling_of(GRAPH, answer, **asked)
+    scaling = scaling_of(answer)
+    assert scaling is not None
     assert scaling.efficiency_ratio == pytest.approx(max(fast, slow) / answer.step_time_s)
 
 

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.coefficients import Calibration
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
-from estimator.graph.ir.op_graph import OpGraph
-from estimator.machines.profile import MachineProfile
-from estimator.placement.allocation import Allocation
-from estimator.placement.placement import Placement
-from estimator.placement.topology import Cluster
-from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
-from estimator.workload.loader import Loader
+from estimator.estimates.request import EstimateRequest
+from estimator.workload import MOST_GLOBAL_BATCH, check_count
 
 Array = NDArray[np.float64]
 Split = tuple[int, ...]
@@ -49,64 +43,51 @@ class Balance:
     even: Estimate
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether the batch was split by speed."""
+        return self.answer is not self.even
+
+    @property
     def gain_ratio(self) -> float:
         """Throughput gained over the even split: 0.25 is a quarter more."""
         return self.even.step_time_s / self.answer.step_time_s - 1
 
 
-def balance(
-    graph: OpGraph,
-    allocation: str | Allocation | Placement,
-    *,
-    global_batch: int,
-    accumulation_steps: int = 1,
-    strategy: str | Strategy = "ddp",
-    cluster: Cluster | None = None,
-    calibration: Calibration | None = None,
-    profile: MachineProfile | None = None,
-    loader: Loader | None = None,
-    engine: Engine = DEFAULT,
-) -> Balance:
-    """The split of `global_batch` over the groups of an allocation with the shortest step.
+def balance(request: EstimateRequest, engine: Engine = DEFAULT) -> Balance:
+    """The split of a request's global batch over the groups of unlike devices, shortest step first.
 
     All ranks of a group get the same batch; name nodes one by one to let theirs differ. On equal
-    devices it is the even split. Splits that fit into memory go before those that do not. Raises
-    WorkloadError where no rank may stay without a sample, and what `engine.estimate` raises.
+    devices, and where there is no such batch to split, both answers are the one of
+    `Engine.estimate`. Splits that fit into memory go before those that do not. Raises
+    WorkloadError where no rank may stay without a sample, and what `Engine.estimate` raises.
     """
-    placement = engine.place(allocation, cluster=cluster, profile=profile)
-    parsed = Strategy.parse(strategy)
-
-    def answer_of(split: Split | None) -> Estimate:
-        return engine.estimate(
-            graph,
-            placement,
-            batch_per_gpu=split,
-            global_batch=global_batch if split is None else None,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=cluster,
-            calibration=calibration,
-            profile=profile,
-            loader=loader,
-        )
-
-    if not placement.is_mixed or accumulation_steps < 1:
-        even = answer_of(None)
+    total, steps = request.global_batch, request.accumulation_steps
+    if total is None or not request.layout.is_data_parallel:
+        even = engine.estimate(request)
         return Balance(answer=even, even=even)
+    placement = engine.place(request.allocation, cluster=request.cluster, profile=request.profile)
+    request = replace(request, allocation=placement)
+    if not placement.is_mixed:
+        even = engine.estimate(request)
+        return Balance(answer=even, even=even)
+
+    def answer_of(split: Split) -> Estimate:
+        return engine.estimate(replace(request, batch_per_gpu=split, global_batch=None))
+
     ranks = tuple(group.ranks for group in placement.allocation.groups)
-    global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-    needed = sum(ranks) * accumulation_steps
-    if global_batch < needed:
+    total = check_count(total, "global batch", most=MOST_GLOBAL_BATCH)
+    needed = sum(ranks) * steps
+    if total < needed:
         raise WorkloadError(
-            f"global batch {global_batch} leaves ranks without a sample; {sum(ranks)} ranks and "
-            f"{accumulation_steps} accumulation steps need at least {needed}"
+            f"global batch {total} leaves ranks without a sample; {sum(ranks)} ranks and "
+            f"{steps} accumulation steps need at least {needed}"
         )
-    search = _SplitSearch(answer_of, ranks, global_batch // accumulation_steps)
-    best = search.best() if global_batch % accumulation_steps == 0 else None
+    search = _SplitSearch(answer_of, ranks, total // steps)
+    best = search.best() if total % steps == 0 else None
     if best is None:
         raise WorkloadError(
-            f"global batch {global_batch} cannot be split into whole batches for groups of "
-            f"{' + '.join(map(str, ranks))} ranks and {accumulation_steps} accumulation steps; "
+            f"global batch {total} cannot be split into whole batches for groups of "
+            f"{' + '.join(map(str, ranks))} ranks and {steps} accumulation steps; "
             f"use a multiple of {needed}"
         )
     return Balance(answer=best, even=search.even)
