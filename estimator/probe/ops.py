@@ -25,6 +25,7 @@ from estimator.probe.devices.calls import (
     span_elements,
     torch_dtype,
 )
+from estimator.probe.devices.interference import SHARED_GPU_RATIO
 from estimator.probe.devices.inventory import read_cpu
 from estimator.probe.devices.jobs import Emit, PinnedJob, canary_s, run_jobs
 from estimator.probe.devices.updates import TORCH_OPTIMIZERS, optimizer_of
@@ -102,6 +103,7 @@ _SPARED_SHARE = 0.5
 # quickest; passes beyond the most wanted are then made for this share of the time at most.
 _DISTURBED_RATIO = 1.15
 _WAITING_SHARE = 0.25
+_CANARY_REPEATS = {"cpu": 21, "cuda": 5}
 _MASK_TRUE_RATIO = 0.9
 _REASON_LENGTH = 160
 
@@ -126,13 +128,14 @@ def replay(
     torch.manual_seed(0)
     step = TimedStep(backend, plan, begin + budget_s)
     canaries: list[float] = []
+    disturbed_ratio = SHARED_GPU_RATIO if backend.kind == "cuda" else _DISTURBED_RATIO
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
     with torch.enable_grad(), float32_matmuls(on_tensor_cores=plan.get("tf32", False)):
         last_s = 0.0
         while True:
             started = time.monotonic()
             spent_s = started - begin
-            quiet = len(quiet_passes(canaries[_WARM_UPS:], usual_canary_s))
+            quiet = len(quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio))
             if _is_enough(len(canaries) - _WARM_UPS, quiet, spent_s / budget_s):
                 break
             # The first pass loads kernels and asks libraries for algorithms: seconds, on a GPU.
@@ -140,11 +143,11 @@ def replay(
                 break
             if not step.run():
                 break
-            canaries.append(canary_s(backend))
+            canaries.append(canary_s(backend, repeats=_CANARY_REPEATS[backend.kind]))
             last_s = time.monotonic() - started
             emit({"fraction": min(len(canaries) / (_WARM_UPS + _MOST_PASSES), 1.0)})
     steady = canaries[_WARM_UPS:] or canaries
-    quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s)
+    quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio)
     found: dict[str, Any] = {"timings": step.summary(quiet_only), "skipped": step.skipped()}
     if steady:
         are_enough = len(quiet_only) >= _LEAST_PASSES
@@ -153,12 +156,14 @@ def replay(
     emit(found)
 
 
-def quiet_passes(canaries_s: Sequence[float], usual_s: float | None) -> list[int]:
+def quiet_passes(
+    canaries_s: Sequence[float], usual_s: float | None, disturbed_ratio: float = _DISTURBED_RATIO
+) -> list[int]:
     """Numbers of the passes beside which the canary took no longer than it should."""
     if not canaries_s:
         return []
     quickest_s = min(*canaries_s, usual_s or canaries_s[0])
-    return [n for n, each in enumerate(canaries_s) if each <= _DISTURBED_RATIO * quickest_s]
+    return [n for n, each in enumerate(canaries_s) if each <= disturbed_ratio * quickest_s]
 
 
 def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:

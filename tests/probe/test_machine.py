@@ -6,20 +6,31 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device, Interference, KernelPoint, MachineProfile
+from estimator.machines.profile import (
+    Device,
+    Interference,
+    KernelPoint,
+    Link,
+    MachineProfile,
+    Provenance,
+)
 from estimator.probe import machine as machine_module
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
 from estimator.probe.devices.interference import CpuTimes, Seen
 from estimator.probe.devices.inventory import read_cpu
 from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings
-from estimator.probe.machine import Findings, probe_machine, with_best_rates
+from estimator.probe.findings import Findings, with_best_rates, with_datasheet
+from estimator.probe.links.copies import peer_links
+from estimator.probe.machine import probe_machine
 from estimator.tensors import OpCall, TensorSpec
+from estimator.timeline.collectives.algorithms import widest_link
 
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}
 
@@ -285,3 +296,85 @@ def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:
     for skipped in (["adam (fused)", "sgd (fused)"], ["sgd (fused)"]):
         findings.take("updates", {"skipped": skipped})
     assert findings.missing == ["updates: sgd (fused)"]
+
+
+def gpus(name: str, peers: Callable[[int, int], str], count: int = 8) -> tuple[Device, ...]:
+    """So many GPUs; `peers` says over what one of them reads another."""
+    return tuple(
+        Device(
+            kind="cuda",
+            index=index,
+            name=name,
+            memory_bytes=80 << 30,
+            details={
+                "nvlink_links": 18 if peers(index, index ^ 1) == "nvlink" else 0,
+                "peer_access": " ".join(
+                    f"{other}:{peers(index, other)}" for other in range(count) if other != index
+                ),
+            },
+        )
+        for index in range(count)
+    )
+
+
+def copied(devices: tuple[Device, ...], rate: Callable[[int, int], float]) -> tuple[Link, ...]:
+    """The links of copies at so many bytes a second between any two, of two sizes each."""
+    indices = [device.index for device in devices]
+    found = {
+        (one, other): [(size, 5e-6 + size / rate(one, other)) for size in (1e6, 1e8)]
+        for one, other in permutations(indices, 2)
+    }
+    return peer_links(devices, found)
+
+
+def probed(devices: tuple[Device, ...], links: tuple[Link, ...]) -> MachineProfile:
+    provenance = Provenance(source="measured")
+    profile = MachineProfile(name="box", devices=devices, links=links, provenance=provenance)
+    return with_datasheet(profile)
+
+
+def test_a_probed_box_of_h100_keeps_what_its_switch_adds_and_multicasts() -> None:
+    devices = gpus("NVIDIA H100 80GB HBM3", lambda *_: "nvlink")
+    box = probed(devices, copied(devices, lambda *_: 3.8e11))
+    (link,) = [each for each in box.links if each.kind == "nvlink"]
+    # What was measured is the rate; no copy tells of NVLink SHARP, nor how long a hop takes.
+    assert link.provenance.source == "measured"
+    assert link.bandwidth_bytes_per_s == pytest.approx(3.8e11, rel=1e-3)
+    assert (link.reduces, link.latency_s, link.ring_devices) == (True, 1.05e-6, None)
+    assert widest_link(box, 8) == link
+    assert box.devices[3].details["architecture"] == "gh100"
+    assert box.devices[3].details["nvlink_links"] == 18
+
+
+def test_where_copies_were_not_timed_the_datasheet_says_over_what_gpus_reach_each_other() -> None:
+    switched = probed(gpus("NVIDIA H100 80GB HBM3", lambda *_: "nvlink"), ())
+    assert [(link.kind, link.reduces) for link in switched.links] == [("nvlink", True)]
+    # The same name without its links, as behind a hypervisor that hides them.
+    assert probed(gpus("NVIDIA H100 80GB HBM3", lambda *_: "pcie"), ()).links == ()
+    assert probed(gpus("NVIDIA H100 80GB HBM3", lambda *_: "no", count=1), ()).links == ()
+
+
+def test_copies_of_gpus_without_peer_to_peer_go_over_the_host() -> None:
+    devices = gpus("NVIDIA A10G", lambda *_: "no", count=4)
+    box = probed(devices, copied(devices, lambda *_: 9e9))
+    (link,) = box.links
+    assert (link.kind, link.peer_to_peer, link.reduces) == ("pcie", False, False)
+    assert link.bandwidth_bytes_per_s == pytest.approx(9e9, rel=1e-3)
+
+
+def test_bridged_pairs_are_rings_of_two_beside_the_bus_of_all() -> None:
+    devices = gpus(
+        "NVIDIA GeForce RTX 3090",
+        lambda one, other: "nvlink" if one ^ 1 == other else "pcie",
+        count=4,
+    )
+    links = copied(devices, lambda one, other: 5e10 if one ^ 1 == other else 2e10)
+    assert [(link.kind, link.ring_devices) for link in links] == [("nvlink", 2), ("pcie", None)]
+    box = probed(devices, links)
+    assert widest_link(box, 2).kind == "nvlink"  # type: ignore[union-attr]
+    assert widest_link(box, 4).kind == "pcie"  # type: ignore[union-attr]
+
+
+def test_a_gpu_that_no_catalogue_knows_stays_as_it_was_measured() -> None:
+    devices = gpus("NVIDIA Prototype 9000", lambda *_: "pcie", count=2)
+    assert "architecture" not in probed(devices, ()).devices[0].details

@@ -187,7 +187,7 @@ def test_a_replay_tells_the_canary_beside_the_passes_that_count(
 ) -> None:
     torch.set_num_threads(1)
     seen = iter(beside)
-    monkeypatch.setattr(replay_module, "canary_s", lambda _: next(seen))
+    monkeypatch.setattr(replay_module, "canary_s", lambda _, repeats: next(seen))
     monkeypatch.setattr(replay_module, "_is_enough", lambda passes, *_: passes == 6)
     emitted: list[dict[str, Any]] = []
     replay(CpuBackend(), emitted.append, budget_s=60.0, plan=replay_plan(CHAIN.at()))

@@ -33,7 +33,7 @@ from estimator.probe.cluster.shapes import (
     shape_words,
     shapes,
 )
-from estimator.probe.links.copies import MESSAGE_SIZES_BYTES
+from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, typical_link
 from estimator.probe.links.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
@@ -42,7 +42,6 @@ from estimator.probe.links.network import (
     network_kind,
     pair_link,
     pair_matrix,
-    typical_link,
 )
 from estimator.probe.links.overlap import overlap_cost
 from estimator.units import MIB

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Interference
+from estimator.machines.profile import DeviceKind, Interference
 
 # Of the time of the cores, by others: beyond the first a measurement is made again, beyond the
 # second a strict probe is refused: at 17 % steps of models came out up to 11 % too long
@@ -19,6 +19,9 @@ from estimator.machines.profile import Interference
 DISTURBED_RATIO, REFUSED_RATIO = 0.10, 0.15
 # Of the canary's usual time; turbo clocks alone make a tenth.
 DISTURBED_CANARY_RATIO, REFUSED_CANARY_RATIO = 1.3, 1.5
+# A GPU at its limit of power lowers its clock by itself (an H100 of 700 W under matmuls to 1440 of
+# 1980 MHz); a program beside it takes half of its time.
+SHARED_GPU_RATIO = 1.6
 # Of the budget, for waiting and measuring again: what has just been started or installed ends in
 # some seconds, and what goes on after them seldom ends within the minute of a probe.
 _PATIENCE_RATIO, _MOST_PATIENCE_S = 0.25, 60.0
@@ -34,6 +37,11 @@ def default_patience_s(budget_s: float) -> float:
     15.0
     """
     return min(_MOST_PATIENCE_S, _PATIENCE_RATIO * budget_s)
+
+
+def disturbed_canary_ratio(kind: DeviceKind) -> float:
+    """From where on a canary that takes so many times as long as usual tells of other programs."""
+    return SHARED_GPU_RATIO if kind == "cuda" else DISTURBED_CANARY_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +117,14 @@ class Seen:
         for name, value in other.items():
             setattr(self, name, getattr(self, name) + value)
 
-    def interference(self, usual_canary_s: float | None = None) -> Interference:
+    def interference(
+        self, usual_canary_s: float | None = None, *, on_gpu: bool = False
+    ) -> Interference:
         """What it comes to; `usual_canary_s` is that of an earlier probe of the same machine."""
-        usual_s = _usual_s(self.canaries_s, usual_canary_s)
+        ratio = _canary_ratio(self.canary_s, _usual_s(self.canaries_s, usual_canary_s))
         return Interference(
             others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
-            canary_ratio=_canary_ratio(self.canary_s, usual_s),
+            canary_ratio=1.0 if on_gpu and ratio < SHARED_GPU_RATIO else ratio,
             waited_s=self.waited_s,
             repeats=self.repeats,
         )
@@ -135,7 +145,8 @@ class InterferenceWatch:
 
     Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
     others may use `spare_cores` besides without disturbing them. `read` tells the CPU times of all,
-    `canary` how long the canary takes now; `say` is told of what is waited for.
+    `canary` how long the canary takes now, which matters from `disturbed_canary_ratio` on; `say` is
+    told of what is waited for.
     """
 
     def __init__(
@@ -147,6 +158,7 @@ class InterferenceWatch:
         read: Callable[[], CpuTimes | None] = lambda: None,
         canary: Callable[[], float] | None = None,
         usual_canary_s: float | None = None,
+        disturbed_canary_ratio: float = DISTURBED_CANARY_RATIO,
         say: Callable[[str], None] = lambda disturbance: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -155,6 +167,7 @@ class InterferenceWatch:
         self.spare_cores = spare_cores
         self._read, self._canary, self._say = read, canary, say
         self._usual_canary_s = usual_canary_s
+        self._disturbed_canary_ratio = disturbed_canary_ratio
         self._clock, self._sleep = clock, sleep
 
     @property
@@ -174,7 +187,8 @@ class InterferenceWatch:
             others_s = self._others_s(before, after, took_s)
             canary_s, cores_s = self._canary_s(), took_s * self.cores
             found = self._interference(others_s / (cores_s or 1.0), canary_s)
-            if _disturbs(found) and took_s < self.left_s and not _disturbs(self.await_quiet()):
+            can_repeat = self._disturbs(found) and took_s < self.left_s
+            if can_repeat and not self._disturbs(self.await_quiet()):
                 self.seen.waited_s += took_s
                 self.seen.repeats += 1
                 continue
@@ -186,9 +200,9 @@ class InterferenceWatch:
     def await_quiet(self) -> Interference:
         """Wait for others to end, as long as the patience lasts; what they do at the end of it."""
         found = self._look()
-        if _disturbs(found) and self.left_s:
+        if self._disturbs(found) and self.left_s:
             self._say(str(found))
-        while _disturbs(found) and self.left_s:
+        while self._disturbs(found) and self.left_s:
             began = self._clock()
             found = self._look()
             self.seen.waited_s += self._clock() - began
@@ -212,14 +226,14 @@ class InterferenceWatch:
     def _canary_s(self) -> float | None:
         return self._canary() if self._canary else None
 
+    def _disturbs(self, found: Interference) -> bool:
+        is_slow = found.canary_ratio > self._disturbed_canary_ratio
+        return is_slow or found.others_ratio > DISTURBED_RATIO
+
     def _interference(self, others_ratio: float, canary_s: float | None) -> Interference:
         usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
         ratio = _canary_ratio(canary_s, usual_s)
         return Interference(others_ratio=others_ratio, canary_ratio=ratio)
-
-
-def _disturbs(found: Interference) -> bool:
-    return found.others_ratio > DISTURBED_RATIO or found.canary_ratio > DISTURBED_CANARY_RATIO
 
 
 def check_interference(found: Interference) -> None:

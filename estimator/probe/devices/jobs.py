@@ -18,7 +18,11 @@ from typing import Any
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.devices.backend import Backend, CpuBackend, open_backend, square_matmul
-from estimator.probe.devices.interference import InterferenceWatch, read_cpu_times
+from estimator.probe.devices.interference import (
+    InterferenceWatch,
+    disturbed_canary_ratio,
+    read_cpu_times,
+)
 from estimator.probe.devices.inventory import read_cpu
 
 _CANARY_SIDE, _CANARY_WARM_UPS = 512, 3
@@ -176,6 +180,7 @@ def _open_watch(
         read=partial(read_cpu_times, arguments["pid"], arguments["threads"]),
         canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
         usual_canary_s=arguments["usual_canary_s"],
+        disturbed_canary_ratio=disturbed_canary_ratio(backend.kind),
         say=lambda disturbance: emit({"waiting": disturbance}),
     )
 

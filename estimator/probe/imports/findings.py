@@ -415,7 +415,7 @@ def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
             "devices; choose the profile of that machine with --into"
         )
     for index, name in found.device_names.items():
-        if not _may_be_alike(name, names[index]):
+        if not may_be_alike(name, names[index]):
             raise ImportedFileError(
                 f"device {index} is '{name}' by {found.formats[0]} and '{names[index]}' by "
                 f"'{profile.name}'; choose the profile of that machine with --into"
@@ -425,7 +425,7 @@ def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
 def _check_same_devices(first: MachineProfile, other: MachineProfile) -> None:
     ours, theirs = first.devices, other.devices
     if len(ours) != len(theirs) or not all(
-        one.kind == two.kind and _may_be_alike(one.name, two.name)
+        one.kind == two.kind and may_be_alike(one.name, two.name)
         for one, two in zip(ours, theirs, strict=True)
     ):
         raise ProfileError(
@@ -461,7 +461,7 @@ def _chip(name: str) -> _Chip:
     return _Chip(tuple(kept), forms[0] if forms else None, int(memory[1]) if memory else None)
 
 
-def _may_be_alike(one: str, two: str) -> bool:
+def may_be_alike(one: str, two: str) -> bool:
     """Whether two names of devices contradict each other in nothing that both say."""
     first, second = _chip(one), _chip(two)
     return first.words == second.words and all(

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -330,9 +330,11 @@ def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s
 def _probe_peers(
     devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
 ) -> None:
+    found: dict[tuple[int, int], Points] = {}
+
     def take(_rank: int, message: dict[str, Any]) -> None:
-        points = [(size, seconds) for size, seconds in message["points"]]
-        keep(link_from("d2d", points, note=f"device {message['from']} to {message['to']}"))
+        pair = message["from"], message["to"]
+        found[pair] = [(size, seconds) for size, seconds in message["points"]]
 
     run_on_devices(
         devices[:1],
@@ -341,6 +343,54 @@ def _probe_peers(
         timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
         on_report=take,
     )
+    for link in peer_links(devices, found):
+        keep(link)
+
+
+def peer_links(
+    devices: Sequence[Device], found: Mapping[tuple[int, int], Points]
+) -> tuple[Link, ...]:
+    """One link for each way in which devices reach each other, typical of its pairs.
+
+    Ways are what the driver says: NVLink among all or among rings of neighbours, PCIe directly, or
+    through the host's memory.
+    """
+    ways: dict[int, dict[int, str]] = {}
+    for device in devices:
+        peers = str(device.details.get("peer_access") or "").split()
+        ways[device.index] = {
+            int(other): way for other, _, way in (peer.partition(":") for peer in peers)
+        }
+    links = []
+    for way in ("nvlink", "pcie", "no", ""):
+        pairs = [pair for pair in found if ways.get(pair[0], {}).get(pair[1], "") == way]
+        if not pairs:
+            continue
+        kind: LinkKind = "nvlink" if way == "nvlink" else "pcie" if way else "d2d"
+        rings = [1 + sum(each == way for each in peers.values()) for peers in ways.values()]
+        joined = min(size for size in rings if size > 1) if way else len(devices)
+        over = "over the host" if way == "no" else "directly"
+        note = f"{len(pairs)} pairs of devices, copied {over}"
+        link = typical_link([link_from(kind, found[pair], note=note) for pair in pairs])
+        links.append(
+            replace(
+                link,
+                peer_to_peer=way != "no",
+                ring_devices=joined if way == "nvlink" and joined < len(devices) else None,
+            )
+        )
+    return tuple(links)
+
+
+def typical_link(links: Sequence[Link]) -> Link:
+    """The one of middling bandwidth; its error says how far the others are from it."""
+    ranked = sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
+    middle = ranked[(len(ranked) - 1) // 2]
+    spread = statistics.median(
+        abs(link.bandwidth_bytes_per_s / middle.bandwidth_bytes_per_s - 1) for link in ranked
+    )
+    error = max(middle.provenance.relative_error or 0.0, spread)
+    return replace(middle, provenance=replace(middle.provenance, relative_error=error))
 
 
 def time_host_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:

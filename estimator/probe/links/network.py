@@ -220,17 +220,6 @@ def _rate_bytes_per_s(points: Sequence[tuple[float, float]]) -> float:
     return size / max(seconds / _MOST_OVER_AVERAGE, slope * size) if slope > 0 else size / seconds
 
 
-def typical_link(links: Sequence[Link]) -> Link:
-    """The one of middling bandwidth; its error says how far the others are from it."""
-    ranked = sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
-    middle = ranked[(len(ranked) - 1) // 2]
-    spread = statistics.median(
-        abs(link.bandwidth_bytes_per_s / middle.bandwidth_bytes_per_s - 1) for link in ranked
-    )
-    error = max(middle.provenance.relative_error or 0.0, spread)
-    return replace(middle, provenance=replace(middle.provenance, relative_error=error))
-
-
 def flow_link(
     kind: LinkKind, locality: Locality, messages: Sequence[Mapping[str, Any]], *, note: str
 ) -> Link:

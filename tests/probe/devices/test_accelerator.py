@@ -12,7 +12,7 @@ from estimator.machines.profile import Device
 from estimator.probe.devices import accelerator
 from estimator.probe.devices.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.devices.backend import CpuBackend
-from estimator.probe.machine import Findings
+from estimator.probe.findings import Findings
 
 
 class FakeNvml:

@@ -16,6 +16,7 @@ from estimator.probe.devices.interference import (
     InterferenceWatch,
     Seen,
     check_interference,
+    disturbed_canary_ratio,
     read_cpu_times,
 )
 
@@ -140,6 +141,14 @@ def test_a_profile_has_the_canary_of_the_whole_probe_not_that_of_its_first_momen
     # Beside an earlier probe whose median was the same nothing looks slow.
     assert watch.seen.interference(usual_canary_s=1.015).canary_ratio == pytest.approx(1.015)
     assert Seen().canary_s is None
+
+
+def test_a_gpu_at_its_limit_of_power_is_not_disturbed_and_a_shared_one_is() -> None:
+    seen = Seen(canaries_s=[1.0, 1.0, 1.4, 1.4, 1.4])
+    assert seen.interference().canary_ratio == 1.4
+    assert seen.interference(on_gpu=True).canary_ratio == 1.0
+    assert seen.interference(0.7, on_gpu=True).canary_ratio == pytest.approx(2.0)
+    assert disturbed_canary_ratio("cuda") > 1980 / 1440 > disturbed_canary_ratio("cpu")
 
 
 def test_only_what_is_beyond_doubt_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 from estimator.errors import ProbeError
 from estimator.machines.profile import MachineProfile
 from estimator.probe.devices import storage
-from estimator.probe.machine import Findings
+from estimator.probe.findings import Findings
 from tests.synthetic import Machine
 
 

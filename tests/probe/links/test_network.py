@@ -17,14 +17,13 @@ from estimator.probe.cluster.findings import (
     slow_nodes,
 )
 from estimator.probe.cluster.shapes import SharedClock, shape_costs, shapes
-from estimator.probe.links.copies import Pace
+from estimator.probe.links.copies import Pace, typical_link
 from estimator.probe.links.network import (
     flow_link,
     grouped,
     network_kind,
     pair_link,
     pair_matrix,
-    typical_link,
 )
 
 MB = 1_000_000

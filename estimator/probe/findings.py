@@ -1,0 +1,329 @@
+"""Gather what the parts of a probe found, and complete it with what datasheets say of the GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from estimator.errors import ProfileError
+from estimator.machines.catalogue import known_machines, load_profile
+from estimator.machines.profile import (
+    CollectiveCost,
+    Contention,
+    Device,
+    HostCost,
+    InputCost,
+    KernelCost,
+    KernelPoint,
+    Link,
+    MachineProfile,
+    MemoryCost,
+    OverlapCost,
+    Provenance,
+    UpdateCost,
+)
+from estimator.probe.devices.memory import cache_sizes
+from estimator.probe.devices.updates import fit_lanes, fit_update
+from estimator.probe.imports.findings import may_be_alike
+from estimator.probe.links.copies import host_link
+from estimator.tensors import ITEM_BYTES, OpCall
+
+_UPDATES = "updates: "
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Everything found so far; grows while the probe runs, whole at any moment."""
+
+    at: str
+    points: list[KernelPoint] = field(default_factory=list)
+    tf32_points: list[KernelPoint] = field(default_factory=list)
+    kernels_done: int | None = None
+    host: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    input: dict[str, float] = field(default_factory=dict)
+    updates: list[UpdateCost] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    collectives: list[CollectiveCost] = field(default_factory=list)
+    overlaps: list[OverlapCost] = field(default_factory=list)
+    contentions: list[Contention] = field(default_factory=list)
+    rank_jitter_ratio: float | None = None
+    memory_resident: bool | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    sustained: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def take(self, part: str, message: Mapping[str, Any]) -> None:
+        """Keep one finding that a job emitted."""
+        if "failed" in message:
+            self.missing.append(f"{part}: {message['failed']}")
+        elif part == "kernels":
+            self._take_kernel(message)
+        elif part == "updates":
+            self._take_update(message)
+        elif part == "host":
+            self.host.update(message)
+        elif part in ("first touch", "cold reads"):
+            self.memory.update(message)
+        elif part == "input":
+            self.missing.extend(message.get("missing", ()))
+            self.input.update({name: rate for name, rate in message.items() if name != "missing"})
+        elif part == "device":
+            self.facts.update(message.get("facts", {}))
+            self.sustained.update(message.get("sustained", {}))
+        elif part == "copies alone":
+            points = [(size, seconds) for size, seconds in message["points"]]
+            self.links.append(host_link(message["kind"], points, pinned=message["pinned"], flows=1))
+        elif "memory_resident" in message:
+            self.memory_resident = message["memory_resident"]
+
+    def described(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """The devices, which are alike, with what was found; the first is the one seen at work."""
+        return tuple(
+            replace(
+                device,
+                details={**device.details, **self.facts, **(self.sustained if first else {})},
+            )
+            for device, first in zip(devices, (True, *(False for _ in devices)), strict=False)
+        )
+
+    def keep(self, finding: Link | CollectiveCost | OverlapCost | str) -> None:
+        """Keep one measured link, collective or overlap, or a sentence on what is missing."""
+        if isinstance(finding, str):
+            self.missing.append(finding)
+        elif isinstance(finding, Link):
+            self.links.append(finding)
+        elif isinstance(finding, CollectiveCost):
+            self.collectives.append(finding)
+        else:
+            self.overlaps.append(finding)
+
+    def _take_kernel(self, message: Mapping[str, Any]) -> None:
+        if "call" in message:
+            found = {name: value for name, value in message.items() if name != "math"}
+            points = self.tf32_points if message.get("math") == "tf32" else self.points
+            points.append(KernelPoint(**found))
+            return
+        self.kernels_done = message["done"]
+        if message["done"] < message["grid"]:
+            left = message["grid"] - message["done"]
+            self.missing.append(
+                f"kernels: {left} of {message['grid']} calls were not reached in the time"
+            )
+        if message["lacking"]:
+            listed = "; ".join(message["lacking"][:5])
+            self.missing.append(f"kernels: {len(message['lacking'])} calls do not run ({listed})")
+
+    def _take_update(self, message: Mapping[str, Any]) -> None:
+        if "points" not in message:
+            # Of a part that was measured again what counts is what it skipped last.
+            self.missing = [each for each in self.missing if not each.startswith(_UPDATES)]
+            if message["skipped"]:
+                self.missing.append(_UPDATES + ", ".join(message["skipped"]))
+            return
+        points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
+        launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
+        if message.get("lanes"):
+            launch_s, per_tensor_s, per_parameter_s = fit_lanes(message["lanes"])
+        tensors, parameters, idle_s = message["zero_point"]
+        busy_s = next(s for t, p, s in points if (t, p) == (tensors, parameters))
+        measured = (message["optimizer"], message["form"], message["device"])
+        # One that was measured again had been disturbed before.
+        self.updates = [u for u in self.updates if (u.optimizer, u.form, u.device) != measured]
+        self.updates.append(
+            UpdateCost(
+                optimizer=message["optimizer"],
+                form=message["form"],
+                device=message["device"],
+                launch_s=launch_s,
+                per_tensor_s=per_tensor_s,
+                per_parameter_s=per_parameter_s,
+                per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
+                points=tuple(points),
+                lanes=tuple(map(tuple, message.get("lanes", ()))),
+                provenance=Provenance(
+                    source="measured",
+                    at=self.at,
+                    samples=len(points),
+                    relative_error=relative_error,
+                ),
+            )
+        )
+
+    def kernels_timed_ratio(self, grid_calls: int) -> float:
+        """The share of the grid's calls that was reached, those that do not run here included."""
+        done = self.kernels_done
+        if done is None:  # cut short before it said
+            done = sum(1 for points in (self.points, self.tf32_points) for _ in _latest(points))
+        return min(1.0, done / grid_calls)
+
+    def kernel_costs(self) -> tuple[KernelCost, ...]:
+        """The points grouped by operator and dtype, in the order in which they were met."""
+        groups: dict[tuple[str, str], list[KernelPoint]] = {}
+        for point in _latest(self.points):
+            call = OpCall.decode(dict(point.call))
+            groups.setdefault((call.target, call.dtype), []).append(point)
+        for point in _latest(self.tf32_points):
+            groups.setdefault((str(point.call["target"]), "tfloat32"), []).append(point)
+        return tuple(
+            KernelCost(
+                target=target,
+                dtype=dtype,
+                points=tuple(points),
+                provenance=Provenance(
+                    source="measured",
+                    at=self.at,
+                    samples=len(points),
+                    relative_error=statistics.median(point.noise_ratio for point in points),
+                    note="" if self.memory_resident is not False else "page faults included",
+                ),
+            )
+            for (target, dtype), points in groups.items()
+        )
+
+    def host_cost(self) -> HostCost | None:
+        """None where the part did not get that far."""
+        if not self.host:
+            return None
+        provenance = Provenance(source="measured", at=self.at, samples=1)
+        return HostCost(**self.host, provenance=provenance)
+
+    def input_cost(self) -> InputCost | None:
+        """None where the part did not get that far."""
+        if not self.input:
+            return None
+        provenance = Provenance(source="measured", at=self.at, samples=len(self.input))
+        return InputCost(**self.input, provenance=provenance)
+
+    def memory_cost(self, hardware: Mapping[str, Any], device: Device) -> MemoryCost | None:
+        """None where neither touching nor reading was measured."""
+        if not self.memory:
+            return None
+        private, shared = cache_sizes(dict(hardware), device)
+        found = {name: value for name, value in self.memory.items() if name != "points"}
+        found["reuse_points"] = tuple(map(tuple, found.get("reuse_points", ())))
+        rates = [seconds / size for size, seconds in self.memory.get("points", ())]
+        middle = statistics.median(rates) if rates else 0.0
+        error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None
+        return MemoryCost(
+            **{"private_cache_bytes": private, "shared_cache_bytes": shared, **found},
+            provenance=Provenance(
+                source="measured", at=self.at, samples=len(rates), relative_error=error
+            ),
+        )
+
+
+def _latest(points: Sequence[KernelPoint]) -> Iterable[KernelPoint]:
+    """One point for each call: one that was timed again had been disturbed before."""
+    return {json.dumps(dict(point.call), sort_keys=True): point for point in points}.values()
+
+
+def with_best_rates(
+    devices: Sequence[Device],
+    points: Sequence[KernelPoint],
+    tf32_points: Sequence[KernelPoint] = (),
+) -> tuple[Device, ...]:
+    """The devices with the best rates seen: matmuls and convolutions by dtype, a streaming sum.
+
+    What a datasheet already says of a device stays. `tf32_points` are float32 matmuls on tensor
+    cores, where cuDNN's convolutions of float32 run too (torch.backends.cudnn.allow_tf32).
+    """
+    peaks: dict[str, float] = {}
+    for timed, in_tf32 in ((points, False), (tf32_points, True)):
+        for point in timed:
+            call = OpCall.decode(dict(point.call))
+            on_tensor_cores = in_tf32 or (call.target == _CONVOLUTION and devices[0].kind == "cuda")
+            is_rounded = on_tensor_cores and call.dtype == "float32"
+            dtype = "tfloat32" if is_rounded else call.dtype
+            if flops := _matrix_flops(call):
+                peaks[dtype] = max(peaks.get(dtype, 0.0), flops / point.warm_s)
+    bandwidth = _streamed_bytes_per_s(points)
+    return tuple(
+        replace(
+            device,
+            peak_flops_per_s={**peaks, **device.peak_flops_per_s},
+            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s or bandwidth,
+        )
+        for device in devices
+    )
+
+
+_CONVOLUTION = "aten.convolution.default"
+_PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
+
+
+def _matrix_flops(call: OpCall) -> float:
+    """Of a matmul or a forward convolution; 0.0 of anything else."""
+    if call.target in _PRODUCTS:
+        left, right = call.inputs[_PRODUCTS[call.target] :][:2]
+        return 2.0 * math.prod(left.shape) * right.shape[1]
+    if call.target == _CONVOLUTION and call.arguments[6] is False:
+        return 2.0 * call.outputs[0].numel * math.prod(call.inputs[1].shape[1:])
+    return 0.0
+
+
+def _streamed_bytes_per_s(points: Sequence[KernelPoint]) -> float | None:
+    """What the largest sum of two contiguous tensors moved; None where none was timed."""
+    most_moved, rate = 0, None
+    for point in points:
+        call = OpCall.decode(dict(point.call))
+        if call.target != "aten.add.Tensor" or len(call.inputs) != 2:
+            continue
+        moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)
+        if moved > most_moved and all(spec.strides is None for spec in call.inputs):
+            most_moved, rate = moved, moved / point.warm_s
+    return rate
+
+
+_BETWEEN_DEVICES = ("d2d", "nvlink", "infinity_fabric", "pcie")
+
+
+def with_datasheet(profile: MachineProfile) -> MachineProfile:
+    """The profile of GPUs with what the catalogue knows of them and no measurement tells.
+
+    That is facts of the chip; whether a link's switch adds and multicasts (NVLink SHARP), and what
+    a hop over it takes beside what a copy does; the links themselves where copies were not timed.
+    """
+    known = _datasheet_of(profile.devices[0])
+    if known is None:
+        return profile
+    facts = known.devices[0].details
+    devices = tuple(
+        replace(device, details={**facts, **_known(device.details)}) for device in profile.devices
+    )
+    classes = {link.kind: link for link in known.links if link.kind in _BETWEEN_DEVICES}
+    links = tuple(_informed(link, classes.get(link.kind)) for link in profile.links)
+    if len(devices) > 1 and not any(link.kind in _BETWEEN_DEVICES for link in links):
+        has_nvlinks = bool(devices[0].details.get("nvlink_links"))
+        links += tuple(link for kind, link in classes.items() if kind != "nvlink" or has_nvlinks)
+    return replace(profile, devices=devices, links=links)
+
+
+def _known(details: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in details.items() if value is not None}
+
+
+def _informed(link: Link, known: Link | None) -> Link:
+    if known is None:
+        return link
+    return replace(link, reduces=known.reduces, latency_s=known.latency_s)
+
+
+def _datasheet_of(device: Device) -> MachineProfile | None:
+    """The catalogue's plainest machine with such a GPU; None where it has none."""
+    if device.kind != "cuda":
+        return None
+    for name in sorted(known_machines(), key=lambda name: (len(name), name)):
+        try:
+            profile = load_profile(name)
+        except ProfileError:  # a damaged one of the user's own
+            continue
+        its = profile.devices[0]
+        is_datasheet = profile.provenance.source == "datasheet" and profile.kind == "cuda"
+        if is_datasheet and may_be_alike(its.name, device.name):
+            return profile
+    return None
