@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ from memory_steps import measured_step, optimizer_of
 from options import parser_of
 from traced_models import answer, ask_all, define_torchvision_schemas
 
-from estimator.graph.memory.curve import memory_curve
+from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.graph.trace.training_call import TrainingCall
 from estimator.units import format_bytes, format_ratio
-from estimator.workload import Strategy
 from estimator.workload.optimizers import OPTIMIZERS
 
 BOUND_RATIO = 0.02
@@ -84,7 +83,7 @@ def cases_of(
         for optimizer in optimizers:
             torch.manual_seed(0)
             model, batch, *rest = build(size)
-            curve = memory_curve(at, optimizer=optimizer, strategy=Strategy(), merging=False)
+            curve = memory_alone(replace(at, graph=replace(at.graph, optimizer=optimizer))).curve()
             trained = [p for p in model.parameters() if p.requires_grad]
             call = TrainingCall.of(model, batch, rest[0] if rest else None)
             step = measured_step(model, call, optimizer_of(optimizer, trained), at.graph)

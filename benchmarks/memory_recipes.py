@@ -113,8 +113,8 @@ def graph_of(model: str, checkpoint: str | None, compiled: str) -> est.OpGraph:
 def reserved_bytes(answer: est.Estimate, graph: est.OpGraph) -> float:
     """What the allocator holds of a rank's memory at the peak."""
     strategy = Strategy.parse(answer.strategy)
-    shards = (strategy.shard or answer.ranks) if strategy.kind == "fsdp" else 0
-    kept = graph.parameter_count * FP32_BYTES / shards if shards else 0.0
+    shards = strategy.sharded_ranks(answer.ranks)
+    kept = graph.parameter_count * FP32_BYTES / shards if shards > 1 else 0.0
     return (answer.peak_memory_bytes + kept) * (1 + FRAGMENTATION_RATIO)
 
 

@@ -215,7 +215,7 @@ def _traced_for(target: DeviceKind, model: Any, batch: Any, strategy: Strategy) 
             f"what is estimated is an nn.Module or an OpGraph, found {reprlib.repr(model)}; names "
             "of models are for the command line, saved graphs for OpGraph.load"
         )
-    return trace_model(model, batch, target=target, precision=strategy.param or "fp32")
+    return trace_model(model, batch, target=target, precision=strategy.gathered_dtype or "fp32")
 
 
 def estimate(

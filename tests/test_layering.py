@@ -6,12 +6,12 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from estimator.workload import Strategy, StrategyKind
+from estimator.workload import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "estimator").rglob("*.py"))
@@ -43,50 +43,72 @@ def test_modules_and_functions_can_be_read_in_one_go(path: Path) -> None:
     assert {n: count for n, count in lengths.items() if count > MOST_LINES_OF_FUNCTION} == {}
 
 
-# Where a strategy is known by its name; all others ask what is true of it.
+# Where a strategy is known as such; all others ask what is true of it.
 KNOWS_STRATEGIES = ("workload/strategies.py", "timeline/strategies/")
-STRATEGY_CLASSES = {"Strategy", *(each.__name__ for each in Strategy.__subclasses__())}
-STRATEGY_NAMES = set(get_args(StrategyKind))
+# What trains for real has to pass options on, to one strategy's own wrapper each.
+PASSES_OPTIONS = (*KNOWS_STRATEGIES, "validate/training.py")
+
+
+def _strategy_classes(kind: type[Strategy] = Strategy) -> set[type[Strategy]]:
+    return set().union(*({each} | _strategy_classes(each) for each in kind.__subclasses__()))
+
+
+STRATEGY_CLASSES = {kind.__name__ for kind in _strategy_classes()}
+STRATEGY_NAMES = {kind.name for kind in _strategy_classes() if kind.name}
+STRATEGY_OPTIONS = {option.name for kind in _strategy_classes() for option in fields(kind)}
 
 
 def _asks_which_strategy(node: ast.AST) -> bool:
     """Whether a comparison, match or isinstance tells strategies apart by name or class."""
     if isinstance(node, ast.Compare | ast.Match):
         parts = list(ast.walk(node) if isinstance(node, ast.Compare) else ast.walk(node.subject))
-        kinds = [n for n in parts if isinstance(n, ast.Attribute) and n.attr == "kind"]
+        names = [n for n in parts if isinstance(n, ast.Attribute) and n.attr in ("kind", "name")]
         named = any(isinstance(n, ast.Constant) and n.value in STRATEGY_NAMES for n in parts)
-        return any(named or ast.unparse(n.value).endswith("strategy") for n in kinds)
+        return any(named or ast.unparse(n.value).endswith("strategy") for n in names)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
         classes = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
-        return bool(classes & (STRATEGY_CLASSES - {"Strategy"}))
+        return bool(classes & STRATEGY_CLASSES)
+    return False
+
+
+def _reads_option(node: ast.AST) -> bool:
+    """Whether an option that only some strategies have is read of a strategy."""
+    if isinstance(node, ast.Attribute) and node.attr in STRATEGY_OPTIONS:
+        owner = ast.unparse(node.value).removesuffix("()")
+        return owner.endswith(("strategy", "Strategy.parse")) or "Strategy.parse(" in owner
     return False
 
 
 @pytest.mark.parametrize(
     ("code", "asks"),
     [
-        ("strategy.kind == 'fsdp'", True),
-        ("shape.strategy.kind not in _NAMES", True),
-        ("each.kind in ('ddp', 'ps')", True),
-        ("match strategy.kind:\n    case _:\n        pass", True),
+        ("strategy.name == 'fsdp'", True),
+        ("shape.strategy.name not in _NAMES", True),
+        ("each.name in ('ddp', 'ps')", True),
+        ("match strategy.name:\n    case _:\n        pass", True),
+        ("isinstance(strategy, FSDP)", True),
+        ("shape.strategy.offload", True),
+        ("Strategy.parse(text).param or 'fp32'", True),
         ("device.kind == 'cpu'", False),
         ("strategy.keeps.state == 'shard'", False),
         ("isinstance(text, Strategy)", False),
+        ("hook.param", False),
     ],
 )
 def test_asking_which_strategy_it_is_is_recognised(code: str, asks: bool) -> None:
-    assert any(_asks_which_strategy(node) for node in ast.walk(ast.parse(code))) is asks
+    nodes = list(ast.walk(ast.parse(code)))
+    assert any(_asks_which_strategy(node) or _reads_option(node) for node in nodes) is asks
 
 
 def test_facts_of_a_strategy_are_asked_and_not_which_one_it_is() -> None:
     asking = [
         f"{name}:{node.lineno}"
         for path in MODULES
-        if not (name := path.relative_to(ROOT / "estimator").as_posix()).startswith(
-            KNOWS_STRATEGIES
-        )
+        for name in (path.relative_to(ROOT / "estimator").as_posix(),)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Compare | ast.Match | ast.Call) and _asks_which_strategy(node)
+        if (not name.startswith(KNOWS_STRATEGIES) and _asks_which_strategy(node))
+        or (not name.startswith(PASSES_OPTIONS) and _reads_option(node))
+        if isinstance(node, ast.stmt | ast.expr)
     ]
     assert asking == []
 

@@ -11,7 +11,7 @@ from typing import Literal
 import estimator as est
 from estimator.calibrate.observation_files import Row
 from estimator.machines.profile import MachineProfile
-from estimator.workload import Strategy
+from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from published.graphs import GraphStore
 from published.known_sources import source_of
@@ -45,7 +45,7 @@ class Question:
         """Samples of one step: ranks that share a model share its samples."""
         step, ranks = self.row.step, self.row.step.ranks
         layout = Layout.parse(self.workload.layout or "dp=*")
-        return step.global_batch * layout.parallelism(ranks, Strategy()).dp / ranks
+        return step.global_batch * layout.parallelism(ranks, DDP()).dp / ranks
 
     @property
     def batch_per_gpu(self) -> int:

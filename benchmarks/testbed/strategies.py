@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 from estimator.units import MIB
-from estimator.workload import Strategy
+from estimator.workload import DDP, Strategy
+from estimator.workload.strategies import ParameterServers, ZeRO1
 
 from .launch import place
 from .network import Testbed
@@ -114,21 +115,22 @@ class _Part:
         self._optimizer: Any = contextlib.nullcontext()
         self.step = _idle
         parameter_s, share = arguments["parameter_s"], 1.0
-        if strategy.kind == "ps":
+        if isinstance(strategy, ParameterServers):
             self._serve(strategy, rank, workers, parameter_s)
         elif rank in workers:
-            if strategy.kind == "zero1":
+            assert isinstance(strategy, DDP)
+            if isinstance(strategy, ZeRO1):
                 share = 1.0 / len(workers)
                 self._owners = _owners(self._model, workers)
             self._update = paced.PacedUpdate(self._model, parameter_s, share)
             self._group = group
             self._wrap(strategy, group)
-            self.step = self._merged_step if strategy.kind == "ddp" else self._shared_step
+            self.step = self._shared_step if isinstance(strategy, ZeRO1) else self._merged_step
 
-    def _wrap(self, strategy: Strategy, group: Any) -> None:
+    def _wrap(self, strategy: DDP, group: Any) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        default = strategy.bucket_cap_bytes == Strategy().bucket_cap_bytes
+        default = strategy.bucket_cap_bytes == DDP().bucket_cap_bytes
         self._model = DistributedDataParallel(
             self._model,
             process_group=group,

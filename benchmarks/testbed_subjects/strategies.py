@@ -27,6 +27,7 @@ from estimator.machines.catalogue import load_profile
 from estimator.placement.topology import Cluster
 from estimator.units import parse_bandwidth_bytes_per_s
 from estimator.workload import Strategy
+from estimator.workload.strategies import ParameterServers
 
 WORKERS, SERVERS = ("n0", "n1", "n2", "n3"), ("n4", "n5")
 ALLOCATION = "+".join(f"{node}[0]" for node in WORKERS)
@@ -54,7 +55,9 @@ class GridBench(Bench):
         server_rate = cluster.payload_bytes_per_s(servers)
         wanted = [Strategy.parse(text) for text in STRATEGIES]
         asked = [
-            replace(each, server_bytes_per_s=server_rate) if each.kind == "ps" else each
+            replace(each, server_bytes_per_s=server_rate)
+            if isinstance(each, ParameterServers)
+            else each
             for each in wanted
         ]
         graph: OpGraph = paced_graph(MODEL)

@@ -27,11 +27,10 @@ from estimator.graph.memory.curve import (
     module_path,
     tensors_of,
 )
-from estimator.graph.memory.curve import memory_curve as curve_of
 from estimator.graph.memory.peak import PeakMemory
-from estimator.graph.memory.step import Reduction
 from estimator.placement.allocation import Allocation
 from estimator.timeline.plan import StepPlan
+from estimator.timeline.rank.program import memory_over_step
 from estimator.timeline.rank.ranks import RankClass
 from estimator.timeline.simulated import op_times_s, played_step
 from estimator.workload.strategies import SAVING_MEMORY
@@ -126,19 +125,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
         )
     kind = max(plan.kinds, key=lambda each: each.program.memory.peak(plan.shards).total_bytes)
     program = kind.program
-    curve = curve_of(
-        program.bound,
-        optimizer=answer.optimizer,
-        strategy=program.strategy,
-        merging=program.merging,
-        shards=plan.shards,
-        buckets=[
-            Reduction(after=bucket.ready_after, size_bytes=bucket.size_bytes)
-            for bucket in program.buckets
-        ],
-        micro_batches=program.micro_batches,
-        threads=program.profile.devices[0].threads,
-    )
+    curve = memory_over_step(program, plan.rules).curve(plan.shards)
     if answer.pipeline:
         curve = _with_other_stages(curve, answer.memory, program.memory.peak(plan.shards))
     return MemoryReport(

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from estimator.errors import (
@@ -66,7 +66,7 @@ def scaling_of(
                 batch_per_gpu=batch,
                 global_batch=None,
                 # A single device holds all shards.
-                strategy=replace(request.strategy, shard=None),
+                strategy=request.strategy.sharded_over(None),
                 profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
             )
         )

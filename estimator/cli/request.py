@@ -175,7 +175,7 @@ class Request:
             batch,
             loss=loss,
             optimizer=self.optimizer,
-            precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
+            precision=self.precision or Strategy.parse(self.strategy).gathered_dtype or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,
             compiled=_COMPILED[self.execution],

@@ -47,8 +47,7 @@ from estimator.timeline.plan import (
     step_plan,
 )
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
-from estimator.timeline.rank.ranks import StepShape
-from estimator.timeline.rank.rules import Groups
+from estimator.timeline.rank.rules import Groups, StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.workload import Strategy, check_count
 from estimator.workload.layouts import Layout

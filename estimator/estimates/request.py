@@ -14,7 +14,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement, check_kinds
 from estimator.placement.topology import Cluster
-from estimator.workload import MOST_ACCUMULATION, Strategy, check_count
+from estimator.workload import DDP, MOST_ACCUMULATION, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
 from estimator.workload.loader import Loader
 
@@ -157,9 +157,9 @@ def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
     if graph.strategy is None:
         return asked
     own = Strategy.parse(graph.strategy)
-    if asked == Strategy():
+    if asked == DDP():
         return own
-    if replace(asked, gradient_sync=own.gradient_sync) != own:
+    if not own.differs_in_sync(asked):
         raise StrategyError(
             f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
             "leave the strategy out, or trace the module before it is sharded"

@@ -15,7 +15,7 @@ from estimator.errors import ProbeError, StoreError, cause
 from estimator.files import home
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
-from estimator.graph.memory.peak import update_call
+from estimator.graph.memory.sizes import update_call
 from estimator.machines.profile import MachineProfile
 from estimator.probe.devices.backend import Backend, allocator_text, software_versions
 from estimator.probe.devices.calls import (

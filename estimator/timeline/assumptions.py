@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from estimator.kernels.datasheet_model import assumed_of
 from estimator.kernels.durations import summary_assumptions
@@ -16,6 +17,7 @@ from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.rank.program import StepProgram
+from estimator.timeline.rank.rules import Rules
 from estimator.timeline.rank.updates import recipe_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
 from estimator.workload.optimizers import RULES
@@ -33,7 +35,10 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     for number, each in enumerate(plan.ranks_by_kind):
         program, is_first = each.program, number == 0
         rows = plan.rules.cache.get(
-            "assumptions", (program,), partial(_class_assumptions, program, is_first), is_first
+            "assumptions",
+            (program,),
+            partial(_class_assumptions, program, plan.rules, is_first),
+            is_first,
         )
         found.extend(row for row in rows if row not in found)
     profiles = [each.program.profile for each in plan.ranks_by_kind]
@@ -70,7 +75,7 @@ def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:
     )
 
 
-def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
+def _class_assumptions(program: StepProgram, rules: Rules[Any], graph_too: bool) -> list[str]:
     graph, machine = program.bound.graph, program.profile
     found = list(graph.assumptions) if graph_too else []
     durations = program.durations
@@ -121,7 +126,7 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
             f"DTensor sums gradients of {summed} vectors {times} times: for each operator of "
             f"{graph.optimizer} that reads them"
         )
-    found.extend(recipe_assumptions(graph, program.strategy, machine.name))
+    found.extend(recipe_assumptions(graph, rules.assumptions(), machine.name))
     if graph.is_summary:
         found.extend(summary_assumptions(program.bound, machine, program.strategy))
     if graph.timings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network, whole_
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.rank.inputs import InputCosts
 from estimator.timeline.rank.program import StepProgram
-from estimator.timeline.rank.ranks import STEP, RankClass, RankTable, StepShape, step_key
+from estimator.timeline.rank.ranks import STEP, RankClass, RankTable, step_key
 from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
@@ -30,6 +30,7 @@ from estimator.timeline.rank.rules import (
     Network,
     Ranks,
     Rules,
+    StepShape,
 )
 from estimator.timeline.step import (
     UNCALIBRATED_RATIOS,
@@ -62,19 +63,19 @@ class Members(NamedTuple):
     """The ranks of a placement: what each kind of its nodes costs, and the kind of each group."""
 
     table: RankTable
-    rules: Rules
+    rules: Rules[Any]
     kinds: tuple[RankClass, ...]
     kind_of: tuple[int, ...]
 
 
 def compiled_step(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool, cache: Cache
-) -> tuple[RankTable, Rules]:
+) -> tuple[RankTable, Rules[Any]]:
     """What the ranks of a graph's step cost, and how they communicate: kept for the next one."""
 
-    def made() -> tuple[RankTable, Rules]:
-        table = RankTable(graph, shape, batch=batch, merging=merging, cache=cache)
-        return table, rules_of(graph, shape, cache)
+    def made() -> tuple[RankTable, Rules[Any]]:
+        rules = rules_of(graph, shape, cache)
+        return RankTable(rules, shape, batch=batch, merging=merging, cache=cache), rules
 
     owners, details = step_key(graph, shape, batch, merging)
     return cache.get(STEP, owners, made, *details)
@@ -118,7 +119,7 @@ class StepPlan(NamedTuple):
 
     mesh: Mesh
     members: Members
-    rules: Rules
+    rules: Rules[Any]
     coefficients: Coefficients
     groups: Groups
     network: Network | None
@@ -274,7 +275,7 @@ def ratios_of(known: Coefficients) -> Ratios:
 
 
 def _network(
-    rules: Rules, networks: tuple[MachineProfile, ...], placement: Placement, cache: Cache
+    rules: Rules[Any], networks: tuple[MachineProfile, ...], placement: Placement, cache: Cache
 ) -> Network:
     cluster = placement.cluster
     return cache.get(
@@ -283,7 +284,7 @@ def _network(
 
 
 def groups_of(
-    mesh: Mesh, rules: Rules
+    mesh: Mesh, rules: Rules[Any]
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
     if mesh.parallelism.replicas != mesh.placement.ranks or mesh.parallelism.ep > 1:
@@ -305,7 +306,7 @@ def groups_of(
 
 
 def _groups_beside_layers(
-    mesh: Mesh, rules: Rules
+    mesh: Mesh, rules: Rules[Any]
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """The same where ranks share layers too: of groups that work at once the slowest counts."""
     networks: dict[int, MachineProfile] = {}

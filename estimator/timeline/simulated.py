@@ -114,7 +114,9 @@ def op_times_s(plan: StepPlan, step: PlayedStep, number: int) -> Iterator[tuple[
     """
     kind, track = step.kinds[number], step.played.tracks[number]
     scale = kind.slowdown_ratio * plan.coefficients.compute_ratio
-    for end_s, device_s in plan.rules.op_ends_s(plan.ranks(kind), kind):
+    program, segments_s = kind.program, kind.segments_s * plan.coefficients.compute_ratio
+    own = plan.rules.op_ends_s(program.lanes, program.accumulate_s, segments_s, scale)
+    for end_s, device_s in own:
         start_s = _at(end_s - device_s * scale, track, side="right")
         yield start_s, np.maximum(_at(end_s, track, side="left"), start_s)
 

@@ -8,9 +8,9 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
@@ -19,12 +19,13 @@ from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.ranks import run_on_devices
 from estimator.probe.devices.updates import optimizer_of
 from estimator.units import MIB
-from estimator.workload import Strategy
+from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
+from estimator.workload.strategies import ZeRO1
 
 
-def shard_model(model: Any, world_size: int, strategy: Strategy, *, kind: str) -> None:
+def shard_model(model: Any, world_size: int, strategy: FSDP, *, kind: str) -> None:
     """FSDP2 on every unit that `shard_units` names, and on the rest of `model`.
 
     With a number of shards, each group of that many successive ranks holds a whole model, and equal
@@ -144,7 +145,7 @@ def train(
         "kind": devices[0].kind if devices else "cpu",
         "optimizer": check_optimizer(optimizer),
         "precision": check_precision(precision),
-        "strategy": asdict(Strategy.parse(strategy)),
+        "strategy": str(Strategy.parse(strategy)),
         "steps": steps,
         "warmup_steps": warmup_steps,
         "accumulation_steps": accumulation_steps,
@@ -262,11 +263,9 @@ class Training:
         )
         if arguments["precision"] == "tf32":
             torch.set_float32_matmul_precision("high")
-        strategy = Strategy(**arguments["strategy"])
+        strategy = Strategy.parse(arguments["strategy"])
         # Shards of another dtype are cast as they are gathered.
-        shards = (
-            world_size > 1 and strategy.keeps.parameters == "shard" and strategy.param is not None
-        )
+        shards = world_size > 1 and strategy.gathered_dtype is not None
         cast = None if shards else _CAST.get(arguments["precision"])
         dtype = getattr(torch, cast) if cast else None
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
@@ -278,11 +277,8 @@ class Training:
                 "return (model, batch, loss)"
             )
         self.batch = _moved(self.call.batch, device, dtype)
-        # FSDP scatters the gradients of every micro-batch unless told otherwise.
-        self.merges_each = strategy.keeps.parameters == "shard" and strategy.gradient_sync
-        if world_size > 1 and strategy.keeps.parameters == "shard":
-            shard_model(self.model, world_size, strategy, kind=arguments["kind"])
-        elif world_size > 1:
+        self.merges_each, self.world_size, self.kind = False, world_size, arguments["kind"]
+        if world_size > 1:
             self._wrap(strategy)
         keeps = strategy.keeps
         shares_update = world_size > 1 and (keeps.parameters, keeps.state) == ("whole", "shard")
@@ -290,13 +286,22 @@ class Training:
         self.optimizer = optimizer_of(arguments["optimizer"], trained, shared=shares_update)
 
     def _wrap(self, strategy: Strategy) -> None:
+        wraps: dict[type[Strategy], Callable[[Any], None]] = {
+            DDP: self._replicate,
+            ZeRO1: self._replicate,
+            FSDP: self._shard,
+        }
+        wraps.get(type(strategy), _refuse)(strategy)
+
+    def _shard(self, strategy: FSDP) -> None:
+        # FSDP scatters the gradients of every micro-batch unless told otherwise.
+        self.merges_each = strategy.gradient_sync
+        shard_model(self.model, self.world_size, strategy, kind=self.kind)
+
+    def _replicate(self, strategy: DDP) -> None:
         """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
-        is_wrapped = not strategy.cuts_tensors and strategy.keeps.state != "servers"
-        if not is_wrapped or strategy.reduce or strategy.master:
-            raise StrategyError(
-                f"this command cannot train with '{strategy}'; choose of ddp, zero1 and fsdp, "
-                "without reduce= and master"
-            )
+        if strategy.reduce or strategy.master:
+            _refuse(strategy)
         self._micro_batch()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.unused_parameters = sum(parameter.grad is None for parameter in parameters)
@@ -385,12 +390,19 @@ class Training:
         return totals
 
 
-def _bucket_cap_mb(strategy: Strategy) -> float | None:
+def _refuse(strategy: Strategy) -> NoReturn:
+    raise StrategyError(
+        f"this command cannot train with '{strategy}'; choose of ddp, zero1 and fsdp, without "
+        "reduce= and master"
+    )
+
+
+def _bucket_cap_mb(strategy: DDP) -> float | None:
     """DDP's argument for a strategy's caps; None keeps DDP's default cap and first bucket."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
-    default = Strategy()
+    default = DDP()
     if not strategy.bucketed:
         # A bucket is closed once it is full: with this cap each gradient fills its own.
         return 1 / MIB

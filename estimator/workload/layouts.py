@@ -90,7 +90,7 @@ class Layout:
         at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
         data-parallel. Raises StrategyError.
 
-        >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy()).dp
+        >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy.parse("ddp")).dp
         4
         """
         if isinstance(text, Layout):
@@ -112,7 +112,9 @@ class Layout:
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
             )
-        shard = self._shard(dp, strategy.shard) if strategy.keeps.parameters == "shard" else None
+        shard = (
+            self._shard(dp, strategy.shard_ranks) if strategy.keeps.parameters == "shard" else None
+        )
         if self.ep > 1:
             # FSDP shards over ranks that have all experts together.
             self._check_experts(dp if shard is None else shard, strategy)
@@ -123,7 +125,7 @@ class Layout:
         return replace(found, ep=self.ep)
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
-        if "ep" not in strategy.beside or strategy.offload:
+        if not strategy.goes_with("ep"):
             raise StrategyError(
                 f"layout '{self}' divides experts, which is estimated with ddp and fsdp without "
                 f"offload, found '{strategy}'; leave ep or the strategy out"

@@ -1,12 +1,17 @@
-"""Name how ranks divide the work of training: data-parallel strategy, its knobs, batches."""
+"""Name how ranks divide the work of training: one class a data-parallel strategy, and batches.
+
+What a strategy is called, its options and its text, and the facts about it that others go by stand
+here; how it communicates, what it holds and when is its class in `timeline.strategies`.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.units import (
@@ -72,154 +77,76 @@ class Keeps(NamedTuple):
     state: Literal["whole", "shard", "servers"]
 
 
-class _Facts(NamedTuple):
-    """What is true of a strategy whatever its knobs."""
-
-    keeps: Keeps
-    # The axes of a layout that it goes with beside its own, under its default knobs.
-    beside: frozenset[str] = frozenset()
-    # Where it is tried unasked: on any devices, with layouts alone, or nowhere.
-    searched: Literal["anywhere", "layouts", "nowhere"] = "anywhere"
-    # Shards are cut through tensors, which makes them even; other ranks update whole tensors.
-    cuts_tensors: bool = False
-    # Gradients are held in the buffers that are reduced, in the dtype of the reduction.
-    has_gradient_buffer: bool = False
-
-
-StrategyKind = Literal["ddp", "zero1", "distributed-optimizer", "zero2", "fsdp", "ps"]
-_FACTS: dict[StrategyKind, _Facts] = {
-    "ddp": _Facts(Keeps("whole", "whole", "whole"), frozenset({"pp", "ep"})),
-    "zero1": _Facts(Keeps("whole", "whole", "shard"), frozenset({"pp"})),
-    "distributed-optimizer": _Facts(
-        Keeps("whole", "whole", "shard"),
-        frozenset({"pp"}),
-        searched="layouts",
-        cuts_tensors=True,
-        has_gradient_buffer=True,
-    ),
-    "zero2": _Facts(Keeps("whole", "shard", "shard"), cuts_tensors=True),
-    "fsdp": _Facts(Keeps("shard", "shard", "shard"), frozenset({"ep"}), cuts_tensors=True),
-    "ps": _Facts(Keeps("whole", "whole", "servers"), searched="nowhere"),
-}
-_ALIASES: dict[str, StrategyKind] = {"zero3": "fsdp", "zero-redundancy-optimizer": "zero1"}
-# Strategies whose ranks hold whole parameters merge gradients in buckets.
-_BUCKETED = tuple(kind for kind, facts in _FACTS.items() if facts.keeps.parameters == "whole")
-SEARCHED = tuple(kind for kind, facts in _FACTS.items() if facts.searched == "anywhere")
-SEARCHED_WITH_LAYOUTS = tuple(kind for kind, facts in _FACTS.items() if facts.searched != "nowhere")
-SAVING_MEMORY = tuple(kind for kind in SEARCHED if _FACTS[kind].keeps.state == "shard")
+_STRATEGIES: dict[str, type[Strategy]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
+class Strategy(ABC):
     """How ranks divide the work and merge gradients; the defaults are PyTorch's own.
 
-    ``ddp`` merges gradients by all-reduce and updates everywhere; ``zero1`` updates a share on each
-    rank and broadcasts it tensor by tensor (PyTorch's ZeroRedundancyOptimizer);
-    ``distributed-optimizer`` (Megatron-LM's, and DeepSpeed's ZeRO stage 1) holds gradients whole,
-    reduce-scatters them, updates its share and gathers parameters; ``zero2`` does so and holds a
-    share of gradients; ``fsdp`` (``zero3``) holds shares of parameters too and
-    gathers each unit before it computes (`fully_shard` on every repeated block and on the rest),
-    each share on `shard` ranks and the whole as often as those fit (HSDP), None: once over all;
-    ``ps`` has `servers` parameter servers that update, each on a node of its own, synchronous
-    unless `asynchronous`; their networks carry `server_bytes_per_s` each way, None: as much as the
-    slowest worker's.
-
-    `first_bucket_bytes` None means: 1 MiB under the default cap, the cap itself under an explicit
-    one, as DDP does. `bucketed=False` is one collective per gradient tensor. `gradient_sync=False`
-    adds up the whole gradients of FSDP's earlier micro-batches on every rank and scatters them with
-    the last one (``set_requires_gradient_sync(False)``), where the default scatters those of each.
-    Without `reshard_after_forward` a block is kept whole until its backward pass, which gathers
-    nothing then. `param` and `reduce` are the dtypes of FSDP2's ``MixedPrecisionPolicy``: shards,
-    gradients of shards and the optimizer's state are fp32, parameters are gathered and computed
-    with in `param` and gradients reduced in `reduce`, None: as they are. In buckets `reduce` is
-    DDP's ``bf16_compress_hook`` or ``fp16_compress_hook``, or the dtype of Megatron's and
-    DeepSpeed's gradient buffer. With `master` the optimizer updates fp32 copies of a model in half,
-    with `offload` FSDP keeps shards and updates them on the host (``CPUOffloadPolicy``).
+    Each strategy is a class with its own options. Its text is its name and the options that are not
+    the default, such as ``ddp:bucket=5242880,view`` or ``fsdp:shard=8``. All else that other
+    modules go by are the facts below, whichever strategy it is.
     """
 
-    kind: StrategyKind = "ddp"
-    bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES
-    first_bucket_bytes: int | None = None
-    gradient_as_bucket_view: bool = False
-    bucketed: bool = True
-    servers: int = 0
-    asynchronous: bool = False
-    server_bytes_per_s: float | None = None
-    shard: int | None = None
-    gradient_sync: bool = True
-    reshard_after_forward: bool = True
-    param: str | None = None
-    reduce: str | None = None
-    master: bool = False
-    offload: bool = False
+    name: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[Keeps]
+    beside: ClassVar[frozenset[str]] = frozenset()
+    """The axes of a layout that it goes with beside its own."""
+    searched: ClassVar[Literal["anywhere", "layouts", "nowhere"]] = "anywhere"
+    """Where it is tried unasked: on any devices, with layouts alone, or nowhere."""
+    cuts_tensors: ClassVar[bool] = False
+    """Whether ranks update parts of tensors, which makes shares even."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        own = cls.__dict__
+        for name in (own["name"], *own.get("aliases", ())) if "name" in own else ():
+            _STRATEGIES[name] = cls
 
     def __post_init__(self) -> None:
-        if self.kind not in _FACTS:
-            raise StrategyError(
-                f"strategy {quoted(self.kind)} is unknown; write one of {', '.join(_FACTS)}"
-            )
-        for name, dtype in (("param", self.param), ("reduce", self.reduce)):
-            if dtype is not None and dtype not in PARAMETER_BYTES:
-                raise StrategyError(
-                    f"{name}={dtype} is no dtype to shard with; choose one of "
-                    f"{', '.join(PARAMETER_BYTES)}"
-                )
-        if self.shard is not None and self.shard < 1:
-            raise StrategyError(
-                f"a model is sharded over at least 1 rank, found {self.shard}; write fsdp:shard=8"
-            )
-        for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
-            if value is not None and not 1 <= value <= _MOST_BUCKET_BYTES:
-                raise StrategyError(
-                    f"a bucket holds 1 to {_MOST_BUCKET_BYTES:g} bytes; write a size such as 25MiB"
-                )
-        if self.kind == "ps" and self.servers < 1:
-            raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
-        rate = self.server_bytes_per_s
-        if rate is not None and not 1 / _MOST_RATE <= rate <= _MOST_RATE:
-            raise StrategyError(
-                f"a server's link has a positive rate, found {rate:g} B/s; write 1Gbit/s"
-            )
+        if not self.name:
+            raise StrategyError("a strategy is one of its classes; write Strategy.parse('ddp')")
+
+    def goes_with(self, axis: str) -> bool:
+        """Whether an axis of a layout can be more than 1.
+
+        >>> [Strategy.parse(text).goes_with("pp") for text in ("fsdp", "fsdp:no_reshard")]
+        [False, True]
+        """
+        return axis in self.beside
+
+    def beside_pipeline(self) -> Strategy:
+        """The same, or what goes with a pipeline in its place if anything does."""
+        return self
+
+    def sharded_over(self, ranks: int | None) -> Strategy:
+        """The same that shards over so many ranks at a time where it can; None: over all."""
+        return self
+
+    def differs_in_sync(self, other: Strategy) -> bool:
+        """Whether another is the same but for when gradients are reduced."""
+        return self == other
 
     @property
-    def first_cap_bytes(self) -> int:
-        """The cap of the first bucket."""
-        if self.first_bucket_bytes is not None:
-            return self.first_bucket_bytes
-        default = self.bucket_cap_bytes == DEFAULT_BUCKET_CAP_BYTES
-        return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
+    def shard_ranks(self) -> int | None:
+        """Over how many ranks it shards, None: over all, or it has parameters whole."""
+        return None
 
     @property
-    def keeps(self) -> Keeps:
-        """What each rank holds between steps."""
-        return _FACTS[self.kind].keeps
+    def communicators(self) -> int:
+        """Process groups that a rank belongs to."""
+        return 1
 
     @property
-    def beside(self) -> frozenset[str]:
-        """The axes of a layout that the strategy goes with, under its default knobs."""
-        return _FACTS[self.kind].beside
+    def gathered_dtype(self) -> str | None:
+        """The dtype that parameters are cast to as they are gathered, None: they are not."""
+        return None
 
     @property
-    def cuts_tensors(self) -> bool:
-        """Whether ranks update parts of tensors."""
-        return _FACTS[self.kind].cuts_tensors
-
-    @property
-    def has_gradient_buffer(self) -> bool:
-        """Whether gradients are held in the buffers that are reduced, as Megatron-LM's are."""
-        return _FACTS[self.kind].has_gradient_buffer
-
-    @property
-    def holds_gradients_in_buckets(self) -> bool:
-        """Whether no gradient is held beside the buckets."""
-        return self.gradient_as_bucket_view or self.has_gradient_buffer
-
-    @property
-    def exchanges_every_micro_batch(self) -> bool:
-        """Whether shards of gradients or parameters are exchanged in every micro-batch."""
-        keeps = self.keeps
-        gathered = keeps.parameters == "shard" and not self.reshard_after_forward
-        return keeps.gradients == "shard" and not gathered
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer runs on the host."""
+        return False
 
     def sharded_ranks(self, ranks: int) -> int:
         """Over how many of the ranks the parameters are sharded: 1 where each holds them whole.
@@ -227,27 +154,19 @@ class Strategy:
         >>> Strategy.parse("fsdp:shard=4").sharded_ranks(8), Strategy.parse("ddp").sharded_ranks(8)
         (4, 1)
         """
-        return 1 if self.keeps.parameters == "whole" else self.shard or ranks
+        return 1 if self.keeps.parameters == "whole" else self.shard_ranks or ranks
+
+    def divides(self, ranks: Any) -> Any:
+        """Whether the ranks can be divided as it asks: of one number, or of each in an array.
+
+        >>> Strategy.parse("fsdp:shard=4").divides(6)
+        False
+        """
+        return ranks % (self.shard_ranks or 1) == 0
 
     def shard_dtypes(self, precision: str) -> ShardDtypes:
-        """What `param` and `reduce` mean for a graph of some precision.
-
-        Raises StrategyError where the graph does not compute in `param`.
-
-        >>> Strategy.parse("fsdp:param=bf16,reduce=fp32").shard_dtypes("bf16")
-        ShardDtypes(stored_ratio=2, reduced_ratio=2.0)
-        """
-        found = parameter_dtype(precision)
-        if self.param not in (None, found):
-            raise StrategyError(
-                f"fsdp:param={self.param} computes in {self.param}, found a model in {precision}; "
-                f"write --precision {self.param}, or trace_model(..., precision='{self.param}')"
-            )
-        computed = PARAMETER_BYTES[found]
-        return ShardDtypes(
-            stored_ratio=1 if self.param is None else PARAMETER_BYTES["fp32"] // computed,
-            reduced_ratio=PARAMETER_BYTES[self.reduce or found] / computed,
-        )
+        """What its dtypes mean for a graph of some precision; raises StrategyError."""
+        return ShardDtypes()
 
     def master_ratio(self, precision: str) -> int:
         """How much wider master weights are than a model of some precision, 1 where it has none.
@@ -257,66 +176,26 @@ class Strategy:
         >>> Strategy.parse("ddp:master").master_ratio("bf16")
         2
         """
-        if not self.master:
-            return 1
-        found = PARAMETER_BYTES[parameter_dtype(precision)]
-        if found == PARAMETER_BYTES["fp32"]:
-            raise StrategyError(
-                f"master weights are fp32 copies of a model in half, found one in {precision}; "
-                "leave out master or write --precision bf16"
-            )
-        return PARAMETER_BYTES["fp32"] // found
-
-    def divides(self, ranks: Any) -> Any:
-        """Whether the ranks can be divided as `shard` asks: of one number, or of each in an array.
-
-        >>> Strategy.parse("fsdp:shard=4").divides(6)
-        False
-        """
-        return ranks % (self.shard or 1) == 0
+        return 1
 
     def __str__(self) -> str:
         knobs = []
-        if self.kind == "ps":
-            knobs.append(str(self.servers))
-        if self.asynchronous:
-            knobs.append("async")
-        if self.server_bytes_per_s is not None:
-            knobs.append(f"link={self.server_bytes_per_s:f}B/s")
-        if not self.bucketed:
-            knobs.append("unbucketed")
-        if self.bucket_cap_bytes != DEFAULT_BUCKET_CAP_BYTES:
-            knobs.append(f"bucket={self.bucket_cap_bytes}")
-        if self.first_bucket_bytes is not None:
-            knobs.append(f"first={self.first_bucket_bytes}")
-        if self.gradient_as_bucket_view:
-            knobs.append("view")
-        if self.shard is not None:
-            knobs.append(f"shard={self.shard}")
-        if not self.gradient_sync:
-            knobs.append("no_sync")
-        if not self.reshard_after_forward:
-            knobs.append("no_reshard")
-        if self.param is not None:
-            knobs.append(f"param={self.param}")
-        if self.reduce is not None:
-            knobs.append(f"reduce={self.reduce}")
-        if self.master:
-            knobs.append("master")
-        if self.offload:
-            knobs.append("offload")
-        return self.kind + (":" + ",".join(knobs) if knobs else "")
+        for option in _options(type(self)):
+            value, knob = getattr(self, option.name), option.metadata[_KNOB]
+            if value != option.default:
+                knobs.append(knob.text(value))
+        return self.name + (":" + ",".join(knobs) if knobs else "")
 
-    @classmethod
-    def parse(cls, text: str | Strategy) -> Strategy:
+    @staticmethod
+    def parse(text: str | Strategy) -> Strategy:
         """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2``, ``ps:2,async``.
 
         ``fsdp:shard=8`` shards over 8 ranks and replicates that, ``fsdp:param=bf16,reduce=fp32``
         gathers in one dtype and reduces in another; ``ps:2,link=10Gbit/s`` says what the network of
-        each server carries.
+        each server carries. Equal strategies are one object.
 
-        >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
-        5242880
+        >>> str(Strategy.parse("zero3:shard=8,offload"))
+        'fsdp:shard=8,offload'
         """
         if isinstance(text, str):
             return _parsed(text)
@@ -327,6 +206,297 @@ class Strategy:
         return _same(text)
 
 
+_KNOB = "knob"
+
+
+class _Knob(NamedTuple):
+    """An option in a strategy's text: a flag, where nothing reads a value, or ``name=value``.
+
+    The value of one without a name stands alone. Options are written by `place`.
+    """
+
+    name: str
+    read: Callable[[str], Any] | None
+    written: Callable[[Any], str] = str
+    place: int = 1
+
+    @property
+    def form(self) -> str:
+        return f"{self.name}=" if self.name and self.read else self.name or "a number of servers"
+
+    def takes(self, value: str) -> bool:
+        return bool(value) == (self.read is not None)
+
+    def text(self, value: Any) -> str:
+        if self.read is None:
+            return self.name
+        return f"{self.name}={self.written(value)}" if self.name else self.written(value)
+
+
+def _option(
+    name: str, read: Callable[[str], Any] | None = None, default: Any = False, **more: Any
+) -> Any:
+    """An option; a flag sets the opposite of its default."""
+    return field(default=default, metadata={_KNOB: _Knob(name, read, **more)})
+
+
+def _options(kind: type[Strategy]) -> list[Field[Any]]:
+    return sorted(fields(kind), key=lambda each: each.metadata[_KNOB].place)
+
+
+_MOST_RANKS = 999_999
+_ranks = partial(parse_whole, most=_MOST_RANKS)
+
+
+def _check_dtype(name: str, dtype: str | None) -> None:
+    if dtype is not None and dtype not in PARAMETER_BYTES:
+        raise StrategyError(
+            f"{name}={dtype} is no dtype to shard with; choose one of {', '.join(PARAMETER_BYTES)}"
+        )
+
+
+def _reduced_ratio(reduce: str | None, precision: str) -> float:
+    computed = parameter_dtype(precision)
+    return PARAMETER_BYTES[reduce or computed] / PARAMETER_BYTES[computed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucketed(Strategy):
+    """Ranks hold whole parameters and merge gradients in buckets.
+
+    `first_bucket_bytes` None means: 1 MiB under the default cap, the cap itself under an explicit
+    one, as DDP does. `bucketed=False` is one collective per gradient tensor.
+    """
+
+    bucketed: bool = _option("unbucketed", default=True)
+    bucket_cap_bytes: int = _option("bucket", parse_size_bytes, DEFAULT_BUCKET_CAP_BYTES)
+    first_bucket_bytes: int | None = _option("first", parse_size_bytes, None)
+
+    def __post_init__(self) -> None:
+        for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
+            if value is not None and not 1 <= value <= _MOST_BUCKET_BYTES:
+                raise StrategyError(
+                    f"a bucket holds 1 to {_MOST_BUCKET_BYTES:g} bytes; write a size such as 25MiB"
+                )
+
+    @property
+    def first_cap_bytes(self) -> int:
+        """The cap of the first bucket."""
+        if self.first_bucket_bytes is not None:
+            return self.first_bucket_bytes
+        default = self.bucket_cap_bytes == DEFAULT_BUCKET_CAP_BYTES
+        return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Merged(Bucketed):
+    """Ranks merge gradients with each other.
+
+    `reduce` is the dtype of DDP's ``bf16_compress_hook`` or ``fp16_compress_hook``, or of
+    Megatron's and DeepSpeed's gradient buffer; None: as they are. With `master` the optimizer
+    updates fp32 copies of a model in half.
+    """
+
+    reduce: str | None = _option("reduce", str, None, place=2)
+    master: bool = _option("master", place=2)
+
+    def __post_init__(self) -> None:
+        Bucketed.__post_init__(self)
+        _check_dtype("reduce", self.reduce)
+
+    def shard_dtypes(self, precision: str) -> ShardDtypes:
+        return ShardDtypes(reduced_ratio=_reduced_ratio(self.reduce, precision))
+
+    def master_ratio(self, precision: str) -> int:
+        if not self.master:
+            return 1
+        computed = PARAMETER_BYTES[parameter_dtype(precision)]
+        if computed == PARAMETER_BYTES["fp32"]:
+            raise StrategyError(
+                f"master weights are fp32 copies of a model in half, found one in {precision}; "
+                "leave out master or write --precision bf16"
+            )
+        return PARAMETER_BYTES["fp32"] // computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP(_Merged):
+    """``ddp``: gradients are all-reduced in buckets, every rank updates everything.
+
+    With `gradient_as_bucket_view` gradients live in the buckets.
+    """
+
+    name = "ddp"
+    keeps = Keeps("whole", "whole", "whole")
+    beside = frozenset({"pp", "ep"})
+    gradient_as_bucket_view: bool = _option("view")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeRO1(DDP):
+    """``zero1``: PyTorch's ZeroRedundancyOptimizer.
+
+    A rank updates a share of the tensors and broadcasts each.
+    """
+
+    name = "zero1"
+    aliases = ("zero-redundancy-optimizer",)
+    keeps = Keeps("whole", "whole", "shard")
+    beside = frozenset({"pp"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedOptimizer(_Merged):
+    """``distributed-optimizer``: Megatron-LM's, and DeepSpeed's ZeRO stage 1.
+
+    Whole gradients, in the buffer that is reduced, are reduce-scattered; a rank updates its share
+    and parameters are gathered.
+    """
+
+    name = "distributed-optimizer"
+    keeps = Keeps("whole", "whole", "shard")
+    beside = frozenset({"pp"})
+    searched = "layouts"
+    cuts_tensors = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeRO2(_Merged):
+    """``zero2``: as the distributed optimizer, but a rank holds a share of gradients too."""
+
+    name = "zero2"
+    keeps = Keeps("whole", "shard", "shard")
+    cuts_tensors = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP(Strategy):
+    """``fsdp`` (``zero3``): ranks hold shares of parameters too and gather each unit.
+
+    That is `fully_shard` on every repeated block and on the rest, each share on `shard` ranks and
+    the whole as often as those fit (HSDP), None: once over all. `gradient_sync=False` adds up the
+    whole gradients of earlier micro-batches on every rank and scatters them with the last one
+    (``set_requires_gradient_sync(False)``), where the default scatters those of each. Without
+    `reshard_after_forward` a block is kept whole until its backward pass, which gathers nothing
+    then. `param` and `reduce` are the dtypes of ``MixedPrecisionPolicy``: shards, gradients of
+    shards and the optimizer's state are fp32, parameters are gathered and computed with in `param`
+    and gradients reduced in `reduce`, None: as they are. With `offload` shards are kept and updated
+    on the host (``CPUOffloadPolicy``).
+    """
+
+    name = "fsdp"
+    aliases = ("zero3",)
+    keeps = Keeps("shard", "shard", "shard")
+    beside = frozenset({"ep"})
+    cuts_tensors = True
+    shard: int | None = _option("shard", _ranks, None)
+    gradient_sync: bool = _option("no_sync", default=True)
+    reshard_after_forward: bool = _option("no_reshard", default=True)
+    param: str | None = _option("param", str, None)
+    reduce: str | None = _option("reduce", str, None)
+    offload: bool = _option("offload")
+
+    def __post_init__(self) -> None:
+        _check_dtype("param", self.param)
+        _check_dtype("reduce", self.reduce)
+        if self.shard is not None and self.shard < 1:
+            raise StrategyError(
+                f"a model is sharded over at least 1 rank, found {self.shard}; write fsdp:shard=8"
+            )
+
+    def goes_with(self, axis: str) -> bool:
+        # Gradients of a pipeline's micro-batches add up where they are whole; parameters, which all
+        # of them read, stay gathered, as torchtitan's do by default.
+        if axis == "pp":
+            return not self.reshard_after_forward
+        return axis in self.beside and not self.offload
+
+    def beside_pipeline(self) -> Strategy:
+        return replace(self, reshard_after_forward=False)
+
+    def sharded_over(self, ranks: int | None) -> Strategy:
+        return replace(self, shard=ranks)
+
+    def differs_in_sync(self, other: Strategy) -> bool:
+        return isinstance(other, FSDP) and self == replace(other, gradient_sync=self.gradient_sync)
+
+    @property
+    def shard_ranks(self) -> int | None:
+        return self.shard
+
+    @property
+    def communicators(self) -> int:
+        """Under HSDP a rank shards in one group and replicates in another."""
+        return 1 if self.shard is None else 2
+
+    @property
+    def gathered_dtype(self) -> str | None:
+        return self.param
+
+    @property
+    def updates_on_host(self) -> bool:
+        return self.offload
+
+    def shard_dtypes(self, precision: str) -> ShardDtypes:
+        """What `param` and `reduce` mean for a graph of some precision.
+
+        Raises StrategyError where the graph does not compute in `param`.
+
+        >>> Strategy.parse("fsdp:param=bf16,reduce=fp32").shard_dtypes("bf16")
+        ShardDtypes(stored_ratio=2, reduced_ratio=2.0)
+        """
+        computed = parameter_dtype(precision)
+        if self.param not in (None, computed):
+            raise StrategyError(
+                f"fsdp:param={self.param} computes in {self.param}, found a model in {precision}; "
+                f"write --precision {self.param}, or trace_model(..., precision='{self.param}')"
+            )
+        wider = PARAMETER_BYTES["fp32"] // PARAMETER_BYTES[computed]
+        return ShardDtypes(
+            stored_ratio=1 if self.param is None else wider,
+            reduced_ratio=_reduced_ratio(self.reduce, precision),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterServers(Bucketed):
+    """``ps``: `servers` parameter servers update, each on a node of its own.
+
+    Synchronous unless `asynchronous`; their networks carry `server_bytes_per_s` each way, None: as
+    much as the slowest worker's.
+    """
+
+    name = "ps"
+    keeps = Keeps("whole", "whole", "servers")
+    searched = "nowhere"
+    servers: int = _option("", _ranks, 0, place=0)
+    asynchronous: bool = _option("async", place=0)
+    server_bytes_per_s: float | None = _option(
+        "link", parse_bandwidth_bytes_per_s, None, written=lambda rate: f"{rate:f}B/s", place=0
+    )
+
+    def __post_init__(self) -> None:
+        Bucketed.__post_init__(self)
+        if self.servers < 1:
+            raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
+        rate = self.server_bytes_per_s
+        if rate is not None and not 1 / _MOST_RATE <= rate <= _MOST_RATE:
+            raise StrategyError(
+                f"a server's link has a positive rate, found {rate:g} B/s; write 1Gbit/s"
+            )
+
+
+def _named(*where: str) -> tuple[str, ...]:
+    return tuple(
+        kind.name for kind in dict.fromkeys(_STRATEGIES.values()) if kind.searched in where
+    )
+
+
+SEARCHED = _named("anywhere")
+SEARCHED_WITH_LAYOUTS = _named("anywhere", "layouts")
+SAVING_MEMORY = tuple(name for name in SEARCHED if _STRATEGIES[name].keeps.state == "shard")
+
+
 @lru_cache(maxsize=4096)
 def _same(strategy: Strategy) -> Strategy:
     """One object for all equal strategies, so that what is kept of one is found by identity."""
@@ -335,67 +505,44 @@ def _same(strategy: Strategy) -> Strategy:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Strategy:
-    return _same(_read(text))
-
-
-def _read(text: str) -> Strategy:
     name, _, knobs = text.strip().partition(":")
-    kind = _ALIASES.get(name, name)
-    if kind not in _FACTS:
+    kind = _STRATEGIES.get(name)
+    if kind is None:
+        known = dict.fromkeys(each.name for each in _STRATEGIES.values())
         raise StrategyError(
-            f"strategy {quoted(text)} is unknown; write one of {', '.join(_FACTS)}, or "
-            f"with knobs as "
-            "in ddp:bucket=5MiB,view"
+            f"strategy {quoted(text)} is unknown; write one of {', '.join(known)}, or with knobs "
+            "as in ddp:bucket=5MiB,view"
         )
-    options: dict[str, object] = {"kind": kind}
     try:
-        for knob, value in parse_knobs(knobs).items():
-            field, found = _read_knob(kind, knob, value)
-            if field in options:
-                raise ValueError(f"{quoted(knob)} says again what stands before it; leave one out")
-            options[field] = found
-        return Strategy(**options)  # type: ignore[arg-type]
+        return _same(kind(**_read_options(kind, parse_knobs(knobs))))
     except ValueError as error:
         raise StrategyError(f"strategy {quoted(text)}: {error}") from None
 
 
-_MOST_RANKS = 999_999
-_NOT_PS = tuple(kind for kind, facts in _FACTS.items() if facts.keeps.state != "servers")
-# The field that a knob sets, the strategies that have it, and how its value is read.
-_VALUES: dict[str, tuple[str, Sequence[str], Callable[[str], object]]] = {
-    "bucket": ("bucket_cap_bytes", _BUCKETED, parse_size_bytes),
-    "first": ("first_bucket_bytes", _BUCKETED, parse_size_bytes),
-    "shard": ("shard", ("fsdp",), partial(parse_whole, most=_MOST_RANKS)),
-    "param": ("param", ("fsdp",), str),
-    "reduce": ("reduce", _NOT_PS, str),
-    "link": ("server_bytes_per_s", ("ps",), parse_bandwidth_bytes_per_s),
-}
-_FLAGS: dict[str, tuple[str, Sequence[str], bool]] = {
-    "view": ("gradient_as_bucket_view", ("ddp", "zero1"), True),
-    "unbucketed": ("bucketed", _BUCKETED, False),
-    "no_sync": ("gradient_sync", ("fsdp",), False),
-    "no_reshard": ("reshard_after_forward", ("fsdp",), False),
-    "offload": ("offload", ("fsdp",), True),
-    "master": ("master", tuple(kind for kind in _NOT_PS if kind in _BUCKETED), True),
-    "async": ("asynchronous", ("ps",), True),
-}
+def _read_options(kind: type[Strategy], knobs: dict[str, str]) -> dict[str, Any]:
+    """The options that some knobs set; raises ValueError."""
+    options = {option.metadata[_KNOB].name: option for option in _options(kind)}
+    values: dict[str, Any] = {}
+    for name, value in knobs.items():
+        stands_alone = "" in options and name[:1].isdigit() and not value
+        option = options.get("" if stands_alone else name) if name else None
+        if option is None or not option.metadata[_KNOB].takes(value or name * stands_alone):
+            found = quoted(f"{name}={value}" if value else name)
+            forms = sorted((each.metadata[_KNOB] for each in options.values()), key=_by_form)
+            raise ValueError(
+                f"{found} is no knob of {kind.name}; its knobs are "
+                f"{', '.join(knob.form for knob in forms)}"
+            )
+        if option.name in values:
+            raise ValueError(f"{quoted(name)} says again what stands before it; leave one out")
+        read = option.metadata[_KNOB].read
+        values[option.name] = read(value or name) if read else not option.default
+    return values
 
 
-def _read_knob(kind: str, name: str, value: str) -> tuple[str, object]:
-    """The field that a knob sets, and to what; raises ValueError."""
-    if name in _FLAGS and not value and kind in _FLAGS[name][1]:
-        field, _, flag = _FLAGS[name]
-        return field, flag
-    if name in _VALUES and kind in _VALUES[name][1]:
-        field, _, read = _VALUES[name]
-        return field, read(value)
-    if kind == "ps" and name[:1].isdigit() and not value:
-        return "servers", parse_whole(name, most=_MOST_RANKS)
-    known = [f"{each}=" for each, (_, kinds, _) in _VALUES.items() if kind in kinds]
-    known += [each for each, (_, kinds, _) in _FLAGS.items() if kind in kinds]
-    known = ["a number of servers", *known] if kind == "ps" else known
-    found = f"{name}={value}" if value else name
-    raise ValueError(f"{quoted(found)} is no knob of {kind}; its knobs are {', '.join(known)}")
+def _by_form(knob: _Knob) -> int:
+    """What stands alone, then those with a value, then flags."""
+    return 0 if not knob.name else 1 if knob.read else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ PROFILE = Machine(devices=2, network_bytes_per_s=1e8).profile()
 
 def best_of_two(server: str) -> str:
     rows = best_strategy(GRAPH, "4x1:m", ("ddp", f"ps:1,link={server}"), profile=PROFILE)
-    return rows[0].strategy.kind
+    return rows[0].strategy.name
 
 
 def test_a_server_wins_where_its_link_carries_all_workers_and_loses_where_it_does_not() -> None:
@@ -28,19 +28,19 @@ def test_a_server_wins_where_its_link_carries_all_workers_and_loses_where_it_doe
 
 def test_what_does_not_fit_comes_after_what_does() -> None:
     rows = best_strategy(GRAPH, "4x1:m", ("ddp", "zero1"), profile=PROFILE)
-    assert [row.strategy.kind for row in rows] == ["ddp", "zero1"]
-    needs = {row.strategy.kind: row.answer.peak_memory_bytes for row in rows if row.answer}
+    assert [row.strategy.name for row in rows] == ["ddp", "zero1"]
+    needs = {row.strategy.name: row.answer.peak_memory_bytes for row in rows if row.answer}
     room = (needs["ddp"] + needs["zero1"]) // 2
     small = tuple(replace(device, memory_bytes=room) for device in PROFILE.devices)
     tight = best_strategy(GRAPH, "4x1:m", ("ddp", "zero1"), profile=replace(PROFILE, devices=small))
-    assert [row.strategy.kind for row in tight] == ["zero1", "ddp"]
+    assert [row.strategy.name for row in tight] == ["zero1", "ddp"]
     assert tight[1].answer is not None
     assert tight[1].answer.fits == "no"
 
 
 def test_a_strategy_whose_collectives_were_not_measured_is_last_with_its_reason() -> None:
     rows = best_strategy(GRAPH, "1x2:m", ("fsdp", "ddp"), profile=PROFILE)
-    assert [row.strategy.kind for row in rows] == ["ddp", "fsdp"]
+    assert [row.strategy.name for row in rows] == ["ddp", "fsdp"]
     assert "all-gather" in rows[1].refusal
     with pytest.raises(ProfileError, match="all-gather"):
         best_strategy(GRAPH, "1x2:m", ("fsdp",), profile=PROFILE)
@@ -50,7 +50,7 @@ def test_a_strategy_whose_collectives_were_not_measured_is_last_with_its_reason(
 
 def test_a_strategy_that_cannot_divide_the_ranks_is_last_with_its_reason() -> None:
     rows = best_strategy(GRAPH, "1x2:m", ("fsdp:shard=4", "ddp"), profile=PROFILE)
-    assert [row.strategy.kind for row in rows] == ["ddp", "fsdp"]
+    assert [row.strategy.name for row in rows] == ["ddp", "fsdp"]
     assert "do not divide 2" in rows[1].refusal
 
 
@@ -65,7 +65,7 @@ def test_servers_of_one_node_are_reached_over_its_network() -> None:
     assert PROFILE.network
     rows = best_strategy(GRAPH, "1x2:m", ("ddp", "ps:1"), profile=PROFILE)
     # Two workers share 1e8 B/s: 16.4 MB of gradients each way take over 0.3 s.
-    slow = next(row.answer for row in rows if row.strategy.kind == "ps")
+    slow = next(row.answer for row in rows if row.strategy.name == "ps")
     assert slow is not None
     assert slow.breakdown.communication_exposed_s > 0.2
     with pytest.raises(ProfileError, match="no network"):

@@ -16,7 +16,7 @@ from zoo.megatron import megatron_gpt
 import estimator as est
 from estimator.graph.ir.structure import storages
 from estimator.graph.partition.layout import split_by_layout
-from estimator.workload import Strategy
+from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 
 ROW = KnownRow(
@@ -62,7 +62,7 @@ def test_layouts_are_of_ten_published_pipelines_and_more_each_once() -> None:
     assert sum("pp=" in (row.layout or "") for row in rows) >= 10
     assert sum("tp=" in (row.layout or "") for row in rows) >= 10
     for row in rows:
-        made = Layout.parse(row.layout or "dp=*").parallelism(row.gpus, Strategy())
+        made = Layout.parse(row.layout or "dp=*").parallelism(row.gpus, DDP())
         assert made.dp * made.tp * made.pp == row.gpus
 
 

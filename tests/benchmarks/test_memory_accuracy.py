@@ -9,10 +9,9 @@ from memory_accuracy import Case, boundary
 from memory_steps import measured_step
 from torch import Tensor, nn
 
-from estimator.graph.memory.curve import memory_curve
+from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.graph.trace.training_call import TrainingCall
-from estimator.workload import Strategy
 
 
 class Residual(nn.Module):
@@ -31,8 +30,8 @@ class Residual(nn.Module):
 def test_every_operator_is_found_in_a_real_step_with_the_level_predicted_for_it() -> None:
     model, batch = Residual(), torch.randn(512, 64)
     call = TrainingCall.of(model, batch, lambda output, _batch: output)
-    graph = trace_graph(model, batch, loss=lambda output, _batch: output)
-    curve = memory_curve(graph.at(), optimizer="sgd", strategy=Strategy(), merging=False)
+    graph = trace_graph(model, batch, loss=lambda output, _batch: output, optimizer="sgd")
+    curve = memory_alone(graph.at()).curve()
     step = measured_step(model, call, torch.optim.SGD(model.parameters(), lr=0.1), graph)
     assert sorted(step.begin_ns) == list(range(len(graph.ops)))
     # Before the first operator the profile shows its result already.

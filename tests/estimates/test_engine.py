@@ -97,10 +97,10 @@ def test_programs_are_compiled_once_however_many_threads_ask(
     compiled: Counter[tuple[Any, ...]] = Counter()
     real = program._compile
 
-    def counted(asked: Any, *more: Any) -> Any:
+    def counted(asked: Any, rules: Any, *more: Any) -> Any:
         of = id(asked.graph), asked.bound.batch, asked.profile.name, asked.devices_busy
-        compiled[*of, asked.merging, asked.strategy] += 1
-        return real(asked, *more)
+        compiled[*of, asked.merging, rules.strategy] += 1
+        return real(asked, rules, *more)
 
     monkeypatch.setattr(program, "_compile", counted)
     ask_at_once(Engine())

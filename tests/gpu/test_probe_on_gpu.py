@@ -122,16 +122,17 @@ def test_the_traced_attention_is_the_one_that_runs_here(backend: CudaBackend) ->
 def test_a_graph_replays_and_its_peak_is_what_torch_allocates(
     backend: CudaBackend, precision: str
 ) -> None:
-    from estimator.graph.memory.peak import peak_memory
+    from estimator.graph.memory.step import memory_alone
     from estimator.graph.trace.trace import trace_graph
     from estimator.probe.ops import distinct_calls, replay, replay_plan
-    from estimator.workload import Strategy
 
     def build() -> torch.nn.Module:
         layers = [torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)]
         return torch.nn.Sequential(*layers)
 
-    graph = trace_graph(build(), torch.randn(4096, 1024), precision=precision, target="cuda")
+    graph = trace_graph(
+        build(), torch.randn(4096, 1024), precision=precision, target="cuda", optimizer="adamw"
+    )
     bound, emitted = graph.at(), []
     replay(backend, emitted.append, budget_s=5.0, plan=replay_plan(bound))
     assert emitted[-1]["skipped"] == []
@@ -150,7 +151,7 @@ def test_a_graph_replays_and_its_peak_is_what_torch_allocates(
         optimizer.step()
         del loss
     measured = torch.cuda.max_memory_allocated() - before
-    predicted = peak_memory(bound, optimizer="adamw", strategy=Strategy(), ranks=1).total_bytes
+    predicted = memory_alone(bound).peaks().total_bytes(1)
     # What cuBLAS and cuBLASLt keep for their own is beside live tensors: all of it on an H100 in
     # bfloat16 (64 MiB, torch 2.11), half of it where only one of them runs.
     kept = device_memory(profile_here(), communicators=0).workspaces_bytes

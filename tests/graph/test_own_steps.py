@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from estimator.api import OpGraph, estimate, trace_model
 from estimator.errors import TraceError, WorkloadError
 from estimator.graph.costs.utilization import step_flops
-from estimator.graph.memory.peak import optimizer_memory
+from estimator.graph.memory.sizes import optimizer_memory
 from estimator.graph.trace.own_steps import RECORDED
 from estimator.timeline.rank.updates import Trained
 from tests.synthetic import Machine
@@ -54,7 +54,7 @@ def updated(graph: OpGraph) -> dict[str, tuple[str, int]]:
 
 
 def state_bytes(graph: OpGraph) -> int:
-    return optimizer_memory(graph, graph.optimizer).state_bytes
+    return optimizer_memory(graph).state_bytes
 
 
 def adam_with_schedule(module: nn.Module) -> Any:

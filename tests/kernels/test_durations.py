@@ -16,7 +16,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.graph.compile.fusion import compile_graph
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import OpTiming
-from estimator.graph.memory.peak import update_call
+from estimator.graph.memory.sizes import update_call
 from estimator.kernels.durations import op_durations
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import (

@@ -13,7 +13,7 @@ import torch
 from estimator.errors import ProbeError, StoreError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, OpTiming, Parameter, Value
-from estimator.graph.memory.peak import update_call
+from estimator.graph.memory.sizes import update_call
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module

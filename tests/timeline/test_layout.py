@@ -21,7 +21,7 @@ from estimator.kernels.durations import op_durations
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
-from estimator.workload import Strategy
+from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
@@ -77,7 +77,7 @@ def test_ranks_wait_for_collectives_after_computing_as_measured_so() -> None:
 
 
 def test_no_exchange_takes_less_than_without_knowing_what_is_computed_before_it() -> None:
-    profile, strategy, cache = with_every_collective(PROFILE), Strategy(), Cache(limit_bytes=0)
+    profile, strategy, cache = with_every_collective(PROFILE), DDP(), Cache(limit_bytes=0)
     layout, placement = Layout.parse("tp=2,sp"), DEFAULT.place("1x2:m", profile=profile)
     layer_collectives = layer_collectives_of(Mesh.laid_out(placement, layout, strategy), cache)
     bound = DEFAULT.split(GRAPH, layout).at()

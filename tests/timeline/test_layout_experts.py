@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 import estimator as est
-from estimator.cache import Cache
 from estimator.errors import StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.collectives import collectives_of
 from estimator.graph.partition.experts import split_experts
-from estimator.timeline.rank.lanes import sharded_passes
-from estimator.workload import Strategy
+from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split_experts import BATCH, GRAPH
 
@@ -125,7 +123,7 @@ def test_experts_are_gathered_from_the_ranks_that_have_the_same() -> None:
 
 def test_sharded_bytes_of_experts_follow_from_the_units() -> None:
     local = split_experts(ON_GPUS, ep=4)
-    experts = sharded_passes(local, Strategy.parse("fsdp"), Cache(0)).experts
+    experts = ShardedPasses.of(local).experts
     own = sum(p.spec.nbytes for p in GRAPH.parameters if "experts" in p.name) // 4
     assert experts is not None
     assert experts.gathered.tolist() == experts.reduced.tolist() == [0.0, own / 2, own / 2]

@@ -6,22 +6,21 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from estimator.cache import Cache
 from estimator.errors import StrategyError
 from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import Device
 from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.devices.host import dtensor_costs
 from estimator.probe.devices.ranks import run_on_devices
-from estimator.timeline.rank.lanes import sharded_passes
+from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.validate.training import shard_model
-from estimator.workload import Strategy
+from estimator.workload import FSDP, Strategy
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 RANKS = 4
@@ -102,7 +101,7 @@ def collectives_of_steps(
             setattr(dist, name, noting(name, getattr(dist, name)))
     found = {}
     for variant, (text, accumulation_steps, merges_each) in VARIANTS.items():
-        strategy = Strategy.parse(text)
+        strategy = cast("FSDP", Strategy.parse(text))
         run = sharded_training(arguments["model"], world_size, strategy, accumulation_steps)
         run.merges_each = merges_each
         run.step()
@@ -112,7 +111,7 @@ def collectives_of_steps(
     return found
 
 
-def sharded_training(model: str, world_size: int, strategy: Strategy, micro_batches: int) -> Any:
+def sharded_training(model: str, world_size: int, strategy: FSDP, micro_batches: int) -> Any:
     import torch
 
     from estimator.validate import training
@@ -125,7 +124,7 @@ def sharded_training(model: str, world_size: int, strategy: Strategy, micro_batc
         "phases": False,
         "optimizer": "sgd",
         "precision": "fp32",
-        "strategy": {},
+        "strategy": "ddp",
         "accumulation_steps": micro_batches,
     }
     run = training.Training(arguments, world_size=1)
@@ -209,7 +208,7 @@ def test_parameters_are_gathered_in_one_dtype_and_gradients_scattered_in_another
         precision="bf16",
     )
     strategy = Strategy.parse(VARIANTS["dtypes"][0])
-    passes = sharded_passes(graph, strategy, Cache(0))
+    passes = ShardedPasses.of(graph, strategy.shard_dtypes(graph.precision))
     assert set(passes.gathered_bytes[1:]) == {BLOCK / 2}
     assert set(passes.reduced_bytes[1:]) == {BLOCK}
     for each in found:
@@ -222,7 +221,7 @@ def test_parameters_are_gathered_in_one_dtype_and_gradients_scattered_in_another
 
 def test_ranks_that_do_not_divide_into_groups_are_refused() -> None:
     with pytest.raises(StrategyError, match=r"4 ranks .* over 3 each"):
-        shard_model(None, 4, Strategy(kind="fsdp", shard=3), kind="cpu")
+        shard_model(None, 4, FSDP(shard=3), kind="cpu")
 
 
 class HostOfGpu(CpuBackend):

@@ -7,14 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from estimator.errors import StrategyError
-from estimator.workload import Strategy
+from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
-from estimator.workload.strategies import SAVING_MEMORY, SEARCHED, SEARCHED_WITH_LAYOUTS
+from estimator.workload.strategies import (
+    SAVING_MEMORY,
+    SEARCHED,
+    SEARCHED_WITH_LAYOUTS,
+    ParameterServers,
+)
 
 MIB = 1024 * 1024
 strategies = some.builds(
-    Strategy,
+    DDP,
     bucket_cap_bytes=some.integers(1, 1 << 40),
     first_bucket_bytes=some.none() | some.integers(1, 1 << 40),
     gradient_as_bucket_view=some.booleans(),
@@ -31,9 +36,7 @@ def test_parsing_undoes_printing(strategy: Strategy) -> None:
 def test_parsing_undoes_printing_of_servers(
     servers: int, rate: int | None, asynchronous: bool
 ) -> None:
-    strategy = Strategy(
-        kind="ps", servers=servers, server_bytes_per_s=rate, asynchronous=asynchronous
-    )
+    strategy = ParameterServers(servers=servers, server_bytes_per_s=rate, asynchronous=asynchronous)
     assert Strategy.parse(str(strategy)) == strategy
 
 
@@ -62,8 +65,8 @@ def test_dtypes_of_shards_are_read_and_fit_what_the_model_computes_in() -> None:
 
 def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap() -> None:
     # torch/nn/parallel/distributed.py: an explicit bucket_cap_mb applies to the first bucket too.
-    assert Strategy().bucket_cap_bytes == 25 * MIB
-    assert Strategy().first_cap_bytes == MIB
+    assert DDP().bucket_cap_bytes == 25 * MIB
+    assert DDP().first_cap_bytes == MIB
     assert Strategy.parse("ddp:bucket=5MiB").first_cap_bytes == 5 * MIB
     assert Strategy.parse("ddp:bucket=5MiB,first=2MiB").first_cap_bytes == 2 * MIB
 
@@ -99,8 +102,10 @@ def test_an_optimizer_goes_by_its_name_in_torch_or_by_itself() -> None:
 
 
 def test_a_strategy_that_is_not_known_is_refused_and_not_given_the_memory_of_another() -> None:
-    with pytest.raises(StrategyError, match="'local-sgd' is unknown; write one of ddp, zero1"):
-        Strategy(kind="local-sgd")  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="'gossip' is unknown; write one of ddp, zero1"):
+        Strategy.parse("gossip")
+    with pytest.raises(StrategyError, match="a strategy is one of its classes"):
+        Strategy()
 
 
 def test_strategies_that_are_tried_unasked_follow_from_their_facts() -> None:

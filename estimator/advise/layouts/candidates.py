@@ -19,7 +19,7 @@ from estimator.errors import StrategyError
 from estimator.estimates.engine import Engine
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.peak import block_bytes, optimizer_memory, trained_tensors
+from estimator.graph.memory.sizes import block_bytes, optimizer_memory, trained_tensors
 from estimator.graph.partition.stages import Blocks, held_between_passes, split_points
 from estimator.kernels.durations import bound_of, costed, least_device_s, structure_of
 from estimator.machines.typical import device_memory
@@ -28,18 +28,12 @@ from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.pipelines.stage_plans import balanced_points, blocks_of
 from estimator.timeline.plan import groups_of
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
-from estimator.timeline.rank.ranks import StepShape
-from estimator.timeline.rank.rules import DP_REPLICATE, Ranks
+from estimator.timeline.rank.rules import DP_REPLICATE, Ranks, StepShape
 from estimator.timeline.strategies import rules_of
-from estimator.workload import Strategy
+from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer, state_sizes
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
-
-# Gradients of a pipeline's micro-batches add up where they are whole; parameters, which all of them
-# read, stay gathered, as torchtitan's do by default.
-_FSDP = Strategy(kind="fsdp")
-_GATHERED = Strategy.parse("fsdp:no_reshard")
 
 
 class Candidate(NamedTuple):
@@ -106,14 +100,14 @@ def _strategies(
         return
     in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
     for strategy in strategies:
-        if layout.pp > 1 and strategy == _FSDP:
-            yield _GATHERED
-            continue
-        if layout.pp > 1 and not ("pp" in strategy.beside or strategy == _GATHERED):
+        if layout.pp > 1:
+            if (beside := strategy.beside_pipeline()).goes_with("pp"):
+                yield Strategy.parse(beside)
             continue
         yield strategy
-        if strategy == _FSDP and 1 < in_node < dp and dp % in_node == 0:
-            yield Strategy.parse(f"fsdp:shard={in_node}")
+        over = strategy.sharded_over(in_node) if strategy.shard_ranks is None else strategy
+        if over != strategy and 1 < in_node < dp and dp % in_node == 0:
+            yield Strategy.parse(over)
 
 
 def _takes(layout: Layout, strategy: Strategy, ranks: int) -> bool:
@@ -334,7 +328,7 @@ class LayoutBounds:
         held = self._held.get(id(part))
         if held is None:
             held = self._held[id(part)] = _held(part)
-        shards = strategy.shard or dp
+        shards = strategy.shard_ranks or dp
         states = held.states / (dp if strategy.keeps.state == "shard" else 1)
         gradients = held.gradients / (shards if strategy.keeps.gradients == "shard" else 1)
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
@@ -372,7 +366,7 @@ class LayoutBounds:
         found = self._stages.get(key)
         if found is None:
             cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
-            mesh = Mesh.laid_out(self._placement, layout, Strategy())
+            mesh = Mesh.laid_out(self._placement, layout, DDP())
             layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
             of = graph, mesh, batch, layer_collectives, layout.schedule, cache
             costs = self._blocks(layout, batch)
@@ -432,9 +426,9 @@ class LayoutBounds:
         if not graph.timings and not graph.has_step_times:
             each_s = np.minimum.reduce([self._least_s(bound, node) for node in placement.kinds])
             if layout.divides_layers:
-                mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), Strategy())
+                mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), DDP())
                 # Gradients of experts may be reduced with all others, or among fewer ranks.
-                exchanged = layer_collectives_of(mesh, cache, _FSDP).seconds(bound)
+                exchanged = layer_collectives_of(mesh, cache, FSDP()).seconds(bound)
                 alone_s = exchanged.each_s.copy()
                 # What runs beside a kernel may add nothing.
                 alone_s[[place for place, _ in exchanged.hidden_by]] = 0.0
@@ -465,5 +459,5 @@ def _held(graph: OpGraph) -> Held:
     return Held(
         parameters=graph.parameter_bytes + graph.frozen_parameter_bytes + graph.buffer_bytes,
         gradients=sum(each.spec.nbytes for each in trained),
-        states=optimizer_memory(graph, graph.optimizer).state_bytes,
+        states=optimizer_memory(graph).state_bytes,
     )

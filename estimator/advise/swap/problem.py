@@ -19,7 +19,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.peak import StorageSizes, block_bytes, rounded_bytes, trained_tensors
+from estimator.graph.memory.sizes import StorageSizes, block_bytes, rounded_bytes, trained_tensors
 from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.rank.program import StepProgram
 from estimator.workload.optimizers import RULES, state_sizes

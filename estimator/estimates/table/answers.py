@@ -36,8 +36,16 @@ from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.rank.inputs import InputCosts
-from estimator.timeline.rank.ranks import LaneCosts, RankColumns, StepShape, largest
-from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Groups, Network, Ranks
+from estimator.timeline.rank.ranks import LaneCosts, RankColumns, largest
+from estimator.timeline.rank.rules import (
+    DP,
+    DP_REPLICATE,
+    DP_SHARD,
+    Groups,
+    Network,
+    Ranks,
+    StepShape,
+)
 from estimator.timeline.step import (
     UNCALIBRATED_RATIOS,
     Breakdown,
@@ -166,7 +174,7 @@ class StepRows:
         whole: ProcessGroup = self._network_table.whole_groups(placed)
         if self._rules.axes == (DP,):
             return {DP: (whole,)}
-        shard = self._rules.shape.strategy.shard
+        shard = self._rules.shape.strategy.shard_ranks
         if shard is None:
             return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
         return {DP: (whole,), **self._network_table.nested_groups(placed, whole, shard, groups_of)}

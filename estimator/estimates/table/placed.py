@@ -27,8 +27,8 @@ from estimator.placement.placement import (
 )
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import compiled_step
-from estimator.timeline.rank.ranks import RankClass, RankColumns, StepShape, largest
-from estimator.timeline.rank.rules import DP_REPLICATE, DP_SHARD, Groups
+from estimator.timeline.rank.ranks import RankClass, RankColumns, largest
+from estimator.timeline.rank.rules import DP_REPLICATE, DP_SHARD, Groups, StepShape
 
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]

@@ -29,7 +29,7 @@ from estimator.graph.ir.structure import (
     by_first,
     owners,
 )
-from estimator.graph.memory.peak import block_bytes
+from estimator.graph.memory.sizes import block_bytes
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 

@@ -42,7 +42,7 @@ from estimator.graph.ir.shards import unit_path
 from estimator.graph.trace.record import RecordedOp, Recorder
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
-from estimator.workload import Strategy
+from estimator.workload import FSDP, Strategy
 
 # By each of their names: `*_tensor` is deprecated since torch 2.13.
 _FUNCTIONS: dict[str, CollectiveName] = {
@@ -308,8 +308,7 @@ def _strategy(group: Any, name: str) -> Strategy:
                 f"{name} is sharded with {what}={dtype}, found none of "
                 f"{', '.join(_DTYPES.values())}; choose one of these"
             )
-    return Strategy(
-        kind="fsdp",
+    return FSDP(
         shard=info.shard_mesh_size if info.replicate_mesh_dim is not None else None,
         reshard_after_forward=after is not None,
         param=_DTYPES.get(policy.param_dtype),
@@ -375,7 +374,7 @@ class Division:
 
     def precision(self, asked: str) -> str:
         """The precision of what is gathered of a sharded model, which is otherwise as asked."""
-        gathered = None if self.strategy is None else self.strategy.param
+        gathered = None if self.strategy is None else self.strategy.gathered_dtype
         return gathered if gathered is not None and asked == "fp32" else asked
 
     def gather(self, model: nn.Module) -> None:

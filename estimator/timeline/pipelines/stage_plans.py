@@ -48,8 +48,8 @@ from estimator.timeline.plan import (
     step_plan,
 )
 from estimator.timeline.rank.layer_collectives import LayerCollectives
-from estimator.timeline.rank.ranks import LaneCosts, RankClass, StepShape, at_peak_s
-from estimator.timeline.rank.rules import without_cost
+from estimator.timeline.rank.ranks import LaneCosts, RankClass, at_peak_s
+from estimator.timeline.rank.rules import StepShape, without_cost
 from estimator.timeline.rank.updates import accumulate_s, trained_of
 from estimator.timeline.simulator.simulation import simulate
 from estimator.timeline.simulator.tasks import LANES, Label, SpanColumns, Timeline
@@ -415,7 +415,7 @@ def stage_plans(
             f"{graph.name} is known by a summary, which cannot be cut into stages; trace it"
         )
     strategy = shape.strategy
-    if strategy.exchanges_every_micro_batch:
+    if not strategy.goes_with("pp") and strategy.keeps.gradients == "shard":
         raise StrategyError(
             f"'{strategy}' exchanges shards for every micro-batch of a pipeline, which cannot be "
             "estimated; write fsdp:no_reshard, zero1, distributed-optimizer or ddp"

@@ -30,7 +30,7 @@ from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import CollectiveCosts, Lookup, SizedCollective
 from estimator.timeline.rank.updates import copies_s
-from estimator.workload import ShardDtypes, Strategy
+from estimator.workload import ShardDtypes
 
 Array = NDArray[np.float64]
 
@@ -267,9 +267,10 @@ def _experts(graph: OpGraph, number: Mapping[str, int], reduced_ratio: float) ->
     return ExpertBytes(gathered, reduced, own[0].expert_parts)
 
 
-def sharded_passes(graph: OpGraph, strategy: Strategy, cache: Cache) -> ShardedPasses:
-    """The passes of a graph, worked out once. Raises StrategyError, see `Strategy.shard_dtypes`."""
-    dtypes, regathers = strategy.shard_dtypes(graph.precision), strategy.reshard_after_forward
+def sharded_passes(
+    graph: OpGraph, dtypes: ShardDtypes, *, regathers: bool, cache: Cache
+) -> ShardedPasses:
+    """The passes of a graph, worked out once."""
     return cache.get(
         "sharded passes",
         (graph,),

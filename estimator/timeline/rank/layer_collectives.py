@@ -18,11 +18,11 @@ from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
-from estimator.workload import Strategy
+from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import RULES
 
 Array = NDArray[np.float64]
-_DDP = Strategy()
+_DDP = DDP()
 
 
 class LayerCollectiveSeconds(NamedTuple):

@@ -19,10 +19,8 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory, device_memory
 from estimator.placement.placement import NodeKind
 from estimator.timeline.rank.inputs import NO_INPUT, InputCosts, input_costs
-from estimator.timeline.rank.layer_collectives import LayerCollectives
 from estimator.timeline.rank.program import StepProgram, step_program
-from estimator.workload import Strategy
-from estimator.workload.loader import Loader
+from estimator.timeline.rank.rules import Rules, StepShape
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -154,18 +152,6 @@ def at_peak_s(
     return model / peak or math.nan, hardware / peak or math.nan
 
 
-class StepShape(NamedTuple):
-    """What is asked of a graph's step beside its batch.
-
-    `layer_collectives` are the groups of the ranks that share the layers of a micro-batch, if any.
-    """
-
-    strategy: Strategy
-    accumulation_steps: int
-    loader: Loader | None = None
-    layer_collectives: LayerCollectives | None = None
-
-
 class RankTable:
     """The kinds of ranks of a graph's step at one batch, compiled when they are first met.
 
@@ -175,19 +161,17 @@ class RankTable:
 
     def __init__(
         self,
-        graph: OpGraph,
+        rules: Rules[Any],
         shape: StepShape,
         *,
         batch: int | None,
         merging: bool,
         cache: Cache,
     ) -> None:
-        self.graph, self.shape = graph, shape
+        self.graph, self.rules, self.shape = rules.graph, rules, shape
         self.strategy_text = str(shape.strategy)
         self._batch, self._merging, self._cache = batch, merging, cache
-        # Under HSDP a rank shards in one group and replicates in another.
-        replicates = shape.strategy.keeps.parameters == "shard" and shape.strategy.shard is not None
-        self._communicators = (1 + replicates) if merging else 0
+        self._communicators = shape.strategy.communicators if merging else 0
         self._communicators += len(shape.layer_collectives.groups) if shape.layer_collectives else 0
         self._of_node: dict[NodeKind, RankClass] = {}
         self._shared: dict[tuple[int, int, float], RankClass] = {}
@@ -213,14 +197,12 @@ class RankTable:
             if refusal is not None:
                 raise WorkloadError(refusal)
             program = step_program(
-                self.graph,
+                self.rules,
+                self.shape,
                 profile,
                 batch=self._batch,
                 devices_busy=ranks_per_node,
                 merging=self._merging,
-                strategy=self.shape.strategy,
-                accumulation_steps=self.shape.accumulation_steps,
-                layer_collectives=self.shape.layer_collectives,
                 cache=self._cache,
             )
             batches = self.shape.accumulation_steps

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +23,26 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.elementwise import maximum
 from estimator.errors import ProfileError
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.memory.sizes import StepTensors
+from estimator.graph.memory.step import Holding
+from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import fastest_s
 from estimator.timeline.collectives.costs import CollectiveModel, Corrections, SizedCollective
 from estimator.timeline.collectives.overlap import Overlap
-from estimator.timeline.rank.ranks import RankClass, StepShape
+from estimator.timeline.rank.lanes import MicroBatches
+from estimator.timeline.rank.layer_collectives import (
+    NO_LAYER_COLLECTIVES,
+    LayerCollectives,
+    LayerCollectiveSeconds,
+)
+from estimator.timeline.rank.updates import Trained
 from estimator.timeline.simulator.tasks import TaskList
-from estimator.workload import StrategyKind
+from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -202,10 +213,82 @@ class Network(ABC):
         """Add the collectives that follow the update."""
 
 
-class Rules(ABC):
+class StepShape(NamedTuple):
+    """What is asked of a graph's step beside its batch.
+
+    `layer_collectives` are the groups of the ranks that share the layers of a micro-batch, if any.
+    """
+
+    strategy: Strategy
+    accumulation_steps: int
+    loader: Loader | None = None
+    layer_collectives: LayerCollectives | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients that one collective carries; ready once op `ready_after` has run."""
+
+    size_bytes: int
+    tensors: int
+    ready_after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRequest:
+    """A rank whose step is compiled: on a node where `devices_busy` ranks compute.
+
+    `merging` says whether there are other ranks to merge gradients with. `trained` are the
+    parameters of the rank, `updated` those of all ranks that it shards them with.
+    """
+
+    bound: BoundGraph
+    profile: MachineProfile
+    devices_busy: int
+    merging: bool
+    accumulation_steps: int
+    trained: Trained
+    updated: Trained
+    cache: Cache
+    exchanged: LayerCollectiveSeconds = NO_LAYER_COLLECTIVES
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.bound.graph
+
+    @property
+    def machine(self) -> tuple[MachineProfile, int, Cache]:
+        """The machine, how many of its devices are busy, and what is known of it."""
+        return self.profile, self.devices_busy, self.cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLane:
+    """A rank's compute in a step under a strategy, with what that adds to it.
+
+    `lanes` run `repeats` times. `copies_s` are all copies, of which `beside_s` are not in the
+    lanes; what adds up the gradients of micro-batches takes `accumulate_s`, and is in neither where
+    each rank does a shard of it (`sums_shards`). `segments_s` are what the strategy computes
+    between collectives that it waits for, if there are any.
+    """
+
+    lanes: MicroBatches
+    copies_s: float
+    beside_s: float
+    accumulate_s: float
+    repeats: int = 1
+    sums_shards: bool = False
+    buckets: tuple[Bucket, ...] = ()
+    copy_back_s: float = 0.0
+    segments_s: Array = field(default_factory=lambda: np.zeros(0))
+
+
+S = TypeVar("S", bound=Strategy)
+
+
+class Rules(ABC, Generic[S]):
     """How a strategy divides the work of a graph's step, whatever the ranks and machines."""
 
-    kind: ClassVar[StrategyKind]
     axes: ClassVar[tuple[str, ...]] = (DP,)
     # Those of them along which it exchanges experts that ranks divide.
     expert_axes: ClassVar[tuple[str, ...]] = ()
@@ -216,11 +299,20 @@ class Rules(ABC):
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         self.graph, self.shape, self.cache = graph, shape, cache
+        self.strategy: S = shape.strategy  # type: ignore[assignment]
 
     @property
     def segments(self) -> int:
         """How many numbers say what a rank computes between collectives that it waits for."""
         return 0
+
+    @abstractmethod
+    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
+        """What a rank computes in a step."""
+
+    @abstractmethod
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        """What a rank holds during a step; see `RankRequest` for `merging`."""
 
     @abstractmethod
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
@@ -234,19 +326,22 @@ class Rules(ABC):
         """The part of the update that one rank does or waits for, its launch apart."""
         return 1.0 / self.shards(ranks)
 
-    def op_ends_s(self, ranks: Ranks, kind: RankClass) -> Iterator[tuple[Array, Array]]:
+    def op_ends_s(
+        self, lanes: MicroBatches, accumulate_s: float, segments_s: Array, scale: float
+    ) -> Iterator[tuple[Array, Array]]:
         """(end of each op in compute alone, its device's seconds unscaled) of some micro-batches.
 
         Of many micro-batches the first and the last ones are told. Ends count what the rank has
-        computed by then, whatever it waited for.
+        computed by then, whatever it waited for; seconds are `scale` times those of the lanes.
         """
-        program = kind.program
-        scale = ranks.compute_ratio * kind.slowdown_ratio
-        last = program.lanes.count - 1
-        for number in listed(program.lanes.count):
-            end_s = program.lanes.ends_s(number) + (program.accumulate_s if number == last else 0.0)
-            device_s = program.lanes.last_device_s if number == last else program.lanes.device_s
-            yield end_s * scale, device_s
+        last = lanes.count - 1
+        for number in listed(lanes.count):
+            end_s = lanes.ends_s(number) + (accumulate_s if number == last else 0.0)
+            yield end_s * scale, lanes.last_device_s if number == last else lanes.device_s
+
+    def assumptions(self) -> Iterator[str]:
+        """What the strategy's costs take for granted, in words."""
+        yield from ()
 
     @abstractmethod
     def words(self, ranks: int) -> str:
@@ -262,27 +357,26 @@ def listed(count: int) -> tuple[int, ...]:
     return tuple(range(count)) if count <= _MOST_LISTED else (0, 1, count - 1)
 
 
-_Registered = type[Rules]
-_RULES: dict[str, _Registered] = {}
+_RULES: dict[type[Strategy], type[Rules[Any]]] = {}
+R = TypeVar("R", bound=Rules[Any])
 
 
-def strategy(kind: StrategyKind) -> Callable[[_Registered], _Registered]:
-    """Register the rules of a strategy by its name."""
+def rules_for(strategy: type[Strategy]) -> Callable[[type[R]], type[R]]:
+    """Register the rules of a strategy."""
 
-    def register(rules: _Registered) -> _Registered:
-        rules.kind = kind
-        _RULES[kind] = rules
+    def register(rules: type[R]) -> type[R]:
+        _RULES[strategy] = rules
         return rules
 
     return register
 
 
-def rules_of(graph: OpGraph, shape: StepShape, cache: Cache) -> Rules:
+def rules_of(graph: OpGraph, shape: StepShape, cache: Cache) -> Rules[Any]:
     """The rules of a step's strategy, kept from one estimate to the next."""
     return cache.get(
         "strategy",
         (graph, shape.strategy),
-        lambda: _RULES[shape.strategy.kind](graph, shape, cache),
+        lambda: _RULES[type(shape.strategy)](graph, shape, cache),
         shape.accumulation_steps,
     )
 

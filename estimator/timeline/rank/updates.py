@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from estimator.errors import ProfileError, StrategyError
 from estimator.graph.costs.call_costs import features_of
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Parameter
-from estimator.graph.memory.peak import trained_tensors, update_call
+from estimator.graph.memory.sizes import trained_tensors, update_call
 from estimator.kernels.contention import Eviction, slowdown_curve, slowdown_ratio
 from estimator.kernels.durations import kernel_fits
 from estimator.kernels.fits import KernelFits
@@ -23,7 +23,6 @@ from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import split_limit
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
-from estimator.units import format_bytes
 from estimator.workload import Strategy
 from estimator.workload.optimizers import (
     BESIDE_MUON,
@@ -372,9 +371,9 @@ def added_to_update(
     if graph.clip_grad_norm:
         ratio = strategy.shard_dtypes(graph.precision).stored_ratio
         moved_bytes = _CLIPPED_TENSORS * trained.size_bytes * ratio
-        loops = strategy.offload or graph.target == "cpu"
+        loops = strategy.updates_on_host or graph.target == "cpu"
         host_s = fixed_s = _clip_host_s(trained, loops, machine[0])
-        if strategy.offload:
+        if strategy.updates_on_host:
             device_s = _moved_by_host_s(moved_bytes, graph, machine[0])
         else:
             device_s = _moved_s(moved_bytes, *machine)
@@ -393,26 +392,13 @@ def added_to_update(
     return Added(host_s, device_s, fixed_s)
 
 
-def recipe_assumptions(graph: OpGraph, strategy: Strategy, machine: str) -> Iterator[str]:
-    """What the costs of a recipe take for granted, in words."""
+def recipe_assumptions(graph: OpGraph, own: Iterable[str], machine: str) -> Iterator[str]:
+    """What the costs of a recipe take for granted, in words; `own` is what a strategy's do."""
     if graph.optimizer not in MEASURED:
         yield f"{graph.optimizer}'s update takes the bytes that its kernels move, at a known rate"
     if graph.clip_grad_norm:
         yield "gradients are clipped by one pass for their norms and one that scales them"
-    if strategy.master:
-        yield "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
-    if strategy.offload:
-        yield (
-            "shards are kept and updated on the host, whose memory is not counted; each unit's is "
-            "copied before its gather and after its reduction, not beside others"
-        )
-    if strategy.keeps.parameters == "shard" and (copied := autocast_bytes(graph)):
-        half = graph.precision.removesuffix("-amp")
-        yield (
-            f"autocast holds {format_bytes(copied)} of {half} copies of weights, which FSDP does "
-            f"not shard: --precision {half} --strategy fsdp:param={half},reduce=fp32 gathers "
-            f"{half} and keeps none"
-        )
+    yield from own
     if limit := split_limit(machine)[1]:
         yield (
             f"'{machine}' is limited: busy units hold a lower clock, its memory keeps its rate"
@@ -432,19 +418,6 @@ def autocast_bytes(graph: OpGraph) -> int:
     weights = {n for n, value in enumerate(graph.values) if value.kind == "parameter"}
     casts = (op for op in graph.ops if op.call.target.startswith("aten._to_copy"))
     return sum(op.call.outputs[0].nbytes for op in casts if not weights.isdisjoint(op.inputs))
-
-
-def cast_passes(strategy: Strategy, precision: str) -> float:
-    """What casting a bucket to the dtype of its reduction moves, in copies of the bucket.
-
-    torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py: a bucket is cast, divided by the
-    number of ranks as such, and copied back; reading and writing it once is one copy. Megatron's
-    buffer has the dtype of its reduction: gradients are cast as they are copied there.
-    """
-    ratio = strategy.shard_dtypes(precision).reduced_ratio
-    if strategy.has_gradient_buffer:
-        return (ratio - 1) / 2
-    return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
 
 
 def _moved_s(moved_bytes: float, profile: MachineProfile, devices_busy: int, cache: Cache) -> float:

@@ -7,7 +7,7 @@ parameter servers say what carries a bucket and what follows the update.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,25 +16,33 @@ from estimator.cache import Cache
 from estimator.elementwise import exp, where
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.memory.sizes import StepTensors
+from estimator.graph.memory.step import Holding, held_whole
+from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
 from estimator.timeline.collectives.overlap import Overlap, OverlapCosts
-from estimator.timeline.rank.program import gradient_buckets
-from estimator.timeline.rank.ranks import StepShape
+from estimator.timeline.rank.lanes import MicroBatches
 from estimator.timeline.rank.rules import (
     DP,
+    Bucket,
     BucketQueue,
     Communication,
     Groups,
     Network,
+    RankLane,
+    RankRequest,
     Ranks,
     Rules,
-    strategy,
+    StepShape,
+    rules_for,
     without_cost,
 )
+from estimator.timeline.rank.updates import accumulate_s, copies_s
 from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Label, TaskList
+from estimator.workload.strategies import DDP, Bucketed
 
 Array = NDArray[np.float64]
 
@@ -42,8 +50,50 @@ Array = NDArray[np.float64]
 NORM_BYTES = 4.0
 
 
-@strategy("ddp")
-class DistributedDataParallel(Rules):
+def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
+    """The buckets of a graph, in the order in which DDP launches them.
+
+    torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size` and
+    `Reducer::rebuild_buckets`: after the first step buckets follow the order in which gradients
+    became ready, one chain of buckets for each dtype, each closed once its size reaches the cap;
+    the first bucket of a chain has a cap of its own.
+    """
+    last_op = len(graph.ops) - 1
+    closed: list[Bucket] = []
+    open_buckets: dict[str, Bucket] = {}
+    first_done: set[str] = set()
+    for parameter in graph.parameters:
+        if parameter.is_expert:
+            continue
+        dtype = parameter.spec.dtype
+        ready = last_op if parameter.ready_after is None else parameter.ready_after
+        grown = open_buckets.pop(dtype, Bucket(size_bytes=0, tensors=0, ready_after=-1))
+        grown = Bucket(
+            size_bytes=grown.size_bytes + parameter.spec.nbytes,
+            tensors=grown.tensors + 1,
+            ready_after=max(grown.ready_after, ready),
+        )
+        cap = strategy.bucket_cap_bytes if dtype in first_done else strategy.first_cap_bytes
+        if not strategy.bucketed or grown.size_bytes >= cap:
+            closed.append(grown)
+            first_done.add(dtype)
+        else:
+            open_buckets[dtype] = grown
+    closed.extend(open_buckets.values())
+    # The reducer launches bucket k only after every bucket before it is ready.
+    launched, ready = [], -1
+    for bucket in closed:
+        ready = max(ready, bucket.ready_after)
+        launched.append(
+            Bucket(size_bytes=bucket.size_bytes, tensors=bucket.tensors, ready_after=ready)
+        )
+    return tuple(launched)
+
+
+B = TypeVar("B", bound=Bucketed)
+
+
+class BucketedRules(Rules[B]):
     """All ranks hold everything and update everything."""
 
     reduce_op: ClassVar[CollectiveName] = "all_reduce"
@@ -55,10 +105,67 @@ class DistributedDataParallel(Rules):
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
-        buckets = gradient_buckets(graph, shape.strategy)
-        self.gradient_bytes: Array = np.array([float(bucket.size_bytes) for bucket in buckets])
-        ratio = shape.strategy.shard_dtypes(graph.precision).reduced_ratio
-        self.bucket_bytes: Array = self.gradient_bytes * ratio
+        self.buckets = gradient_buckets(graph, self.strategy)
+        self.gradient_bytes: Array = np.array([float(each.size_bytes) for each in self.buckets])
+        self.reduced_ratio = self.strategy.shard_dtypes(graph.precision).reduced_ratio
+        self.bucket_bytes: Array = self.gradient_bytes * self.reduced_ratio
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether no gradient is held beside the buckets."""
+        return False
+
+    @property
+    def cast_copies(self) -> float:
+        """What casting a bucket to the dtype of its reduction moves, in copies of the bucket.
+
+        torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py: a bucket is cast, divided by
+        the number of ranks as such, and copied back; reading and writing it once is one copy.
+        """
+        ratio = self.reduced_ratio
+        return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
+
+    def held_bucket_bytes(self, gradients_bytes: int) -> int:
+        """As much as all gradients, and the copy of one bucket that is cast."""
+        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
+        return gradients_bytes + (
+            0 if self.reduced_ratio == 1 else int(largest * self.reduced_ratio)
+        )
+
+    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
+        """All micro-batches; the last one alone synchronises gradients."""
+        count = request.accumulation_steps
+        summed_s = (count - 1) * accumulate_s(request.trained, *request.machine)
+        buckets = self.buckets if request.merging else ()
+        sizes = [bucket.size_bytes for bucket in buckets]
+        back_s = copies_s(request.profile, sizes, request.devices_busy, request.cache)
+        each_s = back_s * (1 + self.cast_copies)
+        copied_s = float(each_s.sum()) if request.profile.host else 0.0
+        return RankLane(
+            lanes=_lanes(request, durations, buckets, each_s),
+            copies_s=copied_s + summed_s,
+            beside_s=summed_s,
+            accumulate_s=summed_s,
+            buckets=buckets,
+            copy_back_s=0.0 if self.in_buckets else float(back_s.sum()),
+        )
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        master_ratio = self.strategy.master_ratio(self.graph.precision)
+        if not merging:
+            return held_whole(tensors, master_ratio=master_ratio)
+        return held_whole(
+            tensors,
+            master_ratio=master_ratio,
+            bucket_bytes=self.held_bucket_bytes(tensors.trained_bytes()),
+            in_buckets=self.in_buckets,
+        )
+
+    def assumptions(self) -> Iterator[str]:
+        if self.strategy.master_ratio(self.graph.precision) > 1:
+            yield (
+                "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
+            )
 
     def shards(self, ranks: Any) -> Any:
         return 1
@@ -86,6 +193,40 @@ class DistributedDataParallel(Rules):
         return f"reducing gradients of {ranks} ranks"
 
 
+@rules_for(DDP)
+class DistributedDataParallel(BucketedRules[DDP]):
+    """Gradients are all-reduced in buckets."""
+
+    @property
+    def in_buckets(self) -> bool:
+        return self.strategy.gradient_as_bucket_view
+
+
+def _lanes(
+    request: RankRequest, durations: Durations, buckets: Sequence[Bucket], each_s: Array
+) -> MicroBatches:
+    """Micro-batches of which the last one has what DDP adds: copies and its own host work."""
+    last_host_s, last_device_s = durations.host_s, durations.device_s
+    host = request.profile.host
+    if buckets and host is not None:
+        host_s, device_s = np.zeros(len(last_host_s)), np.zeros(len(last_host_s))
+        host_s[0] = host.ddp_step_s
+        ready = [bucket.ready_after for bucket in buckets]
+        tensors = np.array([bucket.tensors for bucket in buckets])
+        np.add.at(device_s, ready, each_s)
+        np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
+        last_host_s, last_device_s = last_host_s + host_s, last_device_s + device_s
+    return MicroBatches(
+        host_s=durations.host_s,
+        device_s=durations.device_s,
+        last_host_s=last_host_s,
+        last_device_s=last_device_s,
+        count=request.accumulation_steps,
+        is_shared=request.graph.target == "cpu",
+        awaited=durations.awaited,
+    )
+
+
 class BucketedNetwork(Network):
     """A queue of buckets, the buffers before it, and what follows the update.
 
@@ -95,7 +236,7 @@ class BucketedNetwork(Network):
 
     def __init__(
         self,
-        rules: DistributedDataParallel,
+        rules: BucketedRules[Any],
         profiles: Sequence[MachineProfile],
         cluster: Cluster | None,
     ) -> None:

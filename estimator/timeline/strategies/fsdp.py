@@ -10,7 +10,9 @@ collectives block the rank. The compute of a micro-batch ends when all its gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,27 +22,64 @@ from estimator.cache import Cache
 from estimator.elementwise import exp, maximum, minimum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
+from estimator.graph.memory.sizes import (
+    Gradient,
+    StepTensors,
+    block_bytes,
+    optimizer_memory,
+    rounded_bytes,
+)
+from estimator.graph.memory.step import (
+    COPY_OUT,
+    DROP,
+    GATHER,
+    PREFETCH,
+    RESHARD,
+    Bytes,
+    Holding,
+    Ledger,
+    MicroBatchMemory,
+    Update,
+    at,
+    held_whole,
+)
+from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap, OverlapCosts
-from estimator.timeline.rank.lanes import HostCopies, ShardedPasses, sharded_passes, slowest_of
-from estimator.timeline.rank.ranks import RankClass, StepShape
+from estimator.timeline.rank.lanes import (
+    HostCopies,
+    MicroBatches,
+    ShardedPasses,
+    copies_of_one_rank_s,
+    hook_seconds,
+    segment_seconds,
+    sharded_passes,
+    slowest_of,
+    unit_copies_s,
+)
 from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
     DP_SHARD,
     EXPERT_SHARD,
+    Bucket,
     Communication,
     Groups,
     Network,
+    RankLane,
+    RankRequest,
     Ranks,
     Rules,
+    StepShape,
     listed,
-    strategy,
+    rules_for,
     without_cost,
 )
+from estimator.timeline.rank.updates import accumulate_s, autocast_bytes
 from estimator.timeline.simulator.evaluator import play
 from estimator.timeline.simulator.tasks import (
     COMPUTE,
@@ -51,6 +90,15 @@ from estimator.timeline.simulator.tasks import (
     TaskList,
 )
 from estimator.timeline.strategies.ddp import NORM_BYTES
+from estimator.timeline.strategies.zero import (
+    GradientsBefore,
+    Reduction,
+    reduced,
+    unlike_micro_batches,
+)
+from estimator.units import format_bytes
+from estimator.workload import ShardDtypes
+from estimator.workload.strategies import FSDP
 
 # Compute between passes through units, which a timeline lists operator by operator.
 SEGMENTS = (Label("", phase="forward"), Label("", phase="backward"))
@@ -180,8 +228,8 @@ class MicroBatch:
 Array = NDArray[np.float64]
 
 
-@strategy("fsdp")
-class FullyShardedDataParallel(Rules):
+@rules_for(FSDP)
+class FullyShardedDataParallel(Rules[FSDP]):
     """Ranks hold shards of everything and gather parameters unit by unit."""
 
     axes = (DP, DP_SHARD, DP_REPLICATE)
@@ -189,7 +237,10 @@ class FullyShardedDataParallel(Rules):
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
-        self.passes: ShardedPasses = sharded_passes(graph, shape.strategy, cache)
+        self.dtypes = self.strategy.shard_dtypes(graph.precision)
+        self.passes: ShardedPasses = sharded_passes(
+            graph, self.dtypes, regathers=self.strategy.reshard_after_forward, cache=cache
+        )
 
     @property
     def segments(self) -> int:
@@ -198,22 +249,79 @@ class FullyShardedDataParallel(Rules):
         return ends + 2 * len(passes.gathered_bytes) + 1
 
     def shards(self, ranks: Any) -> Any:
-        shard = self.shape.strategy.shard
+        shard = self.strategy.shard
         return ranks if shard is None else minimum(ranks, shard)
 
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
         return ShardedNetwork(self, profiles, cluster)
 
-    def op_ends_s(self, ranks: Ranks, kind: RankClass) -> Iterator[tuple[Array, Array]]:
-        if not len(kind.segments_s):
-            yield from super().op_ends_s(ranks, kind)
+    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
+        """One micro-batch, and the copies of all: each ends when its gradients are reduced."""
+        count, passes = request.accumulation_steps, self.passes
+        summed_s = (count - 1) * accumulate_s(request.trained, *request.machine)
+        if not request.merging:
+            if self.strategy.offload:
+                summed_s += count * copies_of_one_rank_s(request.profile, passes)
+            return RankLane(
+                lanes=_micro_batches(request, durations, durations.host_s, count),
+                copies_s=summed_s,
+                beside_s=summed_s,
+                accumulate_s=summed_s,
+            )
+        host_s = durations.host_s + hook_seconds(request.bound, passes, request.profile)
+        lanes = _micro_batches(request, durations, host_s, 1)
+        out_s, in_s = unit_copies_s(passes, *request.machine)
+        shares = self.strategy.gradient_sync
+        copied_s = count * out_s[list(passes.gathered)].sum()
+        copied_s += (count if shares else 1) * in_s[[0, *passes.reduced]].sum()
+        summed = request.updated if shares else request.trained
+        sums_s = np.array([(count - 1) * accumulate_s(summed, *request.machine)])
+        beside_s = float(copied_s) + (0.0 if shares else summed_s)
+        return RankLane(
+            lanes=lanes,
+            copies_s=beside_s,
+            beside_s=beside_s,
+            accumulate_s=summed_s,
+            repeats=count,
+            sums_shards=shares,
+            segments_s=np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s]),
+        )
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        """Alone a rank holds no shards but those that are kept in another dtype or on the host."""
+        if not (merging or self.strategy.param is not None or self.strategy.offload):
+            return held_whole(tensors)
+        ratio, micro_batches = self.dtypes.stored_ratio, self._micro_batches(tensors)
+        if self.strategy.offload:
+            micro_batches = [replace(each, gradient_shards=None) for each in micro_batches]
+            return Holding(parameters=Bytes(), micro_batches=micro_batches)
+        held = optimizer_memory(tensors.graph, stored_ratio=ratio, sharded=True)
+        return Holding(
+            parameters=Bytes(0, tensors.parameters_bytes(ratio, sharded=True)),
+            # In the update no gradient is whole any more.
+            updated=Bytes(0, tensors.trained_bytes(ratio, sharded=True)),
+            updates=(Update.of(held, sharded=True),),
+            micro_batches=micro_batches,
+        )
+
+    def _micro_batches(self, tensors: StepTensors) -> list[MicroBatchMemory]:
+        """As `fully_shard` issues its allocations (torch 2.13, _fully_shard/_fsdp_param_group.py
+        and _fsdp_collectives.py).
+        """
+        units, regathers = _unit_bytes(tensors.graph), self.strategy.reshard_after_forward
+        found = unlike_micro_batches(self.shape.accumulation_steps, self.strategy.gradient_sync)
+        return [_held_units(tensors, units, each, self.dtypes, regathers) for each in found]
+
+    def op_ends_s(
+        self, lanes: MicroBatches, accumulate_s: float, segments_s: Array, scale: float
+    ) -> Iterator[tuple[Array, Array]]:
+        if not len(segments_s):
+            yield from super().op_ends_s(lanes, accumulate_s, segments_s, scale)
             return
-        scale, count = ranks.compute_ratio * kind.slowdown_ratio, self.shape.accumulation_steps
-        segments_s = (kind.segments_s * ranks.compute_ratio).tolist()
-        lanes, began_s = kind.program.lanes, 0.0
+        count, began_s = self.shape.accumulation_steps, 0.0
         for number in listed(count):
-            reducing = number == count - 1 or self.shape.strategy.gradient_sync
-            offsets_s, length_s = self._offsets_s(segments_s, reducing=reducing)
+            reducing = number == count - 1 or self.strategy.gradient_sync
+            offsets_s, length_s = self._offsets_s(segments_s.tolist(), reducing=reducing)
             yield began_s + lanes.ends_s(0) * scale + offsets_s, lanes.device_s
             began_s += length_s
 
@@ -241,8 +349,126 @@ class FullyShardedDataParallel(Rules):
                 beside_s += task.cost_s
         return offsets_s, length_s
 
+    def assumptions(self) -> Iterator[str]:
+        if self.strategy.offload:
+            yield (
+                "shards are kept and updated on the host, whose memory is not counted; each unit's "
+                "is copied before its gather and after its reduction, not beside others"
+            )
+        if copied := autocast_bytes(self.graph):
+            half = self.graph.precision.removesuffix("-amp")
+            yield (
+                f"autocast holds {format_bytes(copied)} of {half} copies of weights, which FSDP "
+                f"does not shard: --precision {half} --strategy fsdp:param={half},reduce=fp32 "
+                f"gathers {half} and keeps none"
+            )
+
     def words(self, ranks: int) -> str:
         return f"gathering parameters and reducing gradients of {ranks} ranks"
+
+
+def _micro_batches(
+    request: RankRequest, durations: Durations, host_s: Array, count: int
+) -> MicroBatches:
+    return MicroBatches(
+        host_s=host_s,
+        device_s=durations.device_s,
+        last_host_s=host_s,
+        last_device_s=durations.device_s,
+        count=count,
+        is_shared=request.graph.target == "cpu",
+        awaited=durations.awaited,
+    )
+
+
+def _held_units(
+    tensors: StepTensors,
+    units: Mapping[str, int],
+    micro: GradientsBefore,
+    dtypes: ShardDtypes,
+    regathers: bool,
+) -> MicroBatchMemory:
+    """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers.
+
+    Unless it `regathers`, a unit is whole from its first forward to its last backward pass.
+    """
+    graph, ops, gradients = tensors.graph, tensors.ops, tensors.gradients
+    gathered, buffers = Ledger(ops), Ledger(ops)
+    blocks = {path for path in units if path}
+    forward, backward = (unit_runs(graph, blocks, phase) for phase in ("forward", "backward"))
+    turn = next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), ops)
+    if "" in units:
+        # The rest of the model is gathered once for both phases.
+        gathered.hold(at(0, COPY_OUT), at(ops, RESHARD), units[""])
+        forward.insert(0, UnitRun("", 0, 0))
+    for first, last, path in _whole(forward, backward, regathers=regathers):
+        gathered.hold(at(first, COPY_OUT), at(last, RESHARD), units[path])
+    # In the forward pass a buffer is kept until the next unit has been copied out.
+    dropped = [*(at(run.first, DROP) for run in forward[1:]), at(turn, GATHER)]
+    for run, end in zip(forward, dropped, strict=False):
+        _gather(graph, buffers, at(run.first, GATHER), end, units[run.path])
+    # In the backward pass the rest of the model prefetches the last unit, and each the one before.
+    asked = at(turn, GATHER) if "" in units else None
+    for run in backward if regathers else ():
+        start = at(run.first, GATHER) if asked is None else asked
+        _gather(graph, buffers, start, at(run.first, DROP), units[run.path])
+        asked = at(run.first, PREFETCH)
+    ends = {path: [run.last for run in backward if run.path == path] for path in blocks}
+
+    def released(gradient: Gradient) -> int:
+        if not gradient.unit:
+            return ops
+        of_unit = ends.get(gradient.unit, [])
+        return next((end for end in of_unit if end >= gradient.final), gradient.final)
+
+    afters = [released(gradient) for gradient in gradients]
+    reductions = _unit_reductions(gradients, afters, dtypes)
+    found = reduced(tensors, buffers, afters, reductions, micro, dtypes.reduced_ratio)
+    return replace(found, gathered=gathered.levels())
+
+
+def _unit_reductions(
+    gradients: Sequence[Gradient], afters: Sequence[int], dtypes: ShardDtypes
+) -> list[Reduction]:
+    """One of all gradients that go after the same op."""
+    sizes: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for after, gradient in zip(afters, gradients, strict=True):
+        sizes[after] += gradient.size_bytes
+        kept[after] += gradient.size_bytes * gradient.parts
+    return [
+        Reduction(after, int(size * dtypes.reduced_ratio), kept[after] * dtypes.stored_ratio)
+        for after, size in sorted(sizes.items())
+    ]
+
+
+def _whole(
+    forward: Sequence[UnitRun], backward: Sequence[UnitRun], *, regathers: bool
+) -> Iterator[tuple[int, int, str]]:
+    """(first op, last op, unit) of the stretches in which a unit is whole, the rest's apart."""
+    blocks = [run for run in (*forward, *backward) if run.path]
+    if regathers:
+        yield from ((run.first, run.last, run.path) for run in blocks)
+        return
+    for path in dict.fromkeys(run.path for run in blocks):
+        own = [run for run in blocks if run.path == path]
+        yield own[0].first, own[-1].last, path
+
+
+def _gather(graph: OpGraph, buffers: Ledger, start: int, end: int, size_bytes: int) -> None:
+    buffers.hold(start, end, size_bytes)
+    if graph.target == "cpu":
+        # gloo gathers into a buffer of its own (ProcessGroupGloo.cpp, torch 2.13).
+        buffers.hold(start, start + 1, size_bytes)
+
+
+def _unit_bytes(graph: OpGraph) -> dict[str, int]:
+    """What FSDP gathers of every unit that has parameters, trained or not."""
+    block = block_bytes(graph)
+    units = Counter(frozen_unit_bytes(graph))
+    for parameter in graph.parameters:
+        units[parameter_unit(parameter)] += rounded_bytes(parameter.spec.nbytes, block)
+    return {path: size for path, size in units.items() if size}
 
 
 class ShardedNetwork(Network):
@@ -268,8 +494,8 @@ class ShardedNetwork(Network):
         self._gather = self._sized("all_gather", gathered)
         self._scatter = self._sized("reduce_scatter", reduced)
         # What is all-reduced is the shard that a rank holds.
-        self._reduce = self._sized("all_reduce", kept / (rules.shape.strategy.shard or 1))
-        strategy = rules.shape.strategy
+        self._reduce = self._sized("all_reduce", kept / (rules.strategy.shard or 1))
+        strategy = rules.strategy
         self._host = HostCopies.of(profiles, passes) if strategy.offload else None
         self._norm = None
         if rules.graph.clip_grad_norm:
@@ -289,7 +515,7 @@ class ShardedNetwork(Network):
         overlap = self._overlap(ranks, costs)
         once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
         earlier_s, earlier = 0.0, shape.accumulation_steps - 1
-        if earlier and shape.strategy.gradient_sync:
+        if earlier and self._rules.strategy.gradient_sync:
             earlier_s = earlier * once_s
         elif earlier:
             earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
@@ -330,7 +556,7 @@ class ShardedNetwork(Network):
         reduced = [0, *passes.reduced]
         gathers_s = costs.gather_s[list(passes.gathered)].sum(axis=0)
         reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
-        times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
+        times = shape.accumulation_steps if self._rules.strategy.gradient_sync else 1
         return shape.accumulation_steps * gathers_s + times * reductions_s + self._norm_s(ranks)
 
     def _norm_s(self, ranks: Ranks) -> Any:
@@ -344,7 +570,7 @@ class ShardedNetwork(Network):
         if self._rules.shape.accumulation_steps == 1:
             return 0.0
         (group,) = ranks.groups[DP]
-        shards = self._rules.shards(group.ranks) if self._rules.shape.strategy.gradient_sync else 1
+        shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
         seconds = ranks.segments_s[-1]
         most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
         return most / shards
@@ -430,9 +656,9 @@ class ShardedNetwork(Network):
         count = shape.accumulation_steps
         for number in listed(count):
             last = number == count - 1
-            reducing = last or shape.strategy.gradient_sync
+            reducing = last or self._rules.strategy.gradient_sync
             if last and (left := count - len(listed(count))):
-                alike = shape.strategy.gradient_sync
+                alike = self._rules.strategy.gradient_sync
                 middle_s = left * self._micro_batch_s(ranks, costs, overlap, reducing=alike)
                 label = Label(f"micro-batches 3 to {count - 1}, each alike")
                 more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
@@ -440,7 +666,7 @@ class ShardedNetwork(Network):
             self._add_micro_batch(tasks, ranks, costs, reducing=reducing, named=True)
         if shape.accumulation_steps > 1:
             (group,) = ranks.groups[DP]
-            shards = self._rules.shards(group.ranks) if shape.strategy.gradient_sync else 1
+            shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
             summed = tasks.add(COMPUTE, ranks.segments_s[-1] / shards, label=Label("add gradients"))
             tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, summed))
         norm_s = self._norm_s(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from estimator.elementwise import maximum, where
 from estimator.errors import ProfileError
+from estimator.graph.memory.sizes import StepTensors
+from estimator.graph.memory.step import Holding, Update
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.network import network_of, rates_by_ranks
@@ -23,9 +26,9 @@ from estimator.timeline.collectives.costs import (
     SizedCollective,
     network_latency_s,
 )
-from estimator.timeline.rank.rules import DP, Groups, Ranks, strategy
-from estimator.timeline.strategies.ddp import BucketedNetwork, DistributedDataParallel
-from estimator.workload import Strategy
+from estimator.timeline.rank.rules import DP, Bucket, Groups, Ranks, rules_for
+from estimator.timeline.strategies.ddp import BucketedNetwork, BucketedRules
+from estimator.workload.strategies import ParameterServers
 
 Array = NDArray[np.float64]
 
@@ -40,7 +43,7 @@ class ServerCosts:
 
     corrections = (NO_CORRECTIONS,)
 
-    def __init__(self, profiles: Sequence[MachineProfile], strategy: Strategy) -> None:
+    def __init__(self, profiles: Sequence[MachineProfile], strategy: ParameterServers) -> None:
         self.profiles, self._strategy = profiles, strategy
         # What workers of one node reach the servers over, which their ring does not cross.
         self._networks = [network_of(profile) for profile in profiles]
@@ -68,28 +71,33 @@ class ServerCosts:
         return "fitted"
 
 
-@strategy("ps")
-class ParameterServers(DistributedDataParallel):
+@rules_for(ParameterServers)
+class ServerRules(BucketedRules[ParameterServers]):
     """Servers hold and update parameters; a rank holds a copy and no optimizer state."""
 
     reduced_by = "push, pull"
     unmeasured = "its bytes over the slowest link of a worker or of the servers"
 
     def reduce_costs(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Any:
-        return ServerCosts(profiles, self.shape.strategy)
+        return ServerCosts(profiles, self.strategy)
 
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> ServerNetwork:
         return ServerNetwork(self, profiles, cluster)
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        """A worker updates nothing."""
+        whole = super().holding(tensors, buckets, merging=merging)
+        return replace(whole, updates=(Update(),)) if merging else whole
 
     def update_share(self, ranks: Any) -> Any:
         # A server updates a bucket while the next ones come in; the last one's update is exposed.
         whole = float(self.bucket_bytes.sum())
         last = float(self.bucket_bytes[-1:].sum())
-        share = last / whole / self.shape.strategy.servers if whole > 0 else 0.0
+        share = last / whole / self.strategy.servers if whole > 0 else 0.0
         return where(ranks > 1, share, 1.0)
 
     def words(self, ranks: int) -> str:
-        servers = self.shape.strategy.servers
+        servers = self.strategy.servers
         plural = "s" if servers > 1 else ""
         return (
             f"sending gradients of {ranks} ranks to {servers} parameter server{plural} and "
@@ -102,7 +110,7 @@ class ServerNetwork(BucketedNetwork):
 
     def __init__(
         self,
-        rules: ParameterServers,
+        rules: ServerRules,
         profiles: Sequence[MachineProfile],
         cluster: Cluster | None,
     ) -> None:

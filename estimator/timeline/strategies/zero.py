@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
+from estimator.graph.memory.step import (
+    COPY_IN,
+    RAN,
+    REDUCE,
+    RESHARD,
+    RUN,
+    Bytes,
+    Holding,
+    Ledger,
+    MicroBatchMemory,
+    Update,
+    at,
+)
 from estimator.machines.profile import CollectiveName
-from estimator.timeline.rank.rules import strategy
-from estimator.timeline.strategies.ddp import DistributedDataParallel
+from estimator.timeline.rank.rules import Bucket, rules_for
+from estimator.timeline.strategies.ddp import BucketedRules
+from estimator.workload.strategies import Bucketed, DistributedOptimizer, ZeRO1, ZeRO2
 
 Array = NDArray[np.float64]
+B = TypeVar("B", bound=Bucketed)
 
 
-@strategy("zero1")
-class ZeroRedundancyOptimizer(DistributedDataParallel):
-    """DDP, whose ranks update a share each and broadcast every tensor that they have updated."""
-
-    after_op: ClassVar[CollectiveName | None] = "broadcast"
+class SharedOptimizer(BucketedRules[B]):
+    """A rank updates its share; what it has updated is sent to all others."""
 
     def shards(self, ranks: Any) -> Any:
         return ranks
@@ -26,17 +41,58 @@ class ZeroRedundancyOptimizer(DistributedDataParallel):
     def update_share(self, ranks: Any) -> Any:
         return 1.0 / ranks
 
+    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
+        """What all ranks hold of the optimizer together."""
+        master_ratio = self.strategy.master_ratio(self.graph.precision)
+        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
+
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
+        """What ranks hold of the optimizer: even shares.
+
+        A loop has the temporaries of one tensor at a time, on some rank those of the largest one.
+        """
+        own = self.optimizer(tensors)
+        even = Bytes(own.single_bytes, own.together_bytes)
+        return (Update(Bytes(0, own.state_bytes), even),)
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        whole = super().holding(tensors, buckets, merging=merging)
+        return replace(whole, updates=self.updates(tensors)) if merging else whole
+
+
+@rules_for(ZeRO1)
+class ZeroRedundancyOptimizer(SharedOptimizer[ZeRO1]):
+    """DDP, whose ranks update whole tensors each and broadcast every one."""
+
+    after_op: ClassVar[CollectiveName | None] = "broadcast"
+
+    @property
+    def in_buckets(self) -> bool:
+        return self.strategy.gradient_as_bucket_view
+
     def bytes_after(self) -> Array:
         trained = (p for p in self.graph.parameters if p.gradient is not None)
         return np.array([float(parameter.spec.nbytes) for parameter in trained])
+
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
+        """ZeroRedundancyOptimizer gives whole tensors to ranks, the largest first, each to the rank
+        that has the least so far (torch/distributed/optim/zero_redundancy_optimizer.py, torch
+        2.13). Some rank has no less than an even share, and one has the largest tensor; of many
+        tensors the fullest rank has little more than that.
+        """
+        own = self.optimizer(tensors)
+        largest = Bytes(own.single_bytes + own.largest_together_bytes)
+        return (
+            *super().updates(tensors),
+            Update(Bytes(own.largest_state_bytes), largest),
+        )
 
     def words(self, ranks: int) -> str:
         return f"reducing gradients and broadcasting parameters of {ranks} ranks"
 
 
-@strategy("zero2")
-class ZeroStage2(ZeroRedundancyOptimizer):
-    """Gradients are reduce-scattered bucket by bucket, updated parameters gathered likewise."""
+class ScatteredGradients(SharedOptimizer[B]):
+    """Buckets are reduce-scattered, updated parameters gathered likewise."""
 
     reduce_op = "reduce_scatter"
     after_op = "all_gather"
@@ -50,6 +106,126 @@ class ZeroStage2(ZeroRedundancyOptimizer):
         return f"reducing gradients and gathering parameters of {ranks} ranks"
 
 
-@strategy("distributed-optimizer")
-class DistributedOptimizer(ZeroStage2):
-    """The same traffic as of stage 2; the whole gradients stay on every rank until the update."""
+@rules_for(DistributedOptimizer)
+class BufferedGradients(ScatteredGradients[DistributedOptimizer]):
+    """Whole gradients stay on every rank until the update, in the buffer that is reduced."""
+
+    @property
+    def in_buckets(self) -> bool:
+        return True
+
+    @property
+    def cast_copies(self) -> float:
+        """Megatron's buffer has the dtype of its reduction: gradients are cast as they are copied
+        there.
+        """
+        return (self.reduced_ratio - 1) / 2
+
+    def held_bucket_bytes(self, gradients_bytes: int) -> int:
+        return int(gradients_bytes * self.reduced_ratio)
+
+
+@rules_for(ZeRO2)
+class ZeroStage2(ScatteredGradients[ZeRO2]):
+    """Gradients are reduce-scattered bucket by bucket; a rank keeps its shard of each."""
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        if not merging:
+            return super().holding(tensors, buckets, merging=merging)
+        reductions = [
+            Reduction(each.ready_after, int(each.size_bytes * self.reduced_ratio), each.size_bytes)
+            for each in buckets
+        ]
+        ops = tensors.ops
+        afters = [
+            next((each.after for each in reductions if each.after >= gradient.final), ops)
+            for gradient in tensors.gradients
+        ]
+        return Holding(
+            parameters=Bytes(tensors.parameters_bytes()),
+            updated=Bytes(0, tensors.trained_bytes()),
+            updates=(Update.of(self.optimizer(tensors), sharded=True),),
+            micro_batches=[
+                reduced(tensors, Ledger(ops), afters, reductions, micro)
+                for micro in unlike_micro_batches(self.shape.accumulation_steps)
+            ],
+        )
+
+
+class Reduction(NamedTuple):
+    """Gradients that one reduce-scatter carries, issued once op `after` has run.
+
+    `after` is the number of ops where it follows the whole backward pass. Of the buffer's
+    `size_bytes` all ranks together keep `shard_bytes`, None: as many.
+    """
+
+    after: int
+    size_bytes: int
+    shard_bytes: int | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all ranks' shards together."""
+        return self.size_bytes if self.shard_bytes is None else self.shard_bytes
+
+
+class GradientsBefore(NamedTuple):
+    """Which gradients there are before a micro-batch, and whether it reduces its own."""
+
+    held: Literal["nothing", "shards", "whole"]
+    reduces: bool
+
+
+def unlike_micro_batches(micro_batches: int, gradient_sync: bool = True) -> list[GradientsBefore]:
+    """The micro-batches of a step, among which is the one with the peak."""
+    if micro_batches == 1:
+        return [GradientsBefore("nothing", reduces=True)]
+    if gradient_sync:
+        return [GradientsBefore("shards", reduces=True)]
+    before = GradientsBefore("whole" if micro_batches > 2 else "nothing", reduces=False)
+    return [before, GradientsBefore("whole", reduces=True)]
+
+
+def reduced(
+    tensors: StepTensors,
+    buffers: Ledger,
+    afters: Sequence[int],
+    reductions: Sequence[Reduction],
+    micro: GradientsBefore,
+    reduced_ratio: float = 1.0,
+) -> MicroBatchMemory:
+    """A micro-batch whose gradients are reduced; gradient k goes after op `afters[k]`.
+
+    Inputs of reductions stand in `buffers` beside what is there already.
+
+    Gradients that are kept whole are added up in the dtype of the reduction, in which an element
+    takes `reduced_ratio` times as many bytes.
+    """
+    whole, shards = Ledger(tensors.ops), Ledger(tensors.ops)
+    for gradient, after in zip(tensors.gradients, afters, strict=True):
+        size, kept = gradient.size_bytes, int(gradient.size_bytes * reduced_ratio)
+        gone = at(after, REDUCE) if micro.reduces else whole.end
+        if micro.held == "whole":
+            whole.hold(0, gone, kept)
+            # In one dtype added in place as it is made, else when its unit has them all.
+            gone = at(gradient.final, RAN) if kept == size else at(after, RESHARD)
+        elif not micro.reduces and kept != size:
+            whole.hold(at(after, RAN), gone, kept)
+            gone = at(after, RESHARD)
+        whole.hold(at(gradient.born, RUN), gone, size)
+    if micro.held == "shards":
+        shards.hold(0, shards.end, sum(each.kept_bytes for each in reductions))
+    # One reduce-scatter is in flight: its input is freed when the next one's is allocated.
+    freed = [*(at(each.after, RESHARD) for each in reductions[1:]), buffers.end]
+    for reduction, end in zip(reductions, freed, strict=False) if micro.reduces else ():
+        after, size = reduction.after, reduction.size_bytes
+        if (start := at(after, COPY_IN)) < end:
+            buffers.hold(start, end, size)
+        if tensors.graph.target == "cpu":
+            # gloo reduces a copy of its input (ProcessGroupGloo.cpp, torch 2.13).
+            buffers.hold(at(after, REDUCE), at(after, REDUCE) + 1, size)
+        if micro.held != "shards":
+            shards.hold(at(after, REDUCE), shards.end, reduction.kept_bytes)
+    return MicroBatchMemory(
+        buffers=buffers.levels(), gradients=whole.levels(), gradient_shards=shards.levels()
+    )

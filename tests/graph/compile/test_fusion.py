@@ -21,9 +21,8 @@ from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import value_roots
-from estimator.graph.memory.peak import peak_memory
+from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
-from estimator.workload import Strategy
 
 
 class Gated(nn.Module):
@@ -238,7 +237,7 @@ def test_a_compiled_graph_at_another_batch_equals_one_compiled_there(kind: str) 
 
 def test_what_fused_kernels_keep_inside_takes_no_memory() -> None:
     def activations_bytes(graph: OpGraph) -> int:
-        found = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        found = memory_alone(graph.at()).peaks().peak(1)
         return found.activations_bytes
 
     eager = trace_graph(nn.Sequential(*(Gated() for _ in range(8))), torch.randn(64, 8))

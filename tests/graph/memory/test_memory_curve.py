@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.memory.curve import by_module, live_tensors, memory_curve, tensors_of
-from estimator.graph.memory.peak import peak_memory
-from estimator.graph.memory.step import Reduction, step_memory
+from estimator.graph.memory.curve import by_module, live_tensors, tensors_of
+from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
-from estimator.workload import Strategy
-from tests.graph.memory.test_memory import KILO, two_layers
+from tests.graph.memory.test_memory import KILO, over_step, two_layers
 from tests.graph.memory.test_step_memory import three_layers
 
 
@@ -28,7 +26,7 @@ def convolutional() -> OpGraph:
 
 def test_levels_by_hand() -> None:
     graph = two_layers()
-    curve = memory_curve(graph.at(), optimizer="sgd", strategy=Strategy(), merging=False)
+    curve = memory_alone(graph.at()).curve()
     kilobytes = {kind: (each / KILO).tolist() for kind, each in curve.levels.items()}
     # Parameters of 1 + 2 and an input of 4 throughout.
     assert kilobytes["parameters"] == [3.0] * (len(graph.ops) + 1)
@@ -43,49 +41,35 @@ def test_levels_by_hand() -> None:
 
 
 @pytest.mark.parametrize("merging", [False, True])
-@pytest.mark.parametrize("view", [False, True])
-def test_the_maximum_is_the_peak_of_a_replica(merging: bool, view: bool) -> None:
-    strategy = Strategy(gradient_as_bucket_view=view)
-    graph = convolutional()
-    curve = memory_curve(graph.at(16), optimizer="adam", strategy=strategy, merging=merging)
-    peak = peak_memory(graph.at(16), optimizer="adam", strategy=strategy, ranks=2 if merging else 1)
-    assert curve.peak_bytes == peak.total_bytes
+@pytest.mark.parametrize("text", ["ddp", "ddp:view", "ddp:reduce=fp16"])
+def test_the_maximum_is_the_peak_of_a_replica(merging: bool, text: str) -> None:
+    found = over_step(convolutional(), text, batch=16, merging=merging)
+    assert found.curve().peak_bytes == found.peaks().total_bytes(1)
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero1:master", "zero2", "fsdp", "ps:1"])
+@pytest.mark.parametrize("text", ["zero1", "zero1:master", "zero2:bucket=4096", "fsdp", "ps:1"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("shards", [2, 8])
-def test_the_maximum_is_the_peak_of_a_shard(kind: str, micro_batches: int, shards: int) -> None:
-    strategy = Strategy.parse(kind)
-    graph = replace(three_layers(), precision="bf16")
-    last = len(graph.ops) - 1
-    asked = {
-        "optimizer": "adam",
-        "strategy": strategy,
-        "merging": True,
-        "micro_batches": micro_batches,
-        "buckets": [Reduction(after=last, size_bytes=4096)] if kind == "zero2" else [],
-    }
-    curve = memory_curve(graph.at(), shards=shards, **asked)  # type: ignore[arg-type]
-    whole = step_memory(graph.at(), **asked)  # type: ignore[arg-type]
+def test_the_maximum_is_the_peak_of_a_shard(text: str, micro_batches: int, shards: int) -> None:
+    graph = replace(three_layers(), precision="bf16", optimizer="adam")
+    found = over_step(graph, text, micro_batches=micro_batches)
+    curve = found.curve(shards)
     # Kinds are rounded up to whole bytes each, the peak once.
-    assert abs(curve.peak_bytes - whole.total_bytes(shards)) <= 4
+    assert abs(curve.peak_bytes - found.peaks().total_bytes(shards)) <= 4
     assert all((levels >= 0).all() for levels in curve.levels.values())
 
 
 @pytest.mark.parametrize("text", ["fsdp:param=bf16", "fsdp:offload", "fsdp:param=bf16,offload"])
 def test_the_maximum_is_the_peak_of_a_rank_alone_whose_shards_are_kept_apart(text: str) -> None:
-    bound = replace(three_layers(), precision="bf16").at()
-    asked = {"optimizer": "adam", "strategy": Strategy.parse(text), "merging": False}
-    curve = memory_curve(bound, **asked)  # type: ignore[arg-type]
-    whole = step_memory(bound, **asked)  # type: ignore[arg-type]
-    assert abs(curve.peak_bytes - whole.total_bytes(1)) <= 4
+    graph = replace(three_layers(), precision="bf16", optimizer="adam")
+    found = over_step(graph, text, merging=False)
+    assert abs(found.curve().peak_bytes - found.peaks().total_bytes(1)) <= 4
 
 
 def test_tensors_alive_at_an_op_add_up_to_its_levels() -> None:
     graph = convolutional()
     bound = graph.at(64)
-    curve = memory_curve(bound, optimizer="adam", strategy=Strategy(), merging=False)
+    curve = memory_alone(bound).curve()
     for place in range(len(graph.ops) + 1):
         found = live_tensors(tensors_of(bound), place)
         for kind in ("parameters", "gradients", "activations"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import estimator as est
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.shards import frozen_unit_bytes, shard_units
-from estimator.graph.memory.peak import Envelope, ShardedMemory, peak_memory
-from estimator.graph.memory.step import Reduction, step_memory
+from estimator.graph.memory.peak import Envelope, ShardedMemory
 from estimator.graph.trace.trace import trace_graph
-from estimator.workload import Strategy, StrategyKind
+from estimator.timeline.rank.rules import Bucket
+from tests.graph.memory.test_memory import over_step
 from tests.synthetic import in_blocks, perceptron
 from tests.timeline.strategies.test_sharding import profile as machine
 
@@ -32,15 +33,12 @@ from tests.timeline.strategies.test_sharding import profile as machine
 BLOCK = 512
 
 
-def memory(  # type: ignore[no-untyped-def]
-    bound: BoundGraph,
-    kind: StrategyKind,
-    optimizer: str = "sgd",
-    gradient_sync: bool = True,
-    **more: object,
-):
-    strategy = Strategy(kind=kind, servers=int(kind == "ps"), gradient_sync=gradient_sync)
-    return step_memory(bound, optimizer=optimizer, strategy=strategy, merging=True, **more)  # type: ignore[arg-type]
+def memory(graph: OpGraph, text: str, optimizer: str = "sgd", **more: Any) -> ShardedMemory:
+    return over_step(replace(graph, optimizer=optimizer), text, **more).peaks()
+
+
+def replica(graph: OpGraph, optimizer: str = "sgd") -> ShardedMemory:
+    return memory(graph, "ddp", optimizer)
 
 
 def blocks(count: float) -> int:
@@ -56,7 +54,7 @@ def three_layers() -> OpGraph:
 
 
 def test_fsdp_by_hand() -> None:
-    found = memory(three_layers().at(), "fsdp")
+    found = memory(three_layers(), "fsdp")
     # Shards of 128 + 256 + 256 = 640 blocks. At the end of the second unit's backward pass there
     # are the rest and the unit (384), the first unit being prefetched (256), the gradient (256),
     # the transposed weight (256), 6 of activations and 1 of input. At the end of the first unit's
@@ -78,13 +76,13 @@ def test_fsdp_by_hand() -> None:
 
 
 def test_gradient_shards_of_earlier_micro_batches_are_held_by_hand() -> None:
-    found = memory(three_layers().at(), "fsdp", micro_batches=2)
+    found = memory(three_layers(), "fsdp", micro_batches=2)
     # All 640 of gradient shards are there before the second micro-batch.
     assert found.total.lines == ((blocks(1159), blocks(640 + 640)),)
 
 
 def test_gradients_without_sync_stay_whole_by_hand() -> None:
-    found = memory(three_layers().at(), "fsdp", micro_batches=2, gradient_sync=False)
+    found = memory(three_layers(), "fsdp:no_sync", micro_batches=2)
     # 640 of whole gradients, those of the second unit added to them (256), the rest and the unit
     # (384), the first one prefetched (256), 6 of activations and 1 of input.
     assert found.total.lines == ((blocks(640 + 256 + 384 + 256 + 7), blocks(640)),)
@@ -93,17 +91,18 @@ def test_gradients_without_sync_stay_whole_by_hand() -> None:
 def test_a_loop_on_gloo_copies_what_it_reduces() -> None:
     graph = replace(three_layers(), target="cpu")
     # Beside what CUDA holds, an all-gather of 256 blocks has a copy of it.
-    more = memory(graph.at(), "fsdp").buckets.at(8) - memory(
-        three_layers().at(), "fsdp"
-    ).buckets.at(8)
+    more = memory(graph, "fsdp").buckets.at(8) - memory(three_layers(), "fsdp").buckets.at(8)
     assert more == blocks(256)
 
 
 def test_zero2_reduces_bucket_by_bucket_by_hand() -> None:
     graph = three_layers()
     ready = [parameter.ready_after for parameter in graph.parameters]
-    buckets = [Reduction(ready[1], blocks(512)), Reduction(ready[2], blocks(128))]  # type: ignore[arg-type]
-    found = memory(graph.at(), "zero2", buckets=buckets)
+    buckets = [
+        Bucket(size_bytes=blocks(size), tensors=1, ready_after=after)
+        for after, size in ((ready[1] or 0, 512), (ready[2] or 0, 128))
+    ]
+    found = memory(graph, "zero2", buckets=buckets)
     # Two whole gradients and their bucket (512 + 512) when the first is ready, parameters (640), 2
     # of activations and 1 of input; nothing is sharded yet.
     through, upstream_product = 2, 1
@@ -114,23 +113,21 @@ def test_zero2_reduces_bucket_by_bucket_by_hand() -> None:
 
 def test_zero1_shares_whole_tensors() -> None:
     graph = three_layers()
-    ddp = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=2)
-    found = memory(graph.at(), "zero1", optimizer="adamw")
+    ddp = replica(graph)
+    found = memory(graph, "zero1", optimizer="adamw")
     # Of 640 blocks in tensors of 128, 256 and 256 two ranks have 320 on average, three have 256.
     assert found.optimizer_state.at(2) == blocks(2 * 320)
     assert found.optimizer_state.at(3) == found.optimizer_state.at(64) == blocks(2 * 256)
     assert found.update.at(64) == blocks(256)
     # In the update: parameters, gradients and buckets, the input, the rank's state and its roots.
     assert found.total_bytes(64) == blocks(3 * 640 + 1 + 3 * 256)
-    assert ddp.total_bytes < found.total_bytes(64)
+    assert ddp.total_bytes(1) < found.total_bytes(64)
 
 
 @pytest.mark.parametrize("text", ["zero1:master", "distributed-optimizer:master"])
 def test_master_weights_and_gradients_cast_for_the_update_are_divided(text: str) -> None:
     graph = replace(three_layers(), precision="bf16")
-    found = step_memory(
-        graph.at(), optimizer="sgd", strategy=Strategy.parse(text), merging=True
-    ).peak(2)
+    found = memory(graph, text).peak(2)
     # Of 640 blocks in half, master weights and fp32 gradients are 1280 each. In the update there
     # are parameters, gradients (DDP's also in buckets) and the input whole, and half of both.
     whole = 640 * (3 if text.startswith("zero1") else 2) + 1
@@ -140,20 +137,19 @@ def test_master_weights_and_gradients_cast_for_the_update_are_divided(text: str)
 
 def test_a_worker_of_parameter_servers_holds_no_optimizer() -> None:
     graph = three_layers()
-    ddp = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=2)
-    assert memory(graph.at(), "ps", optimizer="adamw").peak(8) == ddp
+    assert memory(graph, "ps:1", optimizer="adamw").peak(8) == replica(graph).peak(1)
 
 
 def test_ddp_shards_nothing() -> None:
     graph = three_layers()
-    found = memory(graph.at(), "ddp", optimizer="adamw")
-    whole = peak_memory(graph.at(), optimizer="adamw", strategy=Strategy(), ranks=2)
+    found = memory(graph, "ddp", optimizer="adamw")
+    whole = found.peak(1)
     assert found.peak(8) == whole
     assert found.total_bytes(np.array([2, 64])).tolist() == [whole.total_bytes] * 2
 
 
 def test_the_temporaries_of_an_update_are_those_of_the_shard() -> None:
-    found = memory(three_layers().at(), "fsdp", optimizer="adamw")
+    found = memory(three_layers(), "fsdp", optimizer="adamw")
     # Square roots of the second moment of every shard at once.
     assert found.peak(64).update_bytes == blocks(640 / 64)
 
@@ -177,7 +173,7 @@ def test_frozen_parameters_are_gathered_with_the_unit_that_reads_them() -> None:
     graph = trace_graph(model, torch.randn(4, 8))
     assert frozen_unit_bytes(graph) == {"0": 256, "1": 0, "": 0}
     # Unit 1 is trained; both are gathered for the forward pass, one after the other.
-    gathered = memory(graph.at(), "fsdp").parameters.lines
+    gathered = memory(graph, "fsdp").parameters.lines
     assert gathered == ((8 * 16 * 4, 8 * 8 * 4 + 8 * 16 * 4),)
 
 
@@ -206,23 +202,16 @@ passes = some.sampled_from([(1, True), (2, True), (2, False), (3, False)])
 
 
 def found_memory(
-    graph: OpGraph, batch: int, kind: StrategyKind, optimizer: str, steps: tuple[int, bool]
+    graph: OpGraph, batch: int, kind: str, optimizer: str, steps: tuple[int, bool]
 ) -> ShardedMemory:
-    buckets = [Reduction(p.ready_after or 0, p.spec.nbytes) for p in graph.parameters]
-    return memory(  # type: ignore[no-any-return]
-        graph.at(batch),
-        kind,
-        optimizer,
-        buckets=buckets,
-        micro_batches=steps[0],
-        gradient_sync=steps[1],
-    )
+    text = {"zero2": "zero2:unbucketed", "fsdp": "fsdp" if steps[1] else "fsdp:no_sync"}
+    return memory(graph, text.get(kind, kind), optimizer, batch=batch, micro_batches=steps[0])
 
 
 @settings(deadline=None)
 @given(graphs, kinds, optimizers, passes)
 def test_the_laws_of_sharded_memory(
-    graph: OpGraph, kind: StrategyKind, optimizer: str, steps: tuple[int, bool]
+    graph: OpGraph, kind: str, optimizer: str, steps: tuple[int, bool]
 ) -> None:
     small, large = (found_memory(graph, batch, kind, optimizer, steps) for batch in (8, 24))
     counts = [1, 2, 3, 4, 7, 8, 64, 1000, 4096]
@@ -318,9 +307,8 @@ def test_the_peak_of_a_real_sharded_step_is_what_the_allocator_counts(
     x = torch.randn(batch, 64)
     # What collectives of CUDA hold; gloo's copies are made in threads that no profiler sees.
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
-    found = memory(
-        graph.at(), "fsdp", "sgd-momentum", micro_batches=micro_batches, gradient_sync=sync
-    ).peak(ranks)
+    text = "fsdp" if sync else "fsdp:no_sync"
+    found = memory(graph, text, "sgd-momentum", micro_batches=micro_batches).peak(ranks)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -352,13 +340,7 @@ def most_allocated(step: Callable[[], None]) -> int:
 def test_the_peak_of_a_real_step_that_keeps_blocks_whole(ranks: int, micro_batches: int) -> None:
     model, x = Model(128, False), torch.randn(16, 64)
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
-    found = step_memory(
-        graph.at(),
-        optimizer="sgd-momentum",
-        strategy=Strategy(kind="fsdp", reshard_after_forward=False),
-        merging=True,
-        micro_batches=micro_batches,
-    )
+    found = memory(graph, "fsdp:no_reshard", "sgd-momentum", micro_batches=micro_batches)
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=False)
     fully_shard(model)
@@ -399,13 +381,9 @@ def test_the_peak_of_a_real_step_whose_shards_are_of_another_dtype(
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     model, x = Model(2048, False), torch.randn(16, 64)
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum", precision="bf16")
-    found = step_memory(
-        graph.at(),
-        optimizer="sgd-momentum",
-        strategy=Strategy(kind="fsdp", param="bf16", reduce=reduce, gradient_sync=sync),
-        merging=True,
-        micro_batches=micro_batches,
-    )
+    text = "fsdp:param=bf16" + (f",reduce={reduce}" if reduce else "")
+    text += "" if sync else ",no_sync"
+    found = memory(graph, text, "sgd-momentum", micro_batches=micro_batches)
     model = Model(2048, False)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if reduce else None

@@ -15,8 +15,7 @@ from estimator.errors import ModelError, TraceError
 from estimator.graph.compile.added_checkpoints import with_checkpoints
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.peak import peak_memory
-from estimator.workload import Strategy
+from estimator.graph.memory.step import memory_alone
 from tests.conftest import make_small_profile
 
 WIDTH, ROWS, BLOCKS = 64, 512, 4
@@ -67,7 +66,7 @@ def test_products_of_checkpointed_blocks_run_again(checkpoint: Any, products: in
 
 def test_less_is_held_the_more_runs_again() -> None:
     held = {
-        form: peak_memory(traced(form).at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        form: memory_alone(traced(form).at()).peaks().peak(1)
         for form in (None, "selective:2", "selective:op", "full")
     }
     one = 4 * ROWS * WIDTH
@@ -180,10 +179,7 @@ def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
     assert added is not None
     assert repeated(added) == repeated(full)
     assert (len(added.ops), added.checkpoint) == (len(full.ops), "full")
-    peaks = [
-        peak_memory(graph.at(), optimizer="adamw", strategy=Strategy(), ranks=1).total_bytes
-        for graph in (added, full, plain)
-    ]
+    peaks = [memory_alone(graph.at()).peaks().peak(1).total_bytes for graph in (added, full, plain)]
     # A second run under autograd holds some small values for an op longer.
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert peaks[1] < peaks[2]

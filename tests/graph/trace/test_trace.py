@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from estimator.errors import ModelError, TraceError, WorkloadError
 from estimator.graph.costs.call_costs import features_of
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.memory.peak import peak_memory
+from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.graph.trace.training_call import loss_of
-from estimator.workload import Strategy
 
 SEEN_BY_MODES_ALONE = {"aten.detach.default", "aten.lift_fresh.default"}
 
@@ -555,7 +554,7 @@ def test_checkpointed_blocks_run_again_in_backward_and_hold_less(
         return Counter(t for t in found if t.split(".")[1] in ("addmm", "gelu", "native_dropout"))
 
     def activations_bytes(graph: OpGraph) -> int:
-        found = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        found = memory_alone(graph.at()).peaks().peak(1)
         return found.activations_bytes
 
     once = forward_targets(plain, "forward")

@@ -12,8 +12,8 @@ from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate
 from estimator.placement.mesh import Mesh
 from estimator.timeline.pipelines.stage_plans import stage_plans
-from estimator.timeline.rank.ranks import StepShape
-from estimator.workload import Strategy
+from estimator.timeline.rank.rules import StepShape
+from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
 from tests.graph.partition.test_stages import traced
@@ -163,10 +163,10 @@ def test_copies_of_dualpipe_add_up_their_gradients_once() -> None:
         mesh = Mesh.laid_out(
             engine.place("1x2:m", profile=PROFILE),
             Layout.parse("pp=2,schedule=dualpipe,dp=1"),
-            Strategy(),
+            DDP(),
             micro_batches=8,
         )
-        shape = StepShape(Strategy(), 8)
+        shape = StepShape(DDP(), 8)
         schedule = Schedule.parse("dualpipe")
         points = ("layers.4",)
         stages = stage_plans(graph, mesh, (8,), shape, schedule, engine.cache, points=points)

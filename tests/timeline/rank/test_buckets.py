@@ -5,9 +5,9 @@ from __future__ import annotations
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Parameter
 from estimator.tensors import TensorSpec
-from estimator.timeline.rank.program import gradient_buckets
+from estimator.timeline.strategies.ddp import gradient_buckets
 from estimator.units import MIB
-from estimator.workload import Strategy
+from estimator.workload import DDP, Strategy
 
 
 def _bound(*sizes_mib: float, dtypes: tuple[str, ...] = ()) -> BoundGraph:
@@ -36,7 +36,7 @@ def _bound(*sizes_mib: float, dtypes: tuple[str, ...] = ()) -> BoundGraph:
 
 
 def test_the_first_bucket_closes_at_one_mebibyte_and_later_ones_at_twenty_five() -> None:
-    buckets = gradient_buckets(_bound(0.5, 0.75, 20, 4, 2, 7).graph, Strategy())
+    buckets = gradient_buckets(_bound(0.5, 0.75, 20, 4, 2, 7).graph, DDP())
     # 0.5 + 0.75 reaches 1 MiB; 20 + 4 is short of 25, + 2 reaches it; 7 is left over.
     assert [bucket.size_bytes / MIB for bucket in buckets] == [1.25, 26, 7]
     assert [bucket.ready_after for bucket in buckets] == [1, 4, 5]

@@ -16,7 +16,7 @@ from estimator.errors import ProfileError, StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.estimates.table.table import estimate_many
 from estimator.graph.ir.ops import OpTiming
-from estimator.graph.memory.peak import update_call
+from estimator.graph.memory.sizes import update_call
 from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup

@@ -20,11 +20,10 @@ from estimator.placement.topology import Cluster, Node
 from estimator.timeline.collectives.costs import GroupCollective
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.rank.lanes import ShardedPasses
-from estimator.timeline.rank.ranks import StepShape
-from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Ranks
+from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Ranks, StepShape
 from estimator.timeline.rank.updates import Trained, update_cost
 from estimator.timeline.strategies.fsdp import FullyShardedDataParallel
-from estimator.workload import Strategy
+from estimator.workload import FSDP
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
 # The rest and three blocks, each of 4 MB of parameters.
@@ -189,7 +188,7 @@ def test_unlike_nodes_wait_for_each_other_at_every_collective() -> None:
         forward_ends=(0, 1, 1),
         backward_ends=(1, 2, 2),
     )
-    rules = FullyShardedDataParallel(BLOCKS, StepShape(Strategy(kind="fsdp"), 1), Cache(0))
+    rules = FullyShardedDataParallel(BLOCKS, StepShape(FSDP(), 1), Cache(0))
     rules.passes = passes
     machine = profile()
     network = rules.network((machine,), None)
