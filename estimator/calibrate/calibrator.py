@@ -18,6 +18,7 @@ from estimator.calibrate.store import ObservationStore
 from estimator.coefficients import (
     UNCALIBRATED,
     Coefficients,
+    JobContent,
     PredictedStep,
     StepPredictor,
     StepQuestion,
@@ -43,6 +44,8 @@ HALF_LIFE_DAYS = 30.0
 # Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
 _MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
+# Pooling is cubic in the jobs that teach, and those less alike say little more.
+_MOST_TEACHERS = 16
 _Asked = tuple[str, int, int, str, str | None]
 # Names of machine types, and how ranks share the model.
 _Place = tuple[str, str | None]
@@ -118,17 +121,29 @@ class Calibrator:
     def fit(self) -> Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
         with self._learning:
-            seen, is_changed = {}, False
-            for job, known in self._fitted.seen.items():
-                seen[job], is_new = known.read(self.store)
-                is_changed |= is_new
-            if is_changed:
-                # What one job teaches of the machines changes the answers for all; those seen most
-                # teach first.
-                for known in sorted(seen.values(), key=lambda each: -len(each.observations)):
-                    seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
+            seen = dict(self._fitted.seen)
+            changed = [known for known in self._read() if known is not seen[known.job]]
+            seen |= {known.job: known for known in changed}
+            # Those seen most teach first.
+            for known in sorted(changed, key=lambda each: -len(each.observations)):
+                seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
             self._fitted = _Fitted(seen)
         return self
+
+    def _read(self) -> list[_JobObservations]:
+        """Every job with what was observed of it since; the same object where nothing was."""
+        jobs = self._fitted.seen.values()
+        # Read first: what comes in between is read again rather than missed.
+        revision = self.store.revision
+        new = self.store.observations(added_after=min((job.revision for job in jobs), default=0))
+        names = {one.fingerprint for one in new} | {one.workload for one in new}
+        return [
+            job.read(self.store, revision)
+            # What is known of a name may have changed although no step was observed.
+            if not new or not names.isdisjoint((job.content.fingerprint, job.workload))
+            else job
+            for job in jobs
+        ]
 
     def coefficients_for(
         self,
@@ -168,21 +183,17 @@ class Calibrator:
                 new = _JobObservations(
                     job=asked.job, workload=asked.workload, engine=engine, key=engine.key
                 )
-                known, _ = new.read(self.store)
+                known = new.read(self.store, self.store.revision)
                 seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
                 self._fitted = _Fitted(seen)
             return self._fitted
 
 
 def _others(seen: Mapping[str, _JobObservations], known: _JobObservations) -> list[StepCorrections]:
-    """What was learnt of other jobs by their own observations."""
-    return [
-        fitted
-        for other in seen.values()
-        if other.job != known.job
-        for fitted in other.fitted.values()
-        if len(fitted.rows_)
-    ]
+    """What was learnt of other jobs by their own observations, of those most alike first."""
+    others = (other for other in seen.values() if other.job != known.job and other.fitted)
+    alike = sorted(others, key=lambda other: -known.content.likeness(other.content))
+    return [fitted for other in alike for fitted in other.fitted.values()]
 
 
 def _other_layouts(
@@ -191,9 +202,7 @@ def _other_layouts(
     """What was observed of a job on the same machine types in other layouts."""
     machines, layout = place
     return [
-        each
-        for (names, other), each in fitted.items()
-        if names == machines and other != layout and len(each.rows_)
+        each for (names, other), each in fitted.items() if names == machines and other != layout
     ]
 
 
@@ -203,6 +212,7 @@ class _Fitted:
     def __init__(self, seen: Mapping[str, _JobObservations] | None = None) -> None:
         self.seen: Mapping[str, _JobObservations] = seen or {}
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
+        self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
         self._writing = threading.Lock()
 
     def knows(self, job: str, engine: StepPredictor) -> bool:
@@ -223,12 +233,39 @@ class _Fitted:
             for question, where, each in zip(questions, allocations, known, strict=True)
             if each is None
         }
-        answers = dict(self.seen[job].answers(new))
+        answers = dict(self._answered(self.seen[job], new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
         return [each or answers[q] for each, q in zip(known, questions, strict=True)]
+
+    def _answered(
+        self, job: _JobObservations, asked: Mapping[StepQuestion, Allocation]
+    ) -> Iterator[tuple[StepQuestion, Coefficients]]:
+        """The factors for steps that are asked, by the corrections of their machine types."""
+        by_place: dict[_Place, list[StepQuestion]] = {}
+        for question in asked:
+            by_place.setdefault((question.machines, question.layout), []).append(question)
+        for place, questions in by_place.items():
+            corrections = self._corrections(job, place)
+            if corrections is None:
+                yield from ((question, UNCALIBRATED) for question in questions)
+            else:
+                yield from job.answers({q: asked[q] for q in questions}, corrections)
+
+    def _corrections(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
+        """Those of a place; by other jobs and layouts where it was not observed, None by nothing.
+
+        The latter are fitted when they are asked for: there may be many jobs that wait.
+        """
+        if place in job.fitted:
+            return job.fitted[place]
+        if (job.job, place) not in self._unobserved:
+            found = job.unobserved(place, _others(self.seen, job))
+            with self._writing:
+                self._unobserved[job.job, place] = found
+        return self._unobserved[job.job, place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,15 +282,18 @@ class _JobObservations:
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
     fitted: Mapping[_Place, StepCorrections] = field(default_factory=dict)
 
-    def read(self, store: ObservationStore) -> tuple[_JobObservations, bool]:
-        """With what was observed since, and whether that is more or less than before."""
-        # Read first: what comes in between is read again rather than missed.
-        revision = store.revision
+    @property
+    def content(self) -> JobContent:
+        """What the job computes."""
+        return self.engine.content
+
+    def read(self, store: ObservationStore, revision: int) -> _JobObservations:
+        """With what was observed up to a revision and later; itself where it is the same."""
         if revision == self.revision:
-            return self, False
+            return self
         observations: list[tuple[Observation, PredictedStep]] = []
         refused = Counter[str]()
-        content = self.engine.content
+        content = self.content
         described = ObservedWorkload(
             name=self.workload,
             fingerprint=content.fingerprint,
@@ -271,8 +311,10 @@ class _JobObservations:
                 refused[predicted] += 1
         for reason, count in refused.items():
             logger.warning("%d observations of %s are left out: %s", count, self.workload, reason)
-        read = replace(self, revision=revision, observations=tuple(observations))
-        return read, len(observations) != len(self.observations)
+        # Not by their number: while one came, another may have turned out to be an outlier.
+        if tuple(observations) == self.observations and self.revision >= 0:
+            return self
+        return replace(self, revision=revision, observations=tuple(observations))
 
     def _predict(self, observation: Observation) -> PredictedStep | str:
         """The engine's prediction of an observed step, cached, or why there is none."""
@@ -302,9 +344,7 @@ class _JobObservations:
 
         A layout counts as a job of its own, of the same content: those seen most teach the others.
         """
-        by_place: dict[_Place, list[tuple[Observation, PredictedStep]]] = {
-            other.place: [] for other in others
-        }
+        by_place: dict[_Place, list[tuple[Observation, PredictedStep]]] = {}
         for observation, predicted in self.observations:
             key = predicted.question.machines, predicted.question.layout
             by_place.setdefault(key, []).append((observation, predicted))
@@ -312,15 +352,14 @@ class _JobObservations:
         for place, observed in sorted(by_place.items(), key=lambda item: -len(item[1])):
             # Age counts from the newest observation, not from today: without newer ones, old
             # observations keep their full weight.
-            newest = max((one.at for one, _ in observed), default=None)
-            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
+            newest = max(one.at for one, _ in observed)
+            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed]
             weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
-            alike = [other for other in others if other.place == place]
             fitted[place] = self._corrections(place).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
-                others=[*alike, *_other_layouts(fitted, place)],
+                others=self._teachers(fitted, place, others),
                 by_name=sum(one.fingerprint is None for one, _ in observed),
             )
         return replace(self, fitted=fitted)
@@ -329,33 +368,32 @@ class _JobObservations:
         from estimator.calibrate.corrections import StepCorrections
 
         machines, layout = place
-        return StepCorrections(machines, self.engine.content, layout=layout)
+        return StepCorrections(machines, self.content, layout=layout)
 
-    def _corrections_at(self, place: _Place) -> StepCorrections | None:
-        """Those of a place, by other layouts where it was not observed; None if by nothing."""
-        if place in self.fitted:
-            return self.fitted[place]
-        others = _other_layouts(self.fitted, place)
-        none: list[float] = []
-        return (
-            self._corrections(place).fit([], none, weights=none, others=others) if others else None
-        )
+    @staticmethod
+    def _teachers(
+        fitted: Mapping[_Place, StepCorrections], place: _Place, others: Sequence[StepCorrections]
+    ) -> list[StepCorrections]:
+        """What says something of a place: its other layouts, and the jobs most like this one."""
+        alike = [other for other in others if other.place == place]
+        return [*alike[:_MOST_TEACHERS], *_other_layouts(fitted, place)]
+
+    def unobserved(
+        self, place: _Place, others: Sequence[StepCorrections]
+    ) -> StepCorrections | None:
+        """Corrections of a place where nothing was observed of this job, None where of no job."""
+        teachers = self._teachers(self.fitted, place, others)
+        if not teachers:
+            return None
+        return self._corrections(place).fit([], [], weights=[], others=teachers)
 
     def answers(
-        self, asked: Mapping[StepQuestion, Allocation]
+        self, asked: Mapping[StepQuestion, Allocation], corrections: StepCorrections
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
-        """The factors for steps that are asked, by the corrections of their machine types."""
-        by_place: dict[_Place, list[StepQuestion]] = {}
-        for question in asked:
-            by_place.setdefault((question.machines, question.layout), []).append(question)
-        for place, questions in by_place.items():
-            corrections = self._corrections_at(place)
-            if corrections is None:
-                yield from ((question, UNCALIBRATED) for question in questions)
-                continue
-            cold = [self._asked(asked[question], question, UNCALIBRATED) for question in questions]
-            for question, found in zip(questions, corrections.correct(cold), strict=True):
-                yield question, self._scaled(asked[question], question, found)
+        """The factors for steps that are asked, by the corrections of their place."""
+        cold = [self._asked(where, question, UNCALIBRATED) for question, where in asked.items()]
+        for (question, where), found in zip(asked.items(), corrections.correct(cold), strict=True):
+            yield question, self._scaled(where, question, found)
 
     def _asked(
         self, allocation: Allocation, question: StepQuestion, coefficients: Coefficients

@@ -7,7 +7,11 @@ that gradient synchronisation takes.
 
 from __future__ import annotations
 
+import threading
+from contextlib import ContextDecorator
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +28,42 @@ from estimator.calibrate.performance_model import (
     evaluate_model,
 )
 from estimator.errors import WorkloadError
+
+
+class _OneThread(ContextDecorator):
+    """Linear algebra on one thread: these matrices are small, and threads wait for each other.
+
+    Beside other programs, fits on several threads take ten times as long. The bound is the
+    process's: the first caller sets it, and the last one lifts it.
+    """
+
+    def __init__(self) -> None:
+        self._callers, self._counting = 0, threading.Lock()
+        self._limit: Any = None
+
+    def __enter__(self) -> None:
+        with self._counting:
+            if not self._callers:
+                self._limit = _linear_algebra().limit(limits=1)
+            self._callers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._counting:
+            self._callers -= 1
+            if not self._callers:
+                self._limit.restore_original_limits()
+
+
+@cache
+def _linear_algebra() -> Any:
+    """The libraries of linear algebra that are loaded."""
+    import scipy.linalg  # noqa: F401  # brings one of its own
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
+
+
+one_thread = _OneThread()
 
 _LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
 # Variance between runs exceeds that between the steps of one run, so an observation of many steps

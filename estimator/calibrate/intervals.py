@@ -78,11 +78,10 @@ class SpreadPrior:
     few: float = 2.0
     jobs: float = 0.3
 
-    def probabilities(self) -> Array:
-        """Of each point of the grid, (inflations, scatters)."""
+    def log_density(self) -> Array:
+        """Of each point of the grid, (inflations, scatters), up to a constant."""
         z = np.log(_INFLATIONS / self.inflation_median) / self.inflation_sigma
-        density = np.exp(-(z**2)[:, None] / 2 - _SCATTER_SIGMAS / self.scatter_mean)
-        return np.asarray(density / density.sum())
+        return np.asarray(-(z**2)[:, None] / 2 - _SCATTER_SIGMAS / self.scatter_mean)
 
 
 # Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`).
@@ -117,17 +116,22 @@ class Spread:
         total = predicted * _INFLATIONS[:, None] ** 2 + _SCATTER_SIGMAS**2
         freedom = _SPREAD_DEGREES_OF_FREEDOM
         log_t = -(freedom + 1) / 2 * np.log1p(squares / total / freedom) - np.log(total) / 2
-        log_likelihood = log_t.sum(axis=0)
-        likelihood = np.exp(log_likelihood - log_likelihood.max())
-        alone = prior.probabilities()
-        self.posterior = _normalised(likelihood * alone)
-        pooled = _normalised(prior.jobs * alone + np.sum(peers, axis=0)) if peers else alone
-        found = _normalised(likelihood * pooled)
+        log_likelihood, log_alone = log_t.sum(axis=0), prior.log_density()
+        self.posterior = _normalised(log_likelihood + log_alone)
+        log_pooled = log_alone
+        if peers:
+            pooled = prior.jobs * _normalised(log_alone) + np.sum(peers, axis=0)
+            # Where it is too small for a float: log(0) is −∞, which the sum below takes.
+            with np.errstate(divide="ignore"):
+                log_pooled = np.log(pooled)
+        found = _normalised(log_likelihood + log_pooled)
         self.inflation_variance = float(found.sum(axis=1) @ _INFLATIONS**2)
         self.scatter_variance = float(found.sum(axis=0) @ _SCATTER_SIGMAS**2) / _PRIOR_SCALE**2
 
 
-def _normalised(density: Array) -> Array:
+def _normalised(log_density: Array) -> Array:
+    """Probabilities that sum to 1, however small the largest of them is."""
+    density = np.exp(log_density - log_density.max())
     return np.asarray(density / density.sum())
 
 

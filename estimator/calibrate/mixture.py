@@ -449,8 +449,9 @@ class Mixture:
                 prior.weights[name.removesuffix(OF_ALL)] * (known if name in self.forms_ else 1.0)
                 for name in experts
             ]
-            likelihood = variance ** (-prior.exponent * counts.sum() / 2)
-            weights[kind] = np.array(prior_weights) * likelihood / likelihood.max()
+            log_likelihood = -prior.exponent * counts.sum() / 2 * np.log(variance)
+            likelihood = np.exp(log_likelihood - log_likelihood.max())
+            weights[kind] = np.array(prior_weights) * likelihood
         weights /= weights.sum(axis=1, keepdims=True)
         return dict(zip(experts, weights.T, strict=True))
 

@@ -34,6 +34,7 @@ from estimator.calibrate.design import (
     design_matrix,
     effective_ratio,
     leverage,
+    one_thread,
     reference_of,
     robust_loss,
     robust_weights,
@@ -355,6 +356,7 @@ class StepTimeRegressor:
     ) -> None:
         self.priors, self.peers, self.spread_prior = priors, peers, spread_prior
 
+    @one_thread
     def fit(
         self,
         X: ArrayLike,
@@ -471,6 +473,7 @@ class StepTimeRegressor:
         variance = left_out.variance * spread.inflation_variance + spread.scatter_variance
         return np.abs(left_out.log_ratio) / np.sqrt(variance), left_out.sync_share
 
+    @one_thread
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
         inputs, model = self._inputs(X, engine_times)
@@ -499,6 +502,7 @@ class StepTimeRegressor:
         """Which rows are too far from all observations for their prediction to be trusted."""
         return self.prediction(X, engine_times=engine_times).extrapolates
 
+    @one_thread
     def prediction(
         self,
         X: ArrayLike,

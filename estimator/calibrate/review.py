@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from statistics import fmean, stdev
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
 from estimator.calibrate.observed import Observation
-from estimator.calibrate.performance_model import RANKS
+from estimator.calibrate.performance_model import RANKS, Array
 from estimator.calibrate.regressor import Populations, StepTimeRegressor, populations
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
@@ -28,8 +29,6 @@ LEAST_SHIFT_RATIO = 0.05
 # Standard errors between the two samples; above 3, since many change points are tested.
 _LEAST_Z = 4.5
 _LEAST_STEPS = 3
-# Only so many of the latest steps of a node are searched: the cost is quadratic in them.
-_MOST_STEPS = 200
 # Observation noise between two runs of the same step is at least about this.
 _LEAST_SIGMA = 0.02
 
@@ -65,43 +64,79 @@ class Drift:
 def drifts(residuals: Sequence[Residual]) -> list[Drift]:
     """What has drifted, the most significant first; each residual is attributed to one node."""
     left = sorted(residuals, key=lambda residual: residual.at)
-    found: list[Drift] = []
+    values = np.array([residual.value for residual in left])
+    times = np.array([residual.at.timestamp() for residual in left])
+    names = sorted({name for residual in left for name in residual.nodes})
+    takes_part = {name: np.array([name in residual.nodes for residual in left]) for name in names}
+    is_left, found = np.ones(len(left), dtype=bool), list[Drift]()
     while True:
-        names = {name for residual in left for name in residual.nodes}
-        tested = [(name, _change_point(name, left)) for name in sorted(names)]
-        significant = [(change[0], name, change) for name, change in tested if change]
-        if not significant:
+        changes = {
+            name: change
+            for name in names
+            if (change := _change_point(values, times, takes_part[name] & is_left, is_left))
+        }
+        if not changes:
             return found
-        _, name, (_, shift, since) = max(significant, key=lambda item: item[0])
-        explained = [r for r in left if name in r.nodes and (since is None or r.at >= since)]
-        found.append(Drift(name=name, ratio=math.exp(shift), since=since, steps=len(explained)))
-        left = [residual for residual in left if residual not in explained]
+        name = max(changes, key=lambda name: changes[name].statistic)
+        change = changes[name]
+        since = left[change.first].at if change.has_steps_before else None
+        explained = takes_part[name] & is_left
+        explained[: change.first] = False
+        steps = int(explained.sum())
+        found.append(Drift(name=name, ratio=math.exp(change.shift), since=since, steps=steps))
+        is_left &= ~explained
 
 
-_ChangePoint = tuple[float, float, datetime | None]
+class _ChangePoint(NamedTuple):
+    """By how much a node's steps from the `first` on differ, and how significantly."""
+
+    statistic: float
+    shift: float
+    first: int
+    has_steps_before: bool
 
 
-def _change_point(name: str, residuals: Sequence[Residual]) -> _ChangePoint | None:
-    """(statistic, shift, since when) of a node's most significant change, if there is any."""
-    own = [residual for residual in residuals if name in residual.nodes][-_MOST_STEPS:]
-    others = [residual.value for residual in residuals if name not in residual.nodes]
-    best: _ChangePoint | None = None
-    for first in range(len(own) - _LEAST_STEPS + 1):
-        after = [residual.value for residual in own[first:]]
-        before = [residual.value for residual in own[:first]] + others
-        # With too few others the reference is the expectation itself, a residual of 0.
-        is_two_sample = len(before) >= max(_LEAST_STEPS, len(after) / 2)
-        base, sigma = (fmean(before), stdev(before)) if is_two_sample else (0.0, 0.0)
-        shift = fmean(after) - base
-        error = max(sigma, stdev(after), _LEAST_SIGMA) * math.sqrt(
-            1 / len(after) + 1 / max(len(before), _LEAST_STEPS)
-        )
-        statistic = abs(shift) / error
-        if abs(math.expm1(shift)) < LEAST_SHIFT_RATIO or statistic < _LEAST_Z:
-            continue
-        if best is None or statistic > best[0]:
-            best = statistic, shift, own[first].at if first else None
-    return best
+def _change_point(
+    values: Array, times: Array, is_own: NDArray[np.bool_], is_left: NDArray[np.bool_]
+) -> _ChangePoint | None:
+    """A node's most significant change, if there is any, by sums up to each of its steps."""
+    own = np.flatnonzero(is_own)
+    if len(own) < _LEAST_STEPS:
+        return None
+    # About their mean, so that squares are small.
+    centre = float(values[is_left].mean())
+    every, steps = values[is_left] - centre, values[own] - centre
+    first = np.arange(len(own) - _LEAST_STEPS + 1)
+    after, squares_after = (np.cumsum(each[::-1])[::-1][first] for each in (steps, steps**2))
+    count_after = (len(own) - first).astype(float)
+    count_before = len(every) - count_after
+    mean_after, deviation_after = _mean_and_deviation(after, squares_after, count_after)
+    base, deviation = _mean_and_deviation(
+        every.sum() - after, (every**2).sum() - squares_after, count_before
+    )
+    # With too few others the reference is the expectation itself, a residual of 0.
+    is_two_sample = count_before >= np.maximum(_LEAST_STEPS, count_after / 2)
+    base = np.where(is_two_sample, base, -centre)
+    sigma = np.maximum(np.where(is_two_sample, deviation, 0.0), deviation_after)
+    shift = mean_after - base
+    statistic = np.abs(shift) / (
+        np.maximum(sigma, _LEAST_SIGMA)
+        * np.sqrt(1 / count_after + 1 / np.maximum(count_before, _LEAST_STEPS))
+    )
+    # What was seen at one moment is on one side of a change.
+    is_at_once = np.append(False, np.diff(times[own]) == 0)[first]
+    statistic[is_at_once | (np.abs(np.expm1(shift)) < LEAST_SHIFT_RATIO)] = 0.0
+    best = int(np.argmax(statistic))
+    if statistic[best] < _LEAST_Z:
+        return None
+    return _ChangePoint(float(statistic[best]), float(shift[best]), int(own[best]), best > 0)
+
+
+def _mean_and_deviation(total: Array, squares: Array, count: Array) -> tuple[Array, Array]:
+    """Of so many values, by their sum and the sum of their squares."""
+    mean = total / np.maximum(count, 1)
+    variance = (squares - count * mean**2) / np.maximum(count - 1, 1)
+    return mean, np.sqrt(np.maximum(variance, 0.0))
 
 
 # Stands for the machine type of named hosts, which only a cluster file has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -393,3 +394,32 @@ def test_a_job_beside_another_that_scatters_has_wider_intervals(tmp_path: Path) 
         found = cluster.estimate("2x2:synthetic")
         widths.append(found.high_s / found.low_s)
     assert widths[1] > 1.2 * widths[0]
+
+
+def test_only_jobs_with_new_observations_are_fitted_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[str] = []
+    fit = StepCorrections.fit
+
+    def counting(self: StepCorrections, *given: Any, **more: Any) -> StepCorrections:
+        fitted.append(self.content.fingerprint)
+        return fit(self, *given, **more)
+
+    for graph in (JOB, OTHER):
+        cluster.observe("1x1:synthetic", "2x1:synthetic", graph=graph)
+        cluster.estimate("2x2:synthetic", graph=graph)
+    monkeypatch.setattr(StepCorrections, "fit", counting)
+    cluster.observe("2x2:synthetic")
+    cluster.estimate("2x2:synthetic", graph=OTHER)
+    assert len(fitted) == 1
+
+
+def test_an_observation_in_the_place_of_another_is_noticed(cluster: Cluster) -> None:
+    cluster.observe("1x2:synthetic")
+    before = cluster.estimate("1x2:synthetic").step_time_s
+    with sqlite3.connect(cluster.path) as connection:
+        connection.execute("DELETE FROM observations")
+    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=2 * before, batch_per_gpu=64)
+    cluster.calibrator.fit()
+    assert cluster.estimate("1x2:synthetic").step_time_s == pytest.approx(2 * before, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -44,3 +45,20 @@ def test_noise_is_no_drift() -> None:
 def test_two_steps_are_too_few_for_drift() -> None:
     good = [_residual(hour, "a1", 1.0) for hour in range(12)]
     assert drifts([*good, _residual(12, "a2", 1.5), _residual(13, "a2", 1.5)]) == []
+
+
+def test_steps_of_one_moment_are_on_one_side_of_a_change() -> None:
+    """A table without times: its steps are sorted by something else."""
+    rows = [*[_residual(0, "a1", 1.0)] * 12, *[_residual(0, "a1", 1.3)] * 6]
+    assert [found.since for found in drifts(rows)] == [None] * len(drifts(rows))
+
+
+def test_the_cost_grows_with_the_steps_and_not_with_their_square() -> None:
+    """2,000 steps on each of 32 hosts, one of which became slower."""
+    hosts = [f"a{number}" for number in range(32)]
+    steps = [_residual(hour, host, 1.0) for hour in range(2000) for host in hosts]
+    steps += [_residual(2000 + hour, "a7", 1.2) for hour in range(20)]
+    start_s = time.process_time()
+    (found,) = drifts(steps)
+    assert time.process_time() - start_s < 5.0
+    assert (found.name, found.steps) == ("a7", 20)

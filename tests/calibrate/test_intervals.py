@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.intervals import (
+    ENGINE_SPREAD_PRIOR,
     Spread,
     away_from_others,
     extrapolates,
@@ -138,3 +139,13 @@ def test_a_run_is_judged_by_the_other_runs_of_its_step() -> None:
     expected = np.array([3.0, 1.5, 4.5]) / math.sqrt(1.5)
     assert away[has_others] == pytest.approx(expected)
     assert has_others.tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("peers", [(), [Spread(np.empty(0), np.empty(0), 0).posterior]])
+@pytest.mark.parametrize("error", [1e-6, 1.0, math.log(50), math.log(1e6)])
+def test_errors_of_any_size_have_a_spread(error: float, peers: list[np.ndarray]) -> None:
+    found = Spread(
+        np.full(300, error), np.full(300, 0.05**2), 300, peers, prior=ENGINE_SPREAD_PRIOR
+    )
+    assert np.isfinite([found.inflation_variance, found.scatter_variance]).all()
+    assert found.posterior.sum() == pytest.approx(1.0)
