@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,7 +46,7 @@ class Question:
         """Samples of one step: ranks that share a model share its samples."""
         step, ranks = self.row.step, self.row.step.ranks
         layout = Layout.parse(self.workload.layout or "dp=*")
-        return step.global_batch * layout.parallelism(ranks, DDP()).dp / ranks
+        return step.global_batch * math.prod(layout.data_axes(ranks, DDP())) / ranks
 
     @property
     def batch_per_gpu(self) -> int:

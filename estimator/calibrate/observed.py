@@ -200,7 +200,7 @@ def _layout(text: str | None, ranks: int, strategy: str) -> str | None:
     if text is None:
         return None
     layout = Layout.parse(text)
-    layout.parallelism(ranks, Strategy.parse(strategy))
+    layout.data_axes(ranks, Strategy.parse(strategy))
     return layout.apart_from_data
 
 

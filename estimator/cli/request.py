@@ -287,7 +287,7 @@ class Request:
         """Micro-batches of a step; raises WorkloadError where batches ask for no whole number."""
         if self.batch is None or self.global_batch is None:
             return self.accumulation or 1
-        ranks = mesh.parallelism.dp
+        ranks = mesh.dp
         each = self.batch * ranks
         steps, rest = divmod(self.global_batch, each)
         if rest or not steps:

@@ -50,7 +50,7 @@ from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.rules import Groups, StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.workload import Strategy, check_count
-from estimator.workload.layouts import Layout
+from estimator.workload.layouts import DATA_PARALLEL, Layout
 from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
@@ -109,7 +109,7 @@ class Engine:
         mesh, layout = step.mesh, step.request.layout
         of = step.graph, mesh, step.batches, step.shape, layout.schedule, self.cache
         stages = stage_plans(*of, points=layout.cut, coefficients=coefficients)
-        pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
+        pipeline = mesh.pp, mesh.micro_batches
         return pipeline_answer(layout.schedule, *pipeline, stages)
 
     def _parts(self, step: _LaidOutStep, coefficients: Coefficients) -> tuple[StepAnswer, float]:
@@ -176,7 +176,7 @@ class Engine:
     def _members(self, step: _LaidOutStep) -> Members:
         """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
         of = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
-        return members_of(*of, merging=step.mesh.parallelism.replicas > 1)
+        return members_of(*of, merging=step.mesh.replicas > 1)
 
     def groups(
         self,
@@ -186,7 +186,7 @@ class Engine:
     ) -> Groups:
         """The process groups of data-parallel ranks, with numbers for their profiles."""
         placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
-        mesh = Mesh.data_parallel(placement, shape.strategy)
+        mesh = Mesh.laid_out(placement, DATA_PARALLEL, shape.strategy)
         groups, profiles = groups_of(mesh, rules_of(request.graph, shape, self.cache))
         numbers = [number_of(each) for each in profiles]
         return {

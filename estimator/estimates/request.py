@@ -82,7 +82,7 @@ class EstimateRequest:
             object.__setattr__(self, "accumulation_steps", steps)
         if self.batch_per_gpu is not None and self.global_batch is not None:
             raise WorkloadError("give either the batch per device or the global batch, not both")
-        if self.tp_plan is not None and self.layout.is_data_parallel:
+        if self.tp_plan is not None and self.layout is DATA_PARALLEL:
             raise StrategyError("a tensor-parallel plan needs a layout; write layout='tp=2,dp=*'")
 
     @classmethod

@@ -24,7 +24,7 @@ from estimator.machines.profile import (
 from estimator.placement.network import network_in_cluster
 from estimator.placement.placement import NodeGroup, NodeKind, Placement
 from estimator.placement.topology import Cluster
-from estimator.workload import MOST_GLOBAL_BATCH, Parallelism, Strategy, check_count
+from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
 
 Array = NDArray[np.float64]
@@ -357,44 +357,90 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DP = "dp"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The ranks of a placement as coordinates along the axes of a parallelism.
+    """The ranks of a placement as coordinates along the axes of a layout; torchtitan's names.
 
-    Raises StrategyError where the axes do not multiply to the ranks.
+    `tp`, `cp` and `pp` ranks share the computing of a micro-batch; the other axes have batches of
+    their own: `dp_replicate` replicas, each sharded over `dp_shard` ranks. `ep` divides experts
+    over ranks that `dp_shard`, `cp` and `tp` count already. Raises StrategyError where the axes do
+    not multiply to the ranks.
     """
 
     placement: Placement
-    parallelism: Parallelism
+    layout: Layout = DATA_PARALLEL
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        if self.parallelism.world_size != self.placement.ranks:
+        layout = self.layout
+        ranks = layout.pp * self.dp_replicate * self.dp_shard * layout.cp * layout.tp
+        if ranks != self.placement.ranks:
             raise StrategyError(
-                f"the axes of the mesh multiply to {self.parallelism.world_size} ranks, but "
+                f"the axes of the mesh multiply to {ranks} ranks, but "
                 f"'{self.placement.allocation}' has {self.placement.ranks}; change one of the axes"
+            )
+        if self.dp_shard * layout.cp * layout.tp % layout.ep:
+            raise StrategyError(
+                f"ep={layout.ep} does not divide the {self.dp_shard * layout.cp * layout.tp} ranks "
+                "of dp_shard, cp and tp; choose a divisor"
             )
 
     @classmethod
-    def data_parallel(
-        cls, placement: Placement, strategy: Strategy, *, micro_batches: int = 1
-    ) -> Mesh:
-        """All ranks along the data-parallel axes; raises StrategyError."""
-        shard = strategy.sharded_ranks(placement.ranks)
-        return cls(placement, _data_parallel(placement.ranks, shard, micro_batches))
-
-    @classmethod
     def laid_out(
-        cls, placement: Placement, layout: Layout, strategy: Strategy, *, micro_batches: int = 1
+        cls,
+        placement: Placement,
+        layout: Layout,
+        strategy: Strategy,
+        *,
+        micro_batches: int = 1,
     ) -> Mesh:
         """All ranks along the axes of a layout; raises StrategyError."""
-        if layout is DATA_PARALLEL:
-            return cls.data_parallel(placement, strategy, micro_batches=micro_batches)
-        return cls(placement, _laid_out(layout, placement.ranks, strategy, micro_batches))
+        replicate, shard = _data_axes(layout, placement.ranks, strategy)
+        return cls(
+            placement=placement,
+            layout=layout,
+            dp_replicate=replicate,
+            dp_shard=shard,
+            micro_batches=micro_batches,
+        )
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def ep(self) -> int:
+        return self.layout.ep
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks with batches of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP divides weights over: those that share tokens hold the same ones."""
+        return self.dp_shard * self.layout.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks whose gradients of the same weights are averaged."""
+        return self.dp_replicate * self.dp_shard * self.layout.cp
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Ranks along each of `AXES`."""
-        return tuple(getattr(self.parallelism, axis) for axis in AXES)
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands along each axis."""
@@ -405,11 +451,11 @@ class Mesh:
         """The ranks of every group along an axis, in order of their coordinate: (groups, ranks)."""
         ranks = np.arange(self.placement.ranks).reshape(self.shape)
         if axis == DP:
-            return ranks.transpose(0, 4, 1, 2, 3).reshape(-1, self.parallelism.replicas)
+            return ranks.transpose(0, 4, 1, 2, 3).reshape(-1, self.replicas)
         if axis == "dp_shard":
             # Ranks that share the tokens of samples hold the same weights: they shard them too.
             merged = ranks.transpose(0, 1, 4, 2, 3)
-            return merged.reshape(-1, self.parallelism.shards)
+            return merged.reshape(-1, self.shards)
         if axis in ("ep", "expert_dp", "expert_shard"):
             return self._experts(ranks, axis)
         place = AXES.index(axis)
@@ -418,12 +464,12 @@ class Mesh:
     def _experts(self, ranks: Indices, axis: str) -> Indices:
         """Ranks that share experts are neighbours, those that share tokens among them."""
         pp, replicate, *_ = self.shape
-        shared = ranks.reshape(pp, replicate, -1, self.parallelism.ep)
+        shared = ranks.reshape(pp, replicate, -1, self.ep)
         if axis == "ep":
-            return shared.reshape(-1, self.parallelism.ep)
+            return shared.reshape(-1, self.ep)
         if axis == "expert_shard":
             return shared.swapaxes(2, 3).reshape(-1, shared.shape[2])
-        return shared.transpose(0, 3, 1, 2).reshape(pp * self.parallelism.ep, -1)
+        return shared.transpose(0, 3, 1, 2).reshape(pp * self.ep, -1)
 
     def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
@@ -438,20 +484,15 @@ class Mesh:
     def global_batch(self, batches: Sequence[int]) -> int:
         """Samples of a step, by those of a rank and micro-batch in each group of the allocation."""
         if batches.count(batches[0]) == len(batches):
-            return batches[0] * self.parallelism.dp * self.parallelism.micro_batches
+            return batches[0] * self.dp * self.micro_batches
         per_rank = zip(self.placement.allocation.groups, batches, strict=True)
         samples = sum(group.ranks * batch for group, batch in per_rank)
-        return samples * self.parallelism.micro_batches
+        return samples * self.micro_batches
 
 
 @lru_cache(maxsize=4096)
-def _data_parallel(ranks: int, shard: int | None, micro_batches: int) -> Parallelism:
-    return Parallelism.data_parallel(ranks, shard=shard, micro_batches=micro_batches)
-
-
-@lru_cache(maxsize=4096)
-def _laid_out(layout: Layout, ranks: int, strategy: Strategy, micro_batches: int) -> Parallelism:
-    return layout.parallelism(ranks, strategy, micro_batches=micro_batches)
+def _data_axes(layout: Layout, ranks: int, strategy: Strategy) -> tuple[int, int]:
+    return layout.data_axes(ranks, strategy)
 
 
 def batches_of(
@@ -482,7 +523,7 @@ def batches_of(
             f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
             f"{groups}; give one for each group, or one number for all"
         )
-    if mesh.parallelism.dp != placement.ranks and len(set(given)) > 1:
+    if mesh.dp != placement.ranks and len(set(given)) > 1:
         raise WorkloadError(
             f"ranks that share layers work on the same samples, found batches {quoted(given)}; "
             "give one number for all"
@@ -492,7 +533,7 @@ def batches_of(
 
 def even_batch(mesh: Mesh, global_batch: int, accumulation_steps: int) -> int:
     """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
-    placement, ranks = mesh.placement, mesh.parallelism.dp
+    placement, ranks = mesh.placement, mesh.dp
     shares = ranks * accumulation_steps
     if global_batch % shares:
         by_speed, kind = "", "ranks" if ranks == placement.ranks else "data-parallel ranks"

@@ -249,7 +249,7 @@ def step_plan(
     coefficients: Coefficients = UNCALIBRATED,
 ) -> StepPlan:
     """Join ranks, process groups and the costs of what they send."""
-    ranks, rules = mesh.parallelism.replicas, members.rules
+    ranks, rules = mesh.replicas, members.rules
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     network = None
     if ranks > 1:
@@ -287,12 +287,12 @@ def groups_of(
     mesh: Mesh, rules: Rules[Any]
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    if mesh.parallelism.replicas != mesh.placement.ranks or mesh.parallelism.ep > 1:
+    if mesh.replicas != mesh.placement.ranks or mesh.ep > 1:
         return _groups_beside_layers(mesh, rules)
     whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
-    shard = mesh.parallelism.shards
+    shard = mesh.shards
     if shard == mesh.placement.ranks:
         return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
     networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}
@@ -311,7 +311,7 @@ def _groups_beside_layers(
     """The same where ranks share layers too: of groups that work at once the slowest counts."""
     networks: dict[int, MachineProfile] = {}
     found: dict[str, tuple[ProcessGroup, ...]] = {}
-    experts = rules.expert_axes if mesh.parallelism.ep > 1 else ()
+    experts = rules.expert_axes if mesh.ep > 1 else ()
     for axis in dict.fromkeys((DP, *rules.axes, *experts)):
         some = mesh.groups(axis)
         for _, node in some:

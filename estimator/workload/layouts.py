@@ -10,7 +10,7 @@ from functools import lru_cache
 from estimator.errors import StrategyError, quoted
 from estimator.units import parse_knobs, parse_whole
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
-from estimator.workload.strategies import Parallelism, Strategy
+from estimator.workload.strategies import Strategy
 
 _AXES = ("tp", "cp", "ep", "pp", "dp")
 _FLAGS = ("sp", "vocab", "megatron", "ring", "all-reduce")
@@ -90,8 +90,8 @@ class Layout:
         at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
         data-parallel. Raises StrategyError.
 
-        >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy.parse("ddp")).dp
-        4
+        >>> Layout.parse("tp=2,sp,dp=*").data_axes(8, Strategy.parse("fsdp:shard=2"))
+        (2, 2)
         """
         if isinstance(text, Layout):
             return text
@@ -102,8 +102,8 @@ class Layout:
             )
         return _read(text)
 
-    def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:
-        """All ranks along the axes; raises StrategyError where these do not multiply to them."""
+    def data_axes(self, ranks: int, strategy: Strategy) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) of so many ranks; raises StrategyError where none fit."""
         each = self.tp * self.cp * self.pp
         dp = ranks // each if self.dp is None else self.dp
         if dp * each != ranks:
@@ -119,10 +119,12 @@ class Layout:
             # FSDP shards over ranks that have all experts together.
             self._check_experts(dp if shard is None else shard, strategy)
             shard = dp if shard is None else shard
-        data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
-        axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
-        found = replace(data, **axes, megatron=self.megatron)  # type: ignore[arg-type]
-        return replace(found, ep=self.ep)
+        if dp % (shard or 1):
+            raise StrategyError(
+                f"'fsdp:shard={shard}' shards over {shard} ranks, which do not divide {dp}; "
+                f"choose a divisor of {dp}"
+            )
+        return dp // (shard or 1), shard or 1
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
         if not strategy.goes_with("ep"):

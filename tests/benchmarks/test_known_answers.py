@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -62,8 +63,8 @@ def test_layouts_are_of_ten_published_pipelines_and_more_each_once() -> None:
     assert sum("pp=" in (row.layout or "") for row in rows) >= 10
     assert sum("tp=" in (row.layout or "") for row in rows) >= 10
     for row in rows:
-        made = Layout.parse(row.layout or "dp=*").parallelism(row.gpus, DDP())
-        assert made.dp * made.tp * made.pp == row.gpus
+        made = Layout.parse(row.layout or "dp=*")
+        assert math.prod(made.data_axes(row.gpus, DDP())) * made.tp * made.pp == row.gpus
 
 
 def test_a_step_follows_from_operations_as_its_source_counts_them() -> None:

@@ -11,7 +11,8 @@ from estimator.errors import StrategyError
 from estimator.placement.mesh import Mesh, groups_along
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
-from estimator.workload import Parallelism, Strategy
+from estimator.workload import Strategy
+from estimator.workload.layouts import DATA_PARALLEL, Layout
 from tests.synthetic import Machine
 
 RATE = 1e8  # of a node's network
@@ -23,12 +24,12 @@ _MACHINES = ("h100-p5", "a100-p4d", "v100-nd-v2")
 def mesh(text: str, strategy: str, cluster: Cluster | None = None) -> Mesh:
     profile = Machine(devices=8, network_bytes_per_s=RATE).profile()
     placement = place(text, cluster=cluster, profile=profile)
-    return Mesh.data_parallel(placement, Strategy.parse(strategy))
+    return Mesh.laid_out(placement, DATA_PARALLEL, Strategy.parse(strategy))
 
 
 def test_the_last_axis_counts_fastest() -> None:
     placement = place("2x8:m", profile=Machine(devices=8).profile())
-    both = Mesh(placement, Parallelism(dp_replicate=2, dp_shard=4, tp=2))
+    both = Mesh(placement=placement, layout=Layout(tp=2), dp_replicate=2, dp_shard=4)
     assert both.shape == (1, 2, 4, 1, 2)
     assert both.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 1}
     assert both.members("tp")[:2].tolist() == [[0, 1], [2, 3]]
@@ -37,9 +38,9 @@ def test_the_last_axis_counts_fastest() -> None:
 
 
 def test_ddp_replicates_and_fsdp_shards_all_ranks() -> None:
-    assert mesh("2x4:m", "ddp").parallelism == Parallelism(dp_replicate=8)
-    assert mesh("2x4:m", "fsdp").parallelism == Parallelism(dp_shard=8)
-    assert mesh("2x4:m", "fsdp:shard=4").parallelism == Parallelism(dp_replicate=2, dp_shard=4)
+    assert mesh("2x4:m", "ddp").shape == (1, 8, 1, 1, 1)
+    assert mesh("2x4:m", "fsdp").shape == (1, 1, 8, 1, 1)
+    assert mesh("2x4:m", "fsdp:shard=4").shape == (1, 2, 4, 1, 1)
 
 
 def test_shards_inside_nodes_leave_one_flow_of_each_rank_between_them() -> None:
@@ -100,20 +101,23 @@ def test_a_shard_that_does_not_divide_the_ranks_is_refused() -> None:
 def test_axes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
     placement = place("1x4:m", profile=Machine().profile())
     with pytest.raises(StrategyError, match="multiply to 6 ranks, but '1x4:m' has 4"):
-        Mesh(placement, Parallelism(dp_replicate=3, tp=2))
+        Mesh(placement=placement, layout=Layout(tp=2), dp_replicate=3)
 
 
 def test_the_global_batch_counts_data_parallel_ranks_and_micro_batches() -> None:
     placement = place("1x4:m+1x2:m", profile=Machine().profile())
-    both = Mesh(placement, Parallelism(dp_replicate=6, micro_batches=5))
+    both = Mesh(placement=placement, dp_replicate=6, micro_batches=5)
     assert both.global_batch((8, 8)) == 8 * 6 * 5
     assert both.global_batch((8, 2)) == (4 * 8 + 2 * 2) * 5
 
 
 def test_experts_divide_the_ranks_of_shards_and_contexts() -> None:
-    assert Parallelism(dp_shard=4, cp=2, ep=8).world_size == 8
+    eight = place("1x8:m", profile=Machine(devices=8).profile())
+    shared = Mesh(placement=eight, layout=Layout(cp=2, ep=8), dp_shard=4)
+    assert shared.members("ep").tolist() == [list(range(8))]
+    four = place("1x4:m", profile=Machine().profile())
     with pytest.raises(StrategyError, match="ep=3 does not divide the 4 ranks"):
-        Parallelism(dp_shard=4, ep=3)
+        Mesh(placement=four, layout=Layout(ep=3), dp_shard=4)
 
 
 @given(

@@ -245,7 +245,7 @@ def test_fsdp_shards_what_a_rank_holds_of_the_layers() -> None:
         for layout, plan in (("tp=2,dp=*", PLAN), (None, None))
     )
     assert (both.plan.shards, alone.plan.shards) == (2, 4)
-    assert both.plan.mesh.parallelism.dp_shard == both.plan.mesh.parallelism.tp == 2
+    assert both.plan.mesh.dp_shard == both.plan.mesh.tp == 2
     assert both.breakdown.layer_communication_s > 0
     assert both.timeline.step_time_s == pytest.approx(both.step_time_s, rel=1e-9)
 

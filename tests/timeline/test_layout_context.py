@@ -30,7 +30,7 @@ def test_ranks_that_share_tokens_average_the_gradients_of_all_weights() -> None:
     assert found.layout == "cp=2,dp=*"
     assert found.global_batch == 4 * BATCH
     assert found.plan.group.ranks == 8
-    assert found.plan.mesh.parallelism.dp == 4
+    assert found.plan.mesh.dp == 4
     assert found.breakdown.total_s == pytest.approx(found.step_time_s)
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
 

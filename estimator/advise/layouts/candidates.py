@@ -114,7 +114,7 @@ def _takes(layout: Layout, strategy: Strategy, ranks: int) -> bool:
     """Whether a strategy can go with experts that ranks divide, if they do."""
     if layout.ep > 1:
         try:
-            layout.parallelism(ranks, strategy)
+            layout.data_axes(ranks, strategy)
         except StrategyError:
             return False
     return True

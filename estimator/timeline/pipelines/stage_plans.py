@@ -211,7 +211,7 @@ def pipeline_answer(
         points=[each.stage.point for each in stages[1 : schedule.model_stages(ranks)]],
         ranks=first.mesh.placement.ranks,
         is_ddp=first.members.table.shape.strategy.keeps.state == "whole"
-        and first.mesh.parallelism.replicas > 1,
+        and first.mesh.replicas > 1,
         fullest=stages[widest].plan,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
@@ -422,12 +422,12 @@ def stage_plans(
         )
     placement = mesh.placement
     one = shape._replace(accumulation_steps=1)
-    layout = replace(mesh.parallelism, micro_batches=1)
+    axes = mesh.layout, mesh.dp_replicate, mesh.dp_shard
     found = cache.get(
         "stage plans",
         (graph, placement.cluster, *placement.kinds),
         lambda: _stage_plans(graph, mesh, batches, one, schedule, points, cache),
-        *(placement.allocation, layout, batches, one, schedule, points),
+        *(placement.allocation, *axes, batches, one, schedule, points),
     )
     if coefficients is UNCALIBRATED:
         return found
@@ -457,7 +457,7 @@ def _stage_plans(
     stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
     if schedule.is_two_way:
         stages += stages
-    merging = mesh.parallelism.replicas > 1
+    merging = mesh.replicas > 1
     whole = bound_of(graph, batch, cache)
     held = Counter(name for stage in stages for name in stage.parameters)
     tied = frozenset(name for name, count in held.items() if count > 1)
@@ -467,7 +467,7 @@ def _stage_plans(
     busy = max(kind.ranks_per_node for kind in mesh.placement.kinds)
     for number, stage in enumerate(stages):
         members = members_of(stage.graph, mesh.placement, batches, shape, cache, merging=merging)
-        own = _held(mesh, members, schedule.rank_of(number, mesh.parallelism.pp))
+        own = _held(mesh, members, schedule.rank_of(number, mesh.pp))
         plan = plans.get(own)
         if plan is None:
             plan = plans[own] = step_plan(mesh, own, cache)
@@ -484,10 +484,10 @@ def _stage_plans(
                 kept_bytes=_kept_bytes(
                     # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
                     slowest.program.bound,
-                    () if mesh.parallelism.megatron else stage.outputs,
+                    () if mesh.layout.megatron else stage.outputs,
                     cache,
                 ),
-                added_s=0.0 if mesh.parallelism.megatron else _added_s(slowest, busy, cache),
+                added_s=0.0 if mesh.layout.megatron else _added_s(slowest, busy, cache),
             )
         )
         # What a stage sends on comes back as its gradient, over the same link.
@@ -575,7 +575,7 @@ def balanced_points(
         seconds = cache.get("op seconds", (bound, node.profile), spent, *details)
         return blocks.balanced(stages, seconds)
 
-    stages = schedule.model_stages(mesh.parallelism.pp)
+    stages = schedule.model_stages(mesh.pp)
     details = node.ranks_per_node, layer_collectives
     return cache.get("balanced", (bound, node.profile), balanced, *details, stages)
 
@@ -587,7 +587,7 @@ def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
     """Of the kinds of nodes, those on which the ranks of one pipeline rank are."""
-    each = mesh.placement.ranks // mesh.parallelism.pp
+    each = mesh.placement.ranks // mesh.pp
     begin, end = rank * each, (rank + 1) * each
     first, numbers = 0, list[int]()
     for node_group, number in zip(mesh.placement.node_groups, members.kind_of, strict=True):
@@ -607,7 +607,7 @@ def _passing_s(mesh: Mesh, schedule: Schedule, number: int, size_bytes: int, cac
     """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
     if not size_bytes:
         return 0.0
-    ranks = mesh.parallelism.pp
+    ranks = mesh.pp
     pair = schedule.rank_of(number, ranks), schedule.rank_of(number + 1, ranks)
     return _pair_s(mesh, *pair, _SEND, 2 * size_bytes, cache)
 
@@ -618,7 +618,7 @@ def _pair_s(
     """Seconds of a collective of the ranks of two pipeline ranks, pair by pair and all at once."""
     if one == other:
         return 0.0
-    placement, count = mesh.placement, mesh.parallelism.pp
+    placement, count = mesh.placement, mesh.pp
 
     def slowest() -> tuple[ProcessGroup, NodeKind]:
         rows: Indices = np.arange(placement.ranks).reshape(count, -1)
@@ -655,7 +655,7 @@ def _tied_s(
     `tied` are the names of all weights that several stages hold. What several of one rank hold
     counts for the first of these.
     """
-    one, ranks = stages[number], mesh.parallelism.pp
+    one, ranks = stages[number], mesh.pp
     if tied.isdisjoint(one.parameters):
         return 0.0
     sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]

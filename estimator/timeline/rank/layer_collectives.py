@@ -178,15 +178,15 @@ def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) ->
 
     Gradients of experts are exchanged among the operators, but where FSDP does it with all others.
     """
-    axes = ["tp", "cp"] + ["ep"] * (mesh.parallelism.ep > 1)
-    axes += ["expert_dp"] * (mesh.parallelism.ep > 1 and strategy.keeps.parameters == "whole")
+    axes = ["tp", "cp"] + ["ep"] * (mesh.ep > 1)
+    axes += ["expert_dp"] * (mesh.ep > 1 and strategy.keeps.parameters == "whole")
     found = [
         (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
         for axis in axes
         if (groups := mesh.groups(axis))
     ]
     named = tuple((axis, group) for axis, group, _ in found)
-    merges = strategy.keeps.parameters == "shard" or mesh.parallelism.dp > 1
+    merges = strategy.keeps.parameters == "shard" or mesh.dp > 1
     profile, cluster = found[0][2].profile, mesh.placement.cluster
     return cache.get(
         "exchanges",

@@ -86,7 +86,7 @@ def test_1f1b_holds_less_than_gpipe_and_a_stage_less_than_the_model() -> None:
 
 def test_data_parallel_ranks_of_each_stage_reduce_its_gradients() -> None:
     found = answer("1x4:m", "pp=2,dp=*")
-    assert found.plan.mesh.parallelism.dp == 2
+    assert found.plan.mesh.dp == 2
     assert found.breakdown.communication_exposed_s > 0
     assert found.global_batch == 2 * 8 * 8
 
