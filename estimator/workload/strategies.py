@@ -486,12 +486,33 @@ class ParameterServers(Bucketed):
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGD(Strategy):
+    """``local-sgd``: each rank trains by itself; after every `every` steps parameters are averaged.
+
+    PyTorch's ``PeriodicModelAverager``. It trains another model than synchronous steps do.
+    """
+
+    name = "local-sgd"
+    keeps = Keeps("whole", "whole", "whole")
+    searched = "nowhere"
+    every: int = _option("every", _ranks, 4)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise StrategyError(
+                f"parameters are averaged after at least 1 step, found {self.every}; write "
+                "local-sgd:every=4"
+            )
+
+
 def _named(*where: str) -> tuple[str, ...]:
     return tuple(
         kind.name for kind in dict.fromkeys(_STRATEGIES.values()) if kind.searched in where
     )
 
 
+NAMES = _named("anywhere", "layouts", "nowhere")
 SEARCHED = _named("anywhere")
 SEARCHED_WITH_LAYOUTS = _named("anywhere", "layouts")
 SAVING_MEMORY = tuple(name for name in SEARCHED if _STRATEGIES[name].keeps.state == "shard")

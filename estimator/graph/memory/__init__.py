@@ -1,5 +1,6 @@
 """What a rank holds during a step.
 
-`peak` and `step` answer how much at most, under every strategy and for many shard counts at once;
-`curve` says what is held when; `workspace` what operators take inside themselves.
+`step` simulates it from what a strategy has the rank hold (`Holding`) and knows no strategy; `peak`
+and `curve` are what it is seen as: the most for every number of shards, and what is held when.
+`sizes` has the tensors and what optimizers hold, `workspace` what operators take inside themselves.
 """

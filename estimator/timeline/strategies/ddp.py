@@ -42,7 +42,7 @@ from estimator.timeline.rank.rules import (
 )
 from estimator.timeline.rank.updates import accumulate_s, copies_s
 from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Label, TaskList
-from estimator.workload.strategies import DDP, Bucketed
+from estimator.workload.strategies import DDP, Bucketed, Strategy
 
 Array = NDArray[np.float64]
 
@@ -90,11 +90,12 @@ def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
     return tuple(launched)
 
 
+S = TypeVar("S", bound=Strategy)
 B = TypeVar("B", bound=Bucketed)
 
 
-class BucketedRules(Rules[B]):
-    """All ranks hold everything and update everything."""
+class ReplicaRules(Rules[S]):
+    """All ranks hold everything and update everything; there may be buckets of gradients."""
 
     reduce_op: ClassVar[CollectiveName] = "all_reduce"
     after_op: ClassVar[CollectiveName | None] = None
@@ -105,10 +106,14 @@ class BucketedRules(Rules[B]):
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
-        self.buckets = gradient_buckets(graph, self.strategy)
+        self.buckets = self.gradient_buckets()
         self.gradient_bytes: Array = np.array([float(each.size_bytes) for each in self.buckets])
         self.reduced_ratio = self.strategy.shard_dtypes(graph.precision).reduced_ratio
         self.bucket_bytes: Array = self.gradient_bytes * self.reduced_ratio
+
+    def gradient_buckets(self) -> tuple[Bucket, ...]:
+        """What gradients are merged in."""
+        return ()
 
     @property
     def in_buckets(self) -> bool:
@@ -193,6 +198,13 @@ class BucketedRules(Rules[B]):
         return f"reducing gradients of {ranks} ranks"
 
 
+class BucketedRules(ReplicaRules[B]):
+    """Ranks merge gradients in buckets."""
+
+    def gradient_buckets(self) -> tuple[Bucket, ...]:
+        return gradient_buckets(self.graph, self.strategy)
+
+
 @rules_for(DDP)
 class DistributedDataParallel(BucketedRules[DDP]):
     """Gradients are all-reduced in buckets."""
@@ -236,7 +248,7 @@ class BucketedNetwork(Network):
 
     def __init__(
         self,
-        rules: BucketedRules[Any],
+        rules: ReplicaRules[Any],
         profiles: Sequence[MachineProfile],
         cluster: Cluster | None,
     ) -> None:
