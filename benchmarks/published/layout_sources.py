@@ -20,8 +20,9 @@ _DEEPSPEED = "ddp:bucket=1TB,master"
 # src/model/gpt_modeling.py of VIA-Research/vTrain.
 _VTRAIN_VOCABULARY = 50257
 # "inter_node_bandwidth ... 800 Gbps": src/config.py of VIA-Research/vTrain.
+# Its GPUs wait for an EPYC Rome, as those of a DGX A100.
 _VTRAIN = Setting(
-    machine="a100-sxm-80gb",
+    machine="dgx-a100-80gb",
     network="infiniband",
     network_bit_per_s=800e9,
     source="src/config.py of the simulator",

@@ -30,13 +30,11 @@ from estimator.kernels.datasheet_model import (
 from estimator.kernels.fits import KernelPrediction
 from estimator.machines.profile import MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
+from estimator.workload.precision import TF32_BY_DEFAULT
 
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
 _HALF_BYTES = 2
-# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
-# (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
-_TF32_BY_DEFAULT = ("convolution", "recurrent")
 
 
 class Roofline:
@@ -100,9 +98,7 @@ class Roofline:
     def _computed_in(self, features: Features) -> str:
         """In which dtype a call's matmuls are, as the kernel model tells them apart."""
         dtype = features.dtype
-        if dtype == "float32" and (
-            self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
-        ):
+        if dtype == "float32" and (self._precision == "tf32" or features.family in TF32_BY_DEFAULT):
             dtype = "tfloat32"
         return dtype
 

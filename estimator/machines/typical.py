@@ -113,10 +113,12 @@ LINK_RATIOS: dict[LinkKind, float] = {
     "efa": 0.80,
     "tcp": 0.75,
 }
-# Without peer-to-peer every hop goes through host memory, written and read again, which all devices
-# share: nccl-tests over 4 and 8 RTX 5090 reach 35 and 28 of 63 GB/s (NVIDIA/nccl, issue 1639).
-# Older hosts give less; it is one share for all sizes of box, so that no more devices get more.
-HOST_STAGED_RATIO = 0.40
+# Without peer-to-peer every hop goes through host memory: the sender writes, the receiver reads.
+# nccl-tests and the like get 4.1, 5.0 and 5.3 of 15.75 GB/s over 2, 4 and 8 TITAN RTX, 12.7 and
+# 15.0 of 31.5 over 4 and 8 RTX 4090, 35 and 28 of 63 over 4 and 8 RTX 5090 (NVIDIA/nccl, issue
+# 1639): the host's generation counts, by the PCIe that it speaks. It is one share for all sizes of
+# box, so that no more devices get more.
+_HOST_STAGED_RATIOS = ((16e9, 0.33), (32e9, 0.44), (math.inf, 0.50))
 # What NCCL's proxy thread and its flags add to each hop over a network: hwLat of the LL protocol in
 # NVIDIA/nccl, src/graph/tuning.cc. EFA acknowledges in software: 2 nodes with EFA take 51 µs for 8
 # bytes where InfiniBand takes 39 (dstackai/dstack, pull request 3961: 14 µs a hop; p4d.24xlarge
@@ -143,6 +145,10 @@ RANK_JITTER_RATIO = 0.013
 _EXPOSED_RATIOS = {1: 0.08, 2: 0.05}
 _BESIDE_COMPUTE_RATIO = 1.1
 _HOST_ERROR = 0.4
+# The host is a property of the box: the same GPU's operators took 1.8 times these costs on an EPYC
+# Rome with torch 1.x (micro-batch 1 of VIA-Research/vTrain), 2.75 times on one GB200's Grace
+# (NVIDIA/TransformerEngine, issue 2053). Where a profile names no box, any of them may be meant.
+_UNNAMED_HOST_ERROR = 0.6
 _UPDATE_ERROR = 0.4
 # Eager training issues some 60,000 operators a second from Python and 80,000 from autograd's C++,
 # launches included: 16 and 12 µs each. Traces of fast processors show 8 to 12 and 5 to 8 µs, but a
@@ -163,13 +169,18 @@ _HOST = HostCost(
         source="datasheet", relative_error=_HOST_ERROR, note="typical of servers with GPUs"
     ),
 )
+_UNNAMED_HOST = replace(
+    _HOST, provenance=replace(_HOST.provenance, relative_error=_UNNAMED_HOST_ERROR)
+)
 
 
 def achieved_bytes_per_s(link: Link) -> float:
     """What collectives get of a link: its measured rate, or the usual share of a line rate."""
     if link.provenance.source != "datasheet":
         return link.bandwidth_bytes_per_s
-    usual = LINK_RATIOS.get(link.kind, 1.0) if link.peer_to_peer else HOST_STAGED_RATIO
+    usual = LINK_RATIOS.get(link.kind, 1.0)
+    if not link.peer_to_peer:
+        usual = next(s for most, s in _HOST_STAGED_RATIOS if link.bandwidth_bytes_per_s <= most)
     return link.bandwidth_bytes_per_s * (link.achieved_ratio or usual)
 
 
@@ -194,9 +205,10 @@ def with_typical_costs(profile: MachineProfile) -> MachineProfile:
 
 def _complete(profile: MachineProfile) -> MachineProfile:
     jitter_ratio = profile.rank_jitter_ratio
+    is_box = "instance_type" in profile.hardware or "system" in profile.hardware
     return replace(
         profile,
-        host=profile.host or _HOST,
+        host=profile.host or (_HOST if is_box else _UNNAMED_HOST),
         updates=profile.updates or _updates(profile),
         rank_jitter_ratio=RANK_JITTER_RATIO if jitter_ratio is None else jitter_ratio,
     )

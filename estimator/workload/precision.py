@@ -19,6 +19,11 @@ def check_precision(text: str) -> str:
     return text
 
 
+# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
+# (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
+TF32_BY_DEFAULT = ("convolution", "recurrent")
+
+
 def peak_dtype(precision: str) -> str:
     """The dtype of the device's peak that a model of this precision computes under.
 

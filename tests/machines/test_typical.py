@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, Link, LinkKind, MachineProfile, Provenance
 from estimator.machines.typical import (
     achieved_bytes_per_s,
@@ -87,6 +88,21 @@ def test_a_host_typically_issues_60_000_operators_a_second_from_python() -> None
     # An operator, the view before it and what its module's call takes: 8.5, 5 and 3 µs.
     assert host.forward_op_s + host.forward_view_s + host.module_call_s == pytest.approx(1.65e-5)
     assert (host.backward_op_s, host.bare_op_s) == (4.5e-6, 7.5e-6)
+
+
+def test_the_host_of_a_box_that_is_not_named_is_less_sure_and_its_gpu_says_nothing_of_it() -> None:
+    named, bare = load_profile("h100-p5"), load_profile("a100-sxm-80gb")
+    assert bare.host is None
+    errors = [with_typical_costs(each).host.provenance.relative_error for each in (named, bare)]  # type: ignore[union-attr]
+    assert errors == [0.4, 0.6]
+    assert with_typical_costs(bare).host.forward_op_s == with_typical_costs(named).host.forward_op_s  # type: ignore[union-attr]
+
+
+def test_hosts_of_later_pcie_stage_a_larger_share_of_it() -> None:
+    # nccl-tests, bus bandwidth of large all-reduces over 8: TITAN RTX 5.3 GB/s, RTX 4090 15.0.
+    for rate, measured in ((15.754e9, 5.3e9), (31.508e9, 15.0e9)):
+        staged = replace(link("pcie", DATASHEET), bandwidth_bytes_per_s=rate, peer_to_peer=False)
+        assert achieved_bytes_per_s(staged) == pytest.approx(measured, rel=0.1)
 
 
 def test_a_measured_machine_is_left_as_it_is(small_profile: MachineProfile) -> None:

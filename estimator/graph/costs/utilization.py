@@ -14,6 +14,7 @@ from estimator.graph.costs.call_costs import family_of, op_cost
 from estimator.graph.costs.matmuls import whole_attention_flops
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.tensors import OpCall
+from estimator.workload.precision import TF32_BY_DEFAULT
 
 # A part of a step known by its time carries the FLOPs that were given for the model.
 _COUNTED = ("matmul", "convolution", "recurrent", "step")
@@ -26,25 +27,28 @@ class StepFlops:
     `model` are those that the model needs, each matmul once: they give the MFU (model FLOPs
     utilization). `hardware` adds what is computed again in the backward phase, by activation
     checkpoints and inside attention kernels: they give the HFU (hardware FLOPs utilization;
-    Korthikanti et al. 2022 tell the two apart so).
+    Korthikanti et al. 2022 tell the two apart so). `tf32_by_default` are those of the latter that a
+    GPU rounds to TF32 unless told otherwise.
     """
 
     model: float
     hardware: float
+    tf32_by_default: float = 0.0
 
 
 def step_flops(bound: BoundGraph) -> StepFlops:
     """The FLOPs of a graph at one batch size."""
-    model = hardware = 0.0
-    known: dict[int, tuple[float, float]] = {}
+    model = hardware = tf32 = 0.0
+    known: dict[int, tuple[float, float, bool]] = {}
     for op, call in zip(bound.graph.ops, bound.calls, strict=True):
         # Many ops share one call, which `bound` keeps alive.
         if id(call) not in known:
-            known[id(call)] = op_flops(call)
-        needed, executed = known[id(call)]
+            known[id(call)] = (*op_flops(call), family_of(call.target) in TF32_BY_DEFAULT)
+        needed, executed, in_tf32 = known[id(call)]
         model += 0.0 if op.is_repeated else needed
         hardware += executed
-    return StepFlops(model=model, hardware=hardware)
+        tf32 += executed if in_tf32 else 0.0
+    return StepFlops(model=model, hardware=hardware, tf32_by_default=tf32)
 
 
 def op_flops(call: OpCall) -> tuple[float, float]:

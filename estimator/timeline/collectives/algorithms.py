@@ -105,7 +105,15 @@ START_S = 7.9e-6
 # k of α + βS + k·√(α·βS): fitted to published nccl-tests and profilers, and judged on systems that
 # were left out (benchmarks/collective_accuracy.py). Over NVLink of A100 and later chunks are short
 # beside a hop's latency; over PCIe, and the slower NVLink before, they hardly wait for it.
-PIPELINING = {"quick": 1.9, "slow": 0.5}
+PIPELINING = {"quick": 1.9, "slow": 0.6}
+
+
+# 8 H100 all-reduce at a bus bandwidth of 475 GB/s in the switch (H100_NVLS_BW of
+# aliyun/SimAI's astra-sim), each sending 9/8 of its buffer: 0.87 of what a ring gets of NVLink.
+IN_SWITCH_RATIO = 0.87
+# Blackwell's is 0.74 of its links where Hopper's is 0.85, and starts 25 µs later than a ring does
+# (nvlsEfficiency and hwLat in tuning.cc); that Hopper's starts later is not seen.
+_BLACKWELL_SWITCH = IN_SWITCH_RATIO * 0.74 / 0.85, 25e-6
 
 
 class InnerLinks(NamedTuple):
@@ -113,7 +121,9 @@ class InnerLinks(NamedTuple):
 
     `reduces` says that the switch between devices adds what they send; `start_s` is what a
     collective takes before its first hop. `keeps_order` says that the node's network writes bytes
-    in the order in which they were sent, on which NCCL's LL and LL128 protocols rely.
+    in the order in which they were sent, on which NCCL's LL and LL128 protocols rely; LL128 also
+    needs links `over_nvlink` between the devices of a node. `switch_ratio` is what the adding
+    switch gets of what a ring gets, after `switch_start_s` more than a ring's start.
     """
 
     latency_s: Any
@@ -122,6 +132,9 @@ class InnerLinks(NamedTuple):
     reduces: Any = False
     start_s: Any = START_S
     keeps_order: Any = True
+    over_nvlink: Any = True
+    switch_ratio: Any = IN_SWITCH_RATIO
+    switch_start_s: Any = 0.0
 
 
 NO_LINKS = InnerLinks(0.0, math.inf)
@@ -136,12 +149,17 @@ def pace_of(profile: MachineProfile, link: Link | None) -> str:
 
 def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
     """The hops over a link that some devices reach each other by."""
+    is_blackwell = (profile.devices[0].compute_capability or 0.0) >= 10
+    ratio, start_s = _BLACKWELL_SWITCH if is_blackwell else (IN_SWITCH_RATIO, 0.0)
     return InnerLinks(
         latency_s=link.latency_s,
         bytes_per_s=achieved_bytes_per_s(link),
         pipelining=PIPELINING[pace_of(profile, link)],
         reduces=link.reduces,
         keeps_order=keeps_order(profile),
+        over_nvlink=link.kind != "pcie",
+        switch_ratio=ratio,
+        switch_start_s=start_s,
     )
 
 
@@ -191,7 +209,8 @@ class LinksByDevices:
             return found or NO_LINKS, found is None
         used = np.minimum(devices, self._most)
         links = InnerLinks(*self._columns[:, profile, used])
-        links = links._replace(reduces=links.reduces != 0, keeps_order=links.keeps_order != 0)
+        flags = ("reduces", "keeps_order", "over_nvlink")
+        links = links._replace(**{name: getattr(links, name) != 0 for name in flags})
         return links, self._unknown[profile, used]
 
 
@@ -202,9 +221,6 @@ USUAL_HOP_S = 1.05e-6
 # What a tree gets of the links that a ring fills: 2 nodes of p4d.24xlarge all-reduce 1 GiB in
 # 35.2 ms (NVIDIA/nccl, issue 527), 26.8 ms at 0.8 of four 100 Gbit/s cards.
 TREE_RATIO = 0.76
-# 8 H100 all-reduce at a bus bandwidth of 475 GB/s in the switch (H100_NVLS_BW of
-# aliyun/SimAI's astra-sim), each sending 9/8 of its buffer: 0.87 of what a ring gets of NVLink.
-IN_SWITCH_RATIO = 0.87
 
 
 class GroupShape(NamedTuple):
@@ -233,6 +249,7 @@ class Protocol(NamedTuple):
     ratio: float = 1.0
     pipelining: float = TREE_PIPELINING
     most_bytes_per_s: float = math.inf
+    needs_nvlink: bool = False
 
 
 # Of a ring, baseLat and hwLat of NVLink and the network in tuning.cc: LL 6.6, 0.6 and 2.7 µs, LL128
@@ -240,7 +257,7 @@ class Protocol(NamedTuple):
 # have arrived, LL128 8 of 128, so data goes on at once; LL sends no faster than its llMaxBws, 22.5
 # GB/s of A100s on two nodes. Simple waits for whole chunks at each hop; k = 2 with the best ones.
 _LL = Protocol(ratio=0.5, pipelining=0.0, most_bytes_per_s=22.5e9)
-_LL128 = Protocol(7.4e-6, Cost(1.3e-6, 1.3e-6), 120 / 128, 0.0)
+_LL128 = Protocol(7.4e-6, Cost(1.3e-6, 1.3e-6), 120 / 128, 0.0, needs_nvlink=True)
 _SIMPLE = Protocol(1.8e-6, Cost(2.8e-6, 11.3e-6), 1.0, 2.0)
 
 
@@ -258,6 +275,7 @@ class Algorithm(NamedTuple):
     ratio: Cost = Cost(1.0, 1.0)
     runs: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: True
     protocols: tuple[Protocol, ...] = (Protocol(),)
+    in_switch: bool = False
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -284,8 +302,9 @@ _TREE = Algorithm(
 _IN_SWITCH = Algorithm(
     rounds=lambda g: Cost(2, 2 * levels(g.nodes)),
     share=lambda g: Cost((g.per_node + 1) / g.per_node, 2 * (g.nodes - 1) / g.nodes),
-    ratio=Cost(IN_SWITCH_RATIO, TREE_RATIO),
+    ratio=Cost(1.0, TREE_RATIO),
     runs=lambda g, links: links.reduces & (g.per_node > 2),
+    in_switch=True,
 )
 # Every rank sends its part to each of the others, those on other nodes over the node's network.
 _ALL_TO_ALL = Algorithm(
@@ -321,6 +340,8 @@ def nccl_lines(
             runs = algorithm.runs(shape, links)
             if number > 0:
                 runs = runs & (group.nodes > 1) & links.keeps_order
+            if protocol.needs_nvlink:
+                runs = runs & ((group.per_node == 1) | links.over_nvlink)
             if not anywhere(runs):
                 continue
             found = _line(algorithm, protocol, group, links)
@@ -334,13 +355,16 @@ def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: 
     shape = GroupShape(group.ranks, group.nodes, group.per_node)
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
+    start_s, rate = links.start_s, links.bytes_per_s * ratio.inside
+    if algorithm.in_switch:
+        start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
     # Inside one node the latency is that of all protocols together, and so is k.
     beyond = where(across, 1.0, 0.0)
     hop_s = links.latency_s + beyond * protocol.hop.inside
-    alpha_s = links.start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
+    alpha_s = start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
     network_s = group.latency_s + protocol.hop.across
     alpha_s = alpha_s + where(across, rounds.across * network_s, 0.0)
-    beta_inside = where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0)
+    beta_inside = where(inside, share.inside / rate, 0.0)
     beta = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
     # The slower of both sets the pace: where that is the node's own links, with their pipelining.
     pipelining = where(

@@ -101,9 +101,16 @@ class StepProgram:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """The device's dense peak in the dtype that the model computes in."""
-        dtype = peak_dtype(self.bound.graph.precision)
-        return self.profile.devices[0].peak_flops_per_s.get(dtype)
+        """The device's dense peak in the dtypes that the model computes in, each by its FLOPs.
+
+        An fp32 model's convolutions run in TF32 where a GPU has it.
+        """
+        precision, peaks = self.bound.graph.precision, self.profile.devices[0].peak_flops_per_s
+        peak, tf32 = peaks.get(peak_dtype(precision)), peaks.get("tfloat32")
+        if precision != "fp32" or peak is None or tf32 is None or not self.flops.hardware:
+            return peak
+        share = self.flops.tf32_by_default / self.flops.hardware
+        return 1.0 / (share / tf32 + (1.0 - share) / peak)
 
 
 def step_program(

@@ -192,3 +192,17 @@ def test_a_file_written_before_repeated_work_was_told_apart_still_does(tmp_path:
     # Which values outlive their last use was not written then either.
     assert old == replace(graph, ops=tuple(replace(op, holds=()) for op in graph.ops))
     assert step_flops(old.at()).hardware > step_flops(old.at()).model
+
+
+def test_convolutions_of_an_fp32_model_are_held_against_the_peak_of_tf32() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 256, 3, padding=1), nn.Flatten(), nn.Linear(256 * 16, 10))
+    graph = trace_graph(model, torch.randn(512, 64, 4, 4), target="cuda")
+    flops = step_flops(graph.at(512))
+    # Forward and the weight's gradient; what comes in has none.
+    assert flops.tf32_by_default == 2 * (2 * 512 * 16 * 256 * 64 * 9)
+    answer = estimate(graph, "1x1:a100-sxm-80gb")
+    assert answer.mfu_ratio is not None
+    # A100: 156 TFLOP/s in TF32, 19.5 in FP32.
+    share = flops.tf32_by_default / flops.hardware
+    at_peak_s = flops.model * (share / 156e12 + (1 - share) / 19.5e12)
+    assert answer.mfu_ratio * answer.step_time_s == pytest.approx(at_peak_s)

@@ -29,6 +29,7 @@ from estimator.timeline.collectives.algorithms import (
     nccl_lines,
     widest_link,
 )
+from estimator.timeline.collectives.costs import GroupCollective
 
 # A hop of 1 µs at 200 GB/s in a node, of 7 µs at 20 GB/s between nodes.
 LINKS = InnerLinks(latency_s=1e-6, bytes_per_s=200e9, pipelining=1.5)
@@ -120,6 +121,21 @@ def test_a_network_that_reorders_bytes_leaves_a_ring_only_whole_chunks() -> None
     # Inside one node there is no network.
     one = group(1, 8)
     assert nccl_lines("all_gather", one, reordering) == nccl_lines("all_gather", one, LINKS)
+
+
+def test_without_nvlink_in_its_nodes_a_ring_has_no_ll128() -> None:
+    simple, low_latency, _ = nccl_lines("all_gather", group(2, 8), LINKS)
+    over_pcie = LINKS._replace(over_nvlink=False)
+    assert nccl_lines("all_gather", group(2, 8), over_pcie) == (simple, low_latency)
+
+
+def test_a_rack_of_blackwell_all_reduces_at_what_was_measured() -> None:
+    # coreweave/nccl-tests, pull request 43: 72 GB200 in one NVLink domain, bus bandwidth in GB/s.
+    group = whole_group(place("1x72:gb200-nvl72"))
+    model = GroupCollective.of(load_profile("gb200-nvl72"), "all_reduce", group)
+    assert model is not None
+    for size, bus in ((1 << 30, 700e9), (1 << 32, 837e9), (1 << 33, 840e9)):
+        assert 2 * 71 / 72 * size / model.time_s(size) == pytest.approx(bus, rel=0.3)
 
 
 def test_efa_keeps_the_order_of_bytes_since_p5() -> None:
