@@ -248,6 +248,15 @@ def estimate(
     module name, or a JSON file of them; by default columns, then rows, found in the graph. Raises
     AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
+    key = None
+    if cluster is None and profile is None and tp_plan is None:
+        words = strategy, layout, loader
+        counts = batch_per_gpu, global_batch, accumulation_steps
+        key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
+        if key is not None:
+            known = DEFAULT.answers.find(key, model_or_graph, allocation, calibration)
+            if known is not None:
+                return known
     described = Cluster.given(cluster)
     where: Any = allocation
     if not isinstance(model_or_graph, OpGraph):
@@ -268,7 +277,10 @@ def estimate(
         profile=profile,
         calibration=calibration,
     )
-    return DEFAULT.estimate(request) if global_batch is None else balance(request).answer
+    answer = DEFAULT.estimate(request) if global_batch is None else balance(request).answer
+    if key is not None and model_or_graph is request.graph:
+        DEFAULT.answers.keep(key, request.graph, calibration, answer)
+    return answer
 
 
 def prepare(

@@ -52,6 +52,8 @@ class Cache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
+        self.dropped = 0
+        """How many values have left."""
         self._entries: dict[_Key, _CacheEntry] = {}
         self._of_value: dict[int, _CacheEntry] = {}
         self._making = threading.RLock()
@@ -108,6 +110,7 @@ class Cache:
 
     def _drop(self, key: _Key) -> None:
         entry = self._entries.pop(key)
+        self.dropped += 1
         self.size_bytes -= entry.size_bytes
         for part in entry.parts:
             part.holders -= 1

@@ -145,6 +145,11 @@ class Calibrator:
             for job in jobs
         ]
 
+    @property
+    def state(self) -> object:
+        """What was learnt so far: another object after each time that something was."""
+        return self._fitted
+
     def coefficients_for(
         self,
         questions: Sequence[StepQuestion],

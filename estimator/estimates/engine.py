@@ -29,7 +29,7 @@ from estimator.graph.ir.op_graph import OpGraph, job_content
 from estimator.graph.memory.peak import PeakMemory
 from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.plan import Plan
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import load_profile, named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh, batches_of
@@ -67,6 +67,7 @@ class Engine:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
         self.cache = Cache(cache_bytes)
+        self.answers = RepeatedQuestions(self.cache)
 
     def place(
         self,
@@ -193,6 +194,88 @@ class Engine:
             axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
             for axis, some in groups.items()
         }
+
+
+_MOST_ANSWERS = 1 << 12
+_COUNTS = (int, type(None))
+
+
+class _KeptAnswer(NamedTuple):
+    """An answer with what it was made of: machines by name, and what calibration had learnt."""
+
+    graph: OpGraph
+    machines: tuple[tuple[str, MachineProfile], ...]
+    calibration: object
+    state: object
+    answer: Estimate
+
+
+class RepeatedQuestions:
+    """Answers by the words of their questions, as a scheduler asks the same ones every round.
+
+    An answer holds until the file of one of its machines changes, its calibration learns, or
+    `cache` lets go of anything: compiled programs are not kept alive from here.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._dropped = cache, 0
+        self._kept: dict[Hashable, _KeptAnswer] = {}
+
+    def key(
+        self, graph: object, allocation: object, *counts: object, words: Sequence[object]
+    ) -> Hashable | None:
+        """The key of a question; None where it cannot be told from others by its words."""
+        for count in counts:
+            # 8 == 8.0 == True, of which one is a number of samples.
+            if type(count) not in _COUNTS:
+                return None
+        # Allocations of many groups take long to compare.
+        where = allocation if type(allocation) is str else id(allocation)
+        return id(graph), where, counts, words
+
+    def find(
+        self, key: Hashable, graph: object, allocation: object, calibration: object
+    ) -> Estimate | None:
+        """The answer to a question that was asked before, if nothing has changed since."""
+        if self._cache.dropped != self._dropped:
+            self._kept.clear()
+            self._dropped = self._cache.dropped
+            return None
+        try:
+            kept = self._kept.get(key)
+        except TypeError:
+            return None
+        if kept is None or kept.graph is not graph or kept.calibration is not calibration:
+            return None
+        if type(allocation) is not str and kept.answer.allocation is not allocation:
+            return None
+        if calibration is not None and kept.state is not getattr(calibration, "state", self):
+            return None
+        for name, profile in kept.machines:
+            if named_profile(name) is not profile:
+                return None
+        return kept.answer
+
+    def keep(self, key: Hashable, graph: OpGraph, calibration: object, answer: Estimate) -> None:
+        """Keep an answer, unless nothing tells when its cluster or calibration changes."""
+        state = None if calibration is None else getattr(calibration, "state", None)
+        placement = answer.plan.placement
+        if placement.cluster is not None or (calibration is not None and state is None):
+            return
+        profiles = [kind.profile for kind in placement.kinds]
+        machines = {
+            group.machine: profiles[number]
+            for group, number in zip(placement.allocation.groups, placement.kind_of, strict=True)
+            if group.machine is not None
+        }
+        if len(self._kept) >= _MOST_ANSWERS:
+            self._kept.clear()
+        try:
+            self._kept[key] = _KeptAnswer(
+                graph, tuple(machines.items()), calibration, state, answer
+            )
+        except TypeError:
+            return
 
 
 class _LaidOutStep(NamedTuple):

@@ -403,10 +403,15 @@ def utilization(
     """
     if pipelined is not None:
         peak_s = pipelined.model_peak_s, pipelined.hardware_peak_s
+    elif len(plan.kinds) == 1:
+        lane = plan.kinds[0].lane
+        peak_s = lane.model_peak_s, lane.hardware_peak_s
     else:
-        groups = zip(plan.placement.node_groups, plan.members.kind_of, strict=True)
-        ranks = [(plan.kinds[number], group.ranks) for group, number in groups]
-        peak_s = at_peak_s(ranks, ranks)
+        ranks = [0] * len(plan.kinds)
+        for number, count in zip(plan.members.kind_of, plan.placement.ranks_of, strict=True):
+            ranks[number] += count
+        of_kinds = list(zip(plan.kinds, ranks, strict=True))
+        peak_s = at_peak_s(of_kinds, of_kinds)
     if math.isnan(peak_s[0]):
         return None, None
     per_s = accumulation_steps / step_s

@@ -92,6 +92,13 @@ class Placement:
         )
 
     @property
+    def ranks_of(self) -> list[int]:
+        """How many ranks each of `node_groups` has."""
+        if self.cluster is not None:
+            return [group.ranks for group in self.hosted]
+        return [group.nodes * group.devices_per_node for group in self.allocation.groups]
+
+    @property
     def ranks_per_node(self) -> tuple[int, ...]:
         """For each group of nodes, the ranks of the whole allocation on one of its nodes."""
         return tuple(self.kinds[number].ranks_per_node for number in self.kind_of)

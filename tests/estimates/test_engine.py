@@ -15,9 +15,10 @@ import pytest
 
 import estimator.machines.catalogue
 import estimator.timeline.rank.program as program
-from estimator.api import prepare
+from estimator.api import estimate, prepare
+from estimator.coefficients import Coefficients
 from estimator.errors import UnknownMachineError, WorkloadError
-from estimator.estimates.engine import Engine
+from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
@@ -190,3 +191,47 @@ def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:
     finally:
         tracemalloc.stop()
     assert bounded.cache.size_bytes <= limit_bytes
+
+
+def test_the_same_question_has_the_same_answer_until_what_it_was_made_of_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    path, graph = tmp_path / "machines" / "m.json", perceptron([64] * 3, batch=8)
+    replace(Machine().profile(), name="m").save(path)
+    first = estimate(graph, "1x2:m")
+    assert estimate(graph, "1x2:m") is first
+    assert estimate(graph, "1x2:m", batch_per_gpu=4) is not first
+    # 8.0 == 8, and is no number of samples.
+    estimate(graph, "1x2:m", batch_per_gpu=8)
+    with pytest.raises(WorkloadError):
+        estimate(graph, "1x2:m", batch_per_gpu=8.0)  # type: ignore[arg-type]
+    replace(Machine(flops_per_s=1e9).profile(), name="m").save(path)
+    slower = estimate(graph, "1x2:m")
+    assert slower.step_time_s > 1.5 * first.step_time_s
+    DEFAULT.cache.clear()
+    again = estimate(graph, "1x2:m")
+    assert again is not slower
+    assert again.step_time_s == slower.step_time_s
+
+
+def test_the_same_question_is_asked_anew_once_its_calibration_has_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    replace(Machine().profile(), name="m").save(tmp_path / "machines" / "m.json")
+    graph, learnt = perceptron([64] * 3, batch=8), _Learnt()
+    cold = estimate(graph, "1x2:m", calibration=learnt)
+    assert estimate(graph, "1x2:m", calibration=learnt) is cold
+    learnt.state = Coefficients(compute_ratio=2.0)
+    assert estimate(graph, "1x2:m", calibration=learnt).step_time_s > cold.step_time_s
+
+
+class _Learnt:
+    """A calibration whose state is what it answers."""
+
+    def __init__(self) -> None:
+        self.state = Coefficients()
+
+    def coefficients_for(self, questions: Any, _allocations: Any, _engine: Any) -> Any:
+        return [self.state] * len(questions)

@@ -336,6 +336,7 @@ def nccl_lines(
     shape = GroupShape(group.ranks, group.nodes, group.per_node)
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
+        costed = None
         for number, protocol in enumerate(algorithm.protocols):
             runs = algorithm.runs(shape, links)
             if number > 0:
@@ -344,36 +345,53 @@ def nccl_lines(
                 runs = runs & ((group.per_node == 1) | links.over_nvlink)
             if not anywhere(runs):
                 continue
-            found = _line(algorithm, protocol, group, links)
-            if lines:
+            costed = costed or _costed(algorithm, shape, group, links)
+            found = _line(costed, protocol, group, links)
+            if lines and isinstance(runs, np.ndarray):
                 found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
             lines.append(found)
     return tuple(lines)
 
 
-def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
-    shape = GroupShape(group.ranks, group.nodes, group.per_node)
+class _Costed(NamedTuple):
+    """An algorithm over a group: where hops and bytes are, whatever the protocol."""
+
+    start_s: Any
+    rounds: Cost
+    beta_inside: Any
+    beta_across: Any
+    share_across: Any
+
+
+def _costed(
+    algorithm: Algorithm, shape: GroupShape, group: ProcessGroup, links: InnerLinks
+) -> _Costed:
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
     start_s, rate = links.start_s, links.bytes_per_s * ratio.inside
     if algorithm.in_switch:
         start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
-    # Inside one node the latency is that of all protocols together, and so is k.
+    return _Costed(
+        start_s=start_s,
+        rounds=Cost(where(inside, rounds.inside, 0), where(across, rounds.across, 0)),
+        beta_inside=where(inside, share.inside / rate, 0.0),
+        beta_across=where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
+        share_across=share.across,
+    )
+
+
+def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
+    # Inside one node latency and k are those of all protocols together.
+    across, rounds = group.nodes > 1, costed.rounds
     beyond = where(across, 1.0, 0.0)
     hop_s = links.latency_s + beyond * protocol.hop.inside
-    alpha_s = start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
-    network_s = group.latency_s + protocol.hop.across
-    alpha_s = alpha_s + where(across, rounds.across * network_s, 0.0)
-    beta_inside = where(inside, share.inside / rate, 0.0)
-    beta = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
-    # The slower of both sets the pace: where that is the node's own links, with their pipelining.
-    pipelining = where(
-        beta > beta_inside,
-        protocol.pipelining,
-        maximum(where(across, protocol.pipelining, 0.0), links.pipelining),
-    )
-    beta = maximum(beta_inside, beta)
-    slowed = maximum(beta / protocol.ratio, share.across / protocol.most_bytes_per_s)
+    alpha_s = costed.start_s + beyond * protocol.start_s + rounds.inside * hop_s
+    alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
+    # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k of the
+    # hop would leap where the network overtakes the node's own links.
+    pipelining = where(across, protocol.pipelining, links.pipelining)
+    beta = maximum(costed.beta_inside, costed.beta_across)
+    slowed = maximum(beta / protocol.ratio, costed.share_across / protocol.most_bytes_per_s)
     return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
 
 

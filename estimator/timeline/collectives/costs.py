@@ -203,6 +203,7 @@ def _extended(sizes: Array, seconds: Array, beta: float) -> tuple[Array, Array]:
 
 Indices = NDArray[np.intp]
 
+_MOST_SHAPES = 1 << 12
 # What a measured group is taken to be off by where the profile does not say, as of one size alone.
 _UNSTATED_ERROR = 0.1
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
@@ -234,6 +235,7 @@ class CollectiveModel(NamedTuple):
     The fastest of `lines`, one for each algorithm, times the corrections of a `reference`, which is
     a number among those of a `CollectiveCosts`. `unlike` is by what factor that reference's ranks
     and nodes differ from the group's. `unknown` says that nothing tells what the collective costs.
+    `terms` are the lines as an array, where there is one group.
     """
 
     lines: tuple[Line, ...]
@@ -241,10 +243,12 @@ class CollectiveModel(NamedTuple):
     unlike: Any
     relative_error: Any
     unknown: Any
+    terms: Array | None = None
 
     def coefficients(self, ratio: Any = 1.0) -> Array:
         """The lines as an array, times a factor: (lines, 3) of one group, or (lines, 3, rows)."""
-        return np.asarray(as_array(self.lines) * ratio)
+        terms = as_array(self.lines) if self.terms is None else self.terms
+        return np.asarray(terms * ratio)
 
 
 class CollectiveCosts:
@@ -280,16 +284,21 @@ class CollectiveCosts:
         self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
         self._nearest = Nearest(found, 2 * len(profiles))
         self._inner = LinksByDevices(inner)
-        self._last: tuple[ProcessGroup, CollectiveModel] | None = None
+        # Other jobs ask of groups of the same shapes.
+        self._models: dict[ProcessGroup, CollectiveModel] = cache.get(
+            "models", (cluster, *profiles), dict, op, kind
+        )
 
     def model(self, group: ProcessGroup) -> CollectiveModel:
         """The collective's cost over a group of at least two ranks, or over that of each row."""
-        # One answer asks of its group several times: the step, its reasons, its provenance.
-        if (last := self._last) is not None and last[0] is group:
-            return last[1]
-        found = self._model(group)
-        if isinstance(group.ranks, int):  # rows would be kept alive
-            self._last = group, found
+        if not isinstance(group.ranks, int):
+            return self._model(group)
+        found = self._models.get(group)
+        if found is None:
+            if len(self._models) >= _MOST_SHAPES:
+                self._models.clear()
+            found = self._model(group)
+            found = self._models[group] = found._replace(terms=as_array(found.lines))
         return found
 
     def _model(self, group: ProcessGroup) -> CollectiveModel:

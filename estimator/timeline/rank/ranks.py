@@ -85,6 +85,7 @@ class RankClass:
     whole_memory: PeakMemory
     whole_ratio: float
     jitter_ratio: float
+    peak_flops_per_s: float
     device: DeviceMemory
     ready_s: Array
     segments_s: Array
@@ -130,6 +131,7 @@ class RankClass:
             whole_memory=whole,
             whole_ratio=whole.total_bytes / device.usable_bytes,
             jitter_ratio=profile.rank_jitter_ratio or 0.0,
+            peak_flops_per_s=peak,
             device=device,
             ready_s=program.ready_s * slow,
             segments_s=program.segments_s * slow,
@@ -148,7 +150,7 @@ def at_peak_s(
     for kind, times in work:
         model += times * kind.program.flops.model
         hardware += times * kind.program.flops.hardware
-    peak = sum([ranks * (kind.program.peak_flops_per_s or math.nan) for kind, ranks in devices])
+    peak = sum([ranks * kind.peak_flops_per_s for kind, ranks in devices])
     return model / peak or math.nan, hardware / peak or math.nan
 
 

@@ -87,16 +87,26 @@ class BucketQueue:
         self._latency = factors * ratio
         self._has_latency: list[bool] = [bool(each.any()) for each in self.latency_ratio]
 
-    def exposed_s(self, ready: Ready, model: CollectiveModel, ratio: Any, overlap: Overlap) -> Any:
+    def exposed_s(
+        self,
+        ready: Ready,
+        model: CollectiveModel,
+        ratio: Any,
+        overlap: Overlap,
+        behind_s: Array | None = None,
+    ) -> Any:
         """Seconds from the end of the undisturbed lane to the end of the last collective.
 
-        `ratio` scales the collectives. Of one step, or a row for each.
+        `ratio` scales the collectives. Of one step, or a row for each. `behind_s` is what `behind`
+        says of the model, where it is known already.
         """
         if not len(self.sizes_bytes):
             return 0.0
         lines = model.coefficients(ratio)
         if isinstance(model.reference, int):
-            return float(self._exposed_s(model.reference, ready.slack_s(None), lines, overlap))
+            slack_s = ready.slack_s(None)
+            behind_s = None if behind_s is None else behind_s * ratio
+            return float(self._exposed_s(model.reference, slack_s, lines, overlap, behind_s))
         exposed = np.broadcast_to(overlap.exposed_ratio, len(model.reference))
         slowdown = np.broadcast_to(overlap.slowdown, len(model.reference))
         found = np.zeros(len(model.reference))
@@ -105,9 +115,23 @@ class BucketQueue:
             found[rows] = self._exposed_s(reference, ready.slack_s(rows), lines[..., rows], some)
         return found
 
-    def _exposed_s(self, reference: int, slack_s: Array, lines: Array, overlap: Overlap) -> Any:
+    def behind(self, model: CollectiveModel) -> Array | None:
+        """What the link of one group has to do for each bucket and all after it."""
+        if not len(self.sizes_bytes) or not isinstance(model.reference, int):
+            return None
+        return self._behind_s(model.reference, model.coefficients())
+
+    def _exposed_s(
+        self,
+        reference: int,
+        slack_s: Array,
+        lines: Array,
+        overlap: Overlap,
+        behind_s: Array | None = None,
+    ) -> Any:
         """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
-        behind_s = self._behind_s(reference, lines)
+        if behind_s is None:
+            behind_s = self._behind_s(reference, lines)
         drain = maximum(overlap.drain, _NO_DRAIN)
         sent_s = 1.0 * behind_s[0]
         if not self._has_latency[reference]:

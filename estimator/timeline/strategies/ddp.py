@@ -48,6 +48,8 @@ Array = NDArray[np.float64]
 
 # The norm of all gradients is one fp32 number.
 NORM_BYTES = 4.0
+# Shapes of groups of which what their buckets cost is kept.
+_MOST_GROUPS = 1 << 10
 
 
 def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
@@ -259,6 +261,7 @@ class BucketedNetwork(Network):
         whole = float(rules.bucket_bytes.sum())
         self._whole = SizedCollective(self.reduce.corrections, np.array([whole]))
         self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
+        self._of_group: dict[ProcessGroup, tuple[CollectiveModel, Overlap, Array | None]] = {}
         self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
         self._norm = None
         if rules.norm_op is not None and graph.clip_grad_norm:
@@ -278,10 +281,8 @@ class BucketedNetwork(Network):
 
     def communication(self, ranks: Ranks) -> Communication:
         (group,) = ranks.groups[DP]
-        ratio, reduce = ranks.ratio, self.reduce.model(group)
-        reduce_s = self._whole.time_s(reduce)
-        overlap = self._overlaps.overlap(group, reduce_s)
-        queued_s = self.queue.exposed_s(ranks.ready, reduce, ratio, overlap)
+        reduce, overlap, behind_s = self._reduced(group)
+        queued_s = self.queue.exposed_s(ranks.ready, reduce, ranks.ratio, overlap, behind_s)
         before_s = self._buffers_s(ranks)
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
@@ -289,17 +290,30 @@ class BucketedNetwork(Network):
             relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
-            slower_s=self._slower_s(ranks, reduce, overlap, queued_s),
+            slower_s=self._slower_s(ranks, queued_s),
         )
 
-    def _slower_s(
-        self, ranks: Ranks, reduce: CollectiveModel, overlap: Overlap, queued_s: Any
-    ) -> Any:
+    def _reduced(self, group: ProcessGroup) -> tuple[CollectiveModel, Overlap, Array | None]:
+        """(what reduces a bucket, how it disturbs, what is behind each bucket), kept by group."""
+        known = self._of_group.get(group) if isinstance(group.ranks, int) else None
+        if known is not None:
+            return known
+        reduce = self.reduce.model(group)
+        overlap = self._overlaps.overlap(group, self._whole.time_s(reduce))
+        found = reduce, overlap, self.queue.behind(reduce)
+        if isinstance(group.ranks, int):
+            if len(self._of_group) >= _MOST_GROUPS:
+                self._of_group.clear()
+            self._of_group[group] = found
+        return found
+
+    def _slower_s(self, ranks: Ranks, queued_s: Any) -> Any:
         """What the queue adds if its collectives are off; with gloo what is exposed is measured."""
         if self._rules.graph.target == "cpu":
             return 0.0
+        reduce, overlap, behind_s = self._reduced(ranks.groups[DP][0])
         ratio = ranks.ratio * exp(reduce.relative_error)
-        return self.queue.exposed_s(ranks.ready, reduce, ratio, overlap) - queued_s
+        return self.queue.exposed_s(ranks.ready, reduce, ratio, overlap, behind_s) - queued_s
 
     def alone_s(self, ranks: Ranks) -> Any:
         reduce = self.reduce.model(ranks.groups[DP][0])
