@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -214,18 +214,20 @@ class StepTensors:
 
         With `sharded`, of all ranks that shard a model: experts that they divide come whole.
         """
-        block = block_bytes(self.graph)
-        sizes = [
-            rounded_bytes(parameter.spec.nbytes, block)
-            * (parameter.sharded_parts if sharded else 1)
-            for parameter in self.graph.parameters
-        ]
-        return stored_ratio * (self.graph.frozen_parameter_bytes + sum(sizes))
+        own_bytes = self._bytes_of(self.graph.parameters, sharded=sharded)
+        return stored_ratio * (self.graph.frozen_parameter_bytes + own_bytes)
 
     def trained_bytes(self, stored_ratio: int = 1, *, sharded: bool = False) -> int:
         """The same of the parameters that get a gradient."""
-        trained = trained_tensors(self.graph, stored_ratio, sharded=sharded)
-        return sum(tensor.size_bytes for tensor in trained)
+        trained = [p for p in self.graph.parameters if p.gradient is not None]
+        return stored_ratio * self._bytes_of(trained, sharded=sharded)
+
+    def _bytes_of(self, parameters: Sequence[Parameter], *, sharded: bool) -> int:
+        block = block_bytes(self.graph)
+        return sum(
+            rounded_bytes(each.spec.nbytes, block) * (each.sharded_parts if sharded else 1)
+            for each in parameters
+        )
 
     @cached_property
     def gradients(self) -> tuple[Gradient, ...]:

@@ -130,12 +130,12 @@ class Holding:
 
 def held_whole(
     tensors: StepTensors,
+    updates: Sequence[Update],
     *,
-    master_ratio: int = 1,
     bucket_bytes: int = 0,
     in_buckets: bool = False,
 ) -> Holding:
-    """What a rank holds whose parameters, gradients and optimizer are whole.
+    """What a rank holds whose parameters and gradients are whole.
 
     Gradients are released before a step (`zero_grad(set_to_none=True)`, the default). Buckets are
     always there; where gradients live `in_buckets`, they are copied there as they get ready.
@@ -145,19 +145,20 @@ def held_whole(
     dies = structure.ready[own] if in_buckets else structure.dies[own]
     ledger.hold_each(structure.born[own], dies, tensors.sizes.size_bytes[own])
     levels, buckets = ledger.levels(), Bytes(bucket_bytes)
-    held = optimizer_memory(tensors.graph, master_ratio=master_ratio)
-    found = Holding(
-        parameters=Bytes(tensors.parameters_bytes()),
-        updates=(Update.of(held, sharded=False),),
-    )
+    found = Holding(parameters=Bytes(tensors.parameters_bytes()), updates=updates)
     if in_buckets:
         return replace(found, gradients=buckets, micro_batches=(MicroBatchMemory(copied=levels),))
     return replace(
         found,
         buckets=buckets,
-        updated=Bytes(most(levels)),
+        updated=Bytes(_most(levels)),
         micro_batches=(MicroBatchMemory(gradients=levels),),
     )
+
+
+def held_alone(tensors: StepTensors) -> Holding:
+    """What a rank holds that trains by itself."""
+    return held_whole(tensors, (Update.of(optimizer_memory(tensors.graph), sharded=False),))
 
 
 class MemoryOverStep:
@@ -168,8 +169,8 @@ class MemoryOverStep:
         sizes, structure = tensors.sizes, tensors.structure
         activations, own = Ledger(self.ops), sizes.activations
         activations.hold_each(structure.born[own], structure.dies[own], sizes.size_bytes[own])
-        every = np.arange(self.ops)
-        activations.hold_each(every, every, sizes.workspaces)
+        inside = np.flatnonzero(sizes.workspaces)
+        activations.hold_each(inside, inside, sizes.workspaces[inside])
         self._activations = activations.levels()
         self._standing_bytes = tensors.inputs_bytes + tensors.buffers_bytes
 
@@ -206,7 +207,7 @@ class MemoryOverStep:
             buffers_bytes=self.tensors.buffers_bytes,
             inputs_bytes=self.tensors.inputs_bytes,
             activations_bytes=max(
-                most(self._activations if each.copied is None else self._activations + each.copied)
+                _most(self._activations if each.copied is None else self._activations + each.copied)
                 for each in held.micro_batches
             ),
         )
@@ -256,7 +257,7 @@ class MemoryOverStep:
 
     def _most(self, kind: str) -> Bytes:
         levels = [getattr(each, kind) for each in self.holding.micro_batches]
-        return Bytes(max((most(own) for own in levels if own is not None), default=0))
+        return Bytes(max((_most(own) for own in levels if own is not None), default=0))
 
     def _saved_levels(self) -> Levels:
         """What the forward pass leaves for the backward pass, during each op."""
@@ -280,10 +281,10 @@ def memory_alone(
 ) -> MemoryOverStep:
     """The memory of a rank that trains by itself; `threads` are those that it has on a CPU."""
     tensors = StepTensors(bound, structure or GraphStructure.of(bound.graph), threads)
-    return MemoryOverStep(tensors, held_whole(tensors))
+    return MemoryOverStep(tensors, held_alone(tensors))
 
 
-def most(levels: Levels) -> int:
+def _most(levels: Levels) -> int:
     """The highest level; 0 of none."""
     return int(levels.max(initial=0))
 

@@ -16,8 +16,8 @@ from estimator.cache import Cache
 from estimator.elementwise import exp, where
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.memory.sizes import StepTensors
-from estimator.graph.memory.step import Holding, held_whole
+from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
+from estimator.graph.memory.step import Holding, Update, held_whole
 from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
@@ -157,13 +157,21 @@ class ReplicaRules(Rules[S]):
             copy_back_s=0.0 if self.in_buckets else float(back_s.sum()),
         )
 
-    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
+        """What all ranks, or one, hold of the optimizer together."""
         master_ratio = self.strategy.master_ratio(self.graph.precision)
+        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
+
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
+        """What ranks hold of the optimizer where there are several; see `Holding.updates`."""
+        return (Update.of(self.optimizer(tensors), sharded=False),)
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
         if not merging:
-            return held_whole(tensors, master_ratio=master_ratio)
+            return held_whole(tensors, ReplicaRules.updates(self, tensors))
         return held_whole(
             tensors,
-            master_ratio=master_ratio,
+            self.updates(tensors),
             bucket_bytes=self.held_bucket_bytes(tensors.trained_bytes()),
             in_buckets=self.in_buckets,
         )

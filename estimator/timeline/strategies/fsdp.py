@@ -42,7 +42,7 @@ from estimator.graph.memory.step import (
     MicroBatchMemory,
     Update,
     at,
-    held_whole,
+    held_alone,
 )
 from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
@@ -290,7 +290,7 @@ class FullyShardedDataParallel(Rules[FSDP]):
     def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
         """Alone a rank holds no shards but those that are kept in another dtype or on the host."""
         if not (merging or self.strategy.param is not None or self.strategy.offload):
-            return held_whole(tensors)
+            return held_alone(tensors)
         ratio, micro_batches = self.dtypes.stored_ratio, self._micro_batches(tensors)
         if self.strategy.offload:
             micro_batches = [replace(each, gradient_shards=None) for each in micro_batches]

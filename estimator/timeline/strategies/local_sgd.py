@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.memory.sizes import StepTensors
-from estimator.graph.memory.step import Bytes, Holding, Update
+from estimator.graph.memory.step import Bytes, Update
 from estimator.kernels.durations import Durations
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveModel
-from estimator.timeline.rank.rules import Bucket, RankLane, RankRequest, Ranks, rules_for
+from estimator.timeline.rank.rules import RankLane, RankRequest, Ranks, rules_for
 from estimator.timeline.rank.updates import copies_s
 from estimator.timeline.strategies.ddp import BucketedNetwork, ReplicaRules
 from estimator.workload.strategies import LocalSGD
@@ -54,12 +54,13 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
         copy_s = copies_s(request.profile, sizes, request.devices_busy, request.cache)
         return replace(own, copy_back_s=_PASSES * float(copy_s.sum()) / self.strategy.every)
 
-    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """Once the optimizer has updated there is the flat tensor beside its state."""
-        whole = super().holding(tensors, (), merging=False)
-        (update,) = whole.updates
-        averaging = Update(update.state, Bytes(tensors.trained_bytes()))
-        return replace(whole, updates=(update, averaging)) if merging else whole
+        (update,) = super().updates(tensors)
+        return update, Update(update.state, Bytes(tensors.trained_bytes()))
+
+    def held_bucket_bytes(self, gradients_bytes: int) -> int:
+        return 0
 
     def assumptions(self) -> Iterator[str]:
         yield (

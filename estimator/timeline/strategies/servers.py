@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from estimator.elementwise import maximum, where
 from estimator.errors import ProfileError
 from estimator.graph.memory.sizes import StepTensors
-from estimator.graph.memory.step import Holding, Update
+from estimator.graph.memory.step import Update
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.network import network_of, rates_by_ranks
@@ -26,7 +25,7 @@ from estimator.timeline.collectives.costs import (
     SizedCollective,
     network_latency_s,
 )
-from estimator.timeline.rank.rules import DP, Bucket, Groups, Ranks, rules_for
+from estimator.timeline.rank.rules import DP, Groups, Ranks, rules_for
 from estimator.timeline.strategies.ddp import BucketedNetwork, BucketedRules
 from estimator.workload.strategies import ParameterServers
 
@@ -84,10 +83,9 @@ class ServerRules(BucketedRules[ParameterServers]):
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> ServerNetwork:
         return ServerNetwork(self, profiles, cluster)
 
-    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """A worker updates nothing."""
-        whole = super().holding(tensors, buckets, merging=merging)
-        return replace(whole, updates=(Update(),)) if merging else whole
+        return (Update(),)
 
     def update_share(self, ranks: Any) -> Any:
         # A server updates a bucket while the next ones come in; the last one's update is exposed.

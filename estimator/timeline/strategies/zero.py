@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
+from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import (
     COPY_IN,
     RAN,
@@ -41,23 +40,14 @@ class SharedOptimizer(BucketedRules[B]):
     def update_share(self, ranks: Any) -> Any:
         return 1.0 / ranks
 
-    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
-        """What all ranks hold of the optimizer together."""
-        master_ratio = self.strategy.master_ratio(self.graph.precision)
-        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
-
     def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
-        """What ranks hold of the optimizer: even shares.
+        """Even shares.
 
         A loop has the temporaries of one tensor at a time, on some rank those of the largest one.
         """
         own = self.optimizer(tensors)
         even = Bytes(own.single_bytes, own.together_bytes)
         return (Update(Bytes(0, own.state_bytes), even),)
-
-    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
-        whole = super().holding(tensors, buckets, merging=merging)
-        return replace(whole, updates=self.updates(tensors)) if merging else whole
 
 
 @rules_for(ZeRO1)
