@@ -32,7 +32,7 @@ from estimator.placement.allocation import Allocation
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.rank.program import memory_over_step
 from estimator.timeline.rank.ranks import RankClass
-from estimator.timeline.simulated import op_times_s, played_step
+from estimator.timeline.simulated import op_times_s, simulate_plan
 from estimator.workload.strategies import SAVING_MEMORY
 
 _MOST_LISTED = 1000
@@ -60,12 +60,12 @@ class MemoryReport:
         On the axis of the step's timeline, so that an op begins when the one before has ended.
         """
         plan = _fullest(self.answer)
-        step = played_step(plan)
+        step = simulate_plan(plan)
         number = next(place for place, each in enumerate(step.kinds) if each is self.kind)
         *_, (starts_s, ends_s) = op_times_s(plan, step, number)
         is_only = self.answer.accumulation_steps == 1
         begin_s = [0.0] if is_only else starts_s[:1]
-        return np.concatenate([begin_s, ends_s, [step.played.step_s]])
+        return np.concatenate([begin_s, ends_s, [step.result.step_s]])
 
     @property
     def tensors(self) -> tuple[LiveTensor, ...]:

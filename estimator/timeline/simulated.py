@@ -31,15 +31,15 @@ BACKEND_SLOTS = {"cpu": 2, "cuda": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedStep:
+class StepSimulation:
     """The tasks of a plan's step and their simulation; a class of ranks has a column each."""
 
     tasks: TaskList
-    played: SimulatedStep
+    result: SimulatedStep
     kinds: tuple[RankClass, ...]
 
 
-def played_step(plan: StepPlan) -> PlayedStep:
+def simulate_plan(plan: StepPlan) -> StepSimulation:
     """The event simulation of a whole step: it ends when `answer_of` says."""
     answer = answer_of(plan)
     kinds = tuple(dict.fromkeys(plan.kinds))
@@ -52,7 +52,9 @@ def played_step(plan: StepPlan) -> PlayedStep:
         plan.network.add_tasks(tasks, _ranks(plan, answer, kinds), overlap)
     _add_update(tasks, plan, answer, kinds)
     slots = BACKEND_SLOTS[plan.members.table.graph.target]
-    return PlayedStep(tasks=tasks, played=simulate(tasks.tasks, overlap, slots=slots), kinds=kinds)
+    return StepSimulation(
+        tasks=tasks, result=simulate(tasks.tasks, overlap, slots=slots), kinds=kinds
+    )
 
 
 def _ranks(plan: StepPlan, answer: StepAnswer, kinds: tuple[RankClass, ...]) -> Any:
@@ -94,7 +96,7 @@ def _add_update(
 
 def timeline_of(plan: StepPlan) -> Timeline:
     """The spans of one step; every rank of a class is listed as its first rank."""
-    step = played_step(plan)
+    step = simulate_plan(plan)
     listed = _Listed(plan, step)
     ranks_by_kind = plan.ranks_by_kind
     like = np.zeros(plan.placement.ranks, dtype=np.intp)
@@ -103,16 +105,16 @@ def timeline_of(plan: StepPlan) -> Timeline:
         like[list(ranks.ranks)] = first
         listed.add_class(number, first)
     return Timeline(
-        step_time_s=step.played.step_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
+        step_time_s=step.result.step_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
     )
 
 
-def op_times_s(plan: StepPlan, step: PlayedStep, number: int) -> Iterator[tuple[Array, Array]]:
+def op_times_s(plan: StepPlan, step: StepSimulation, number: int) -> Iterator[tuple[Array, Array]]:
     """(start, end) of each op of a class of ranks in some micro-batches, from the step's start.
 
     Of many micro-batches the first and the last ones are told.
     """
-    kind, track = step.kinds[number], step.played.tracks[number]
+    kind, track = step.kinds[number], step.result.tracks[number]
     scale = kind.slowdown_ratio * plan.coefficients.compute_ratio
     program, segments_s = kind.program, kind.segments_s * plan.coefficients.compute_ratio
     own = plan.rules.op_ends_s(program.lanes, program.accumulate_s, segments_s, scale)
@@ -124,7 +126,7 @@ def op_times_s(plan: StepPlan, step: PlayedStep, number: int) -> Iterator[tuple[
 class _Listed:
     """The spans of a plan listed so far, as pieces of columns."""
 
-    def __init__(self, plan: StepPlan, step: PlayedStep) -> None:
+    def __init__(self, plan: StepPlan, step: StepSimulation) -> None:
         self._plan, self._step = plan, step
         graph = plan.members.table.graph
         self._labels = [Label(op.call.target, op.module, op.phase) for op in graph.ops]
@@ -141,9 +143,9 @@ class _Listed:
 
     def add_class(self, number: int, rank: int) -> None:
         """The spans of one class of ranks, listed as those of its first rank."""
-        tasks, played = self._step.tasks.tasks, self._step.played
+        tasks, result = self._step.tasks.tasks, self._step.result
         lanes = [_lane(tasks[each].lane) for each in self._named]
-        start_s, end_s = played.start_s[self._named, number], played.end_s[self._named, number]
+        start_s, end_s = result.start_s[self._named, number], result.end_s[self._named, number]
         self._add_ops(number, rank)
         self._pieces.append((self._task_labels, rank, lanes, start_s, end_s - start_s))
 

@@ -26,7 +26,7 @@ from estimator.workload.strategies import ZeRO1
 
 
 def shard_model(model: Any, world_size: int, strategy: FSDP, *, kind: str) -> None:
-    """FSDP2 on every unit that `shard_units` names, and on the rest of `model`.
+    """FSDP2 on every repeated block that has parameters, and on the rest of `model`.
 
     With a number of shards, each group of that many successive ranks holds a whole model, and equal
     places in the groups hold the same (HSDP). Collectives are those of a device of `kind`. Raises

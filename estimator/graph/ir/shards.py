@@ -10,21 +10,6 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Parameter, Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardUnit:
-    """Parameters gathered together: everything below one module path ("" is the rest).
-
-    `forward` and `backward` are the first ops of the unit's module in each phase, in op indices;
-    None where the phase has none.
-    """
-
-    path: str
-    parameter_bytes: int
-    tensors: int
-    forward: int | None
-    backward: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class UnitRun:
     """One forward or backward pass through a unit: its first and its last op."""
@@ -101,30 +86,3 @@ def frozen_unit_bytes(graph: OpGraph) -> dict[str, int]:
         left -= frozen[path]
     frozen[""] = frozen.get("", 0) + left
     return frozen
-
-
-def shard_units(graph: OpGraph) -> tuple[ShardUnit, ...]:
-    """The units of a graph in the order in which its forward pass meets them, the rest first."""
-    sizes: dict[str, tuple[int, int]] = {"": (0, 0)}
-    for parameter in graph.parameters:
-        unit = parameter_unit(parameter)
-        held, tensors = sizes.get(unit, (0, 0))
-        sizes[unit] = (held + parameter.spec.nbytes, tensors + 1)
-    first: dict[tuple[str, str], int] = {}
-    for index, op in enumerate(graph.ops):
-        first.setdefault((unit_path(op.module), op.phase), index)
-    units = [
-        ShardUnit(
-            path=path,
-            parameter_bytes=held,
-            tensors=tensors,
-            forward=first.get((path, "forward")),
-            backward=first.get((path, "backward")),
-        )
-        for path, (held, tensors) in sizes.items()
-        if tensors
-    ]
-    last = len(graph.ops)
-    return tuple(
-        sorted(units, key=lambda u: (u.path != "", last if u.forward is None else u.forward))
-    )

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: `stage_plans` plans each stage, `simulation` plays the passes."""
+"""Pipeline parallelism: `stage_plans` plans each stage, `simulation` runs the passes."""

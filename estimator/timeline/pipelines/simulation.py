@@ -255,7 +255,7 @@ class RunTask(NamedTuple):
 
 
 class RepeatedTasks(NamedTuple):
-    """Tasks that are played so many times; `more` times more for each further block."""
+    """Tasks that run so many times; `more` times more for each further block."""
 
     tasks: tuple[RunTask, ...]
     times: int

@@ -1,7 +1,7 @@
 """Cut a graph into the stages of a pipeline, plan each on its ranks, and answer the step.
 
 A stage's plan is that of one micro-batch on the ranks that hold it, with the communication and the
-update of a whole step. Its passes are played by the schedule; what follows the last of a rank's
+update of a whole step. Its passes follow the schedule; what follows the last of a rank's
 (gradients that are still reduced, the update) comes after. The parts are those of the rank that
 ends last; what it waits for the others in is `idle_s`, what it waits for transfers is exposed
 communication.
@@ -118,10 +118,15 @@ class PipelinedStep:
         tasks, last = pipeline_tasks(
             self.schedule, count, self.micro_batches, self.costs, labelled=True
         )
-        played = simulate(tasks.tasks, NO_OVERLAP)
-        ends = played.end_s[:, 0]
+        simulated = simulate(tasks.tasks, NO_OVERLAP)
+        ends = simulated.end_s[:, 0]
         rows = [
-            (number, *self._where(task.lane), float(played.start_s[number, 0]), float(task.cost_s))
+            (
+                number,
+                *self._where(task.lane),
+                float(simulated.start_s[number, 0]),
+                float(task.cost_s),
+            )
             for number, task in enumerate(tasks.tasks)
         ]
         each, compute = self.ranks // count, LANES.index("compute")

@@ -154,8 +154,8 @@ class MicroBatches:
     def _loop_with_waits(self, update_host_s: float, update_device_s: float) -> tuple[float, float]:
         """(lead of the host where a step begins, seconds from a step to the next).
 
-        From its last wait on, a step is played with the update and what the next one does up to its
-        first wait. The update is ready when both lanes are through with it.
+        From its last wait on, a step is simulated with the update and what the next one does up to
+        its first wait. The update is ready when both lanes are through with it.
         """
         first, rest = self.awaited[0] + 1, self.awaited[-1] + 1
         (head_host_s, head_device_s), (host_s, device_s) = map(self._spent_s, (0, self.count - 1))
@@ -189,6 +189,8 @@ class ExpertBytes(NamedTuple):
 class ShardedPasses:
     """The passes of a micro-batch through the units of a graph, in order, by number of unit.
 
+    `forward_runs` and `backward_runs` are the ops of each.
+
     Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `gradient_bytes` those of
     them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
     `backward_ends` are the ops up to which the segments between passes go: one before the first
@@ -207,6 +209,8 @@ class ShardedPasses:
     regathers: bool = True
     stored_ratio: int = 1
     experts: ExpertBytes | None = None
+    forward_runs: tuple[UnitRun, ...] = ()
+    backward_runs: tuple[UnitRun, ...] = ()
 
     @classmethod
     def of(
@@ -234,6 +238,8 @@ class ShardedPasses:
             reduced_bytes=gradients * dtypes.reduced_ratio,
             forward=tuple(number[run.path] for run in forward),
             backward=tuple(number[run.path] for run in backward),
+            forward_runs=tuple(forward),
+            backward_runs=tuple(backward),
             forward_ends=_ends(forward, 0, turn),
             backward_ends=_ends(backward, turn, len(graph.ops)),
             regathers=regathers,

@@ -280,6 +280,25 @@ class RankRequest:
     def graph(self) -> OpGraph:
         return self.bound.graph
 
+    def lanes(
+        self,
+        durations: Durations,
+        *,
+        count: int,
+        host_s: Array,
+        added_s: tuple[Any, Any] = (0.0, 0.0),
+    ) -> MicroBatches:
+        """So many micro-batches with these seconds of the host; the last adds `added_s`."""
+        return MicroBatches(
+            host_s=host_s,
+            device_s=durations.device_s,
+            last_host_s=host_s + added_s[0],
+            last_device_s=durations.device_s + added_s[1],
+            count=count,
+            is_shared=self.graph.target == "cpu",
+            awaited=durations.awaited,
+        )
+
     @property
     def machine(self) -> tuple[MachineProfile, int, Cache]:
         """The machine, how many of its devices are busy, and what is known of it."""

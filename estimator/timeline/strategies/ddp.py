@@ -24,7 +24,6 @@ from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
 from estimator.timeline.collectives.overlap import Overlap, OverlapCosts
-from estimator.timeline.rank.lanes import MicroBatches
 from estimator.timeline.rank.rules import (
     DP,
     Bucket,
@@ -149,7 +148,12 @@ class ReplicaRules(Rules[S]):
         each_s = back_s * (1 + self.cast_copies)
         copied_s = float(each_s.sum()) if request.profile.host else 0.0
         return RankLane(
-            lanes=_lanes(request, durations, buckets, each_s),
+            lanes=request.lanes(
+                durations,
+                count=count,
+                host_s=durations.host_s,
+                added_s=_added_s(request, buckets, each_s),
+            ),
             copies_s=copied_s + summed_s,
             beside_s=summed_s,
             accumulate_s=summed_s,
@@ -224,29 +228,18 @@ class DistributedDataParallel(BucketedRules[DDP]):
         return self.strategy.gradient_as_bucket_view
 
 
-def _lanes(
-    request: RankRequest, durations: Durations, buckets: Sequence[Bucket], each_s: Array
-) -> MicroBatches:
-    """Micro-batches of which the last one has what DDP adds: copies and its own host work."""
-    last_host_s, last_device_s = durations.host_s, durations.device_s
+def _added_s(request: RankRequest, buckets: Sequence[Bucket], each_s: Array) -> tuple[Any, Any]:
+    """Seconds of host and device that DDP adds to ops: its own host work, and copies."""
     host = request.profile.host
-    if buckets and host is not None:
-        host_s, device_s = np.zeros(len(last_host_s)), np.zeros(len(last_host_s))
-        host_s[0] = host.ddp_step_s
-        ready = [bucket.ready_after for bucket in buckets]
-        tensors = np.array([bucket.tensors for bucket in buckets])
-        np.add.at(device_s, ready, each_s)
-        np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
-        last_host_s, last_device_s = last_host_s + host_s, last_device_s + device_s
-    return MicroBatches(
-        host_s=durations.host_s,
-        device_s=durations.device_s,
-        last_host_s=last_host_s,
-        last_device_s=last_device_s,
-        count=request.accumulation_steps,
-        is_shared=request.graph.target == "cpu",
-        awaited=durations.awaited,
-    )
+    if not buckets or host is None:
+        return 0.0, 0.0
+    host_s, device_s = np.zeros(len(request.graph.ops)), np.zeros(len(request.graph.ops))
+    host_s[0] = host.ddp_step_s
+    ready = [bucket.ready_after for bucket in buckets]
+    tensors = np.array([bucket.tensors for bucket in buckets])
+    np.add.at(device_s, ready, each_s)
+    np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
+    return host_s, device_s
 
 
 class BucketedNetwork(Network):

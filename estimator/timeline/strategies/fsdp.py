@@ -22,7 +22,7 @@ from estimator.cache import Cache
 from estimator.elementwise import exp, maximum, minimum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
+from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit
 from estimator.graph.memory.sizes import (
     Gradient,
     StepTensors,
@@ -263,13 +263,13 @@ class FullyShardedDataParallel(Rules[FSDP]):
             if self.strategy.offload:
                 summed_s += count * copies_of_one_rank_s(request.profile, passes)
             return RankLane(
-                lanes=_micro_batches(request, durations, durations.host_s, count),
+                lanes=request.lanes(durations, count=count, host_s=durations.host_s),
                 copies_s=summed_s,
                 beside_s=summed_s,
                 accumulate_s=summed_s,
             )
         host_s = durations.host_s + hook_seconds(request.bound, passes, request.profile)
-        lanes = _micro_batches(request, durations, host_s, 1)
+        lanes = request.lanes(durations, count=1, host_s=host_s)
         out_s, in_s = unit_copies_s(passes, *request.machine)
         shares = self.strategy.gradient_sync
         copied_s = count * out_s[list(passes.gathered)].sum()
@@ -308,9 +308,9 @@ class FullyShardedDataParallel(Rules[FSDP]):
         """As `fully_shard` issues its allocations (torch 2.13, _fully_shard/_fsdp_param_group.py
         and _fsdp_collectives.py).
         """
-        units, regathers = _unit_bytes(tensors.graph), self.strategy.reshard_after_forward
+        units = _unit_bytes(tensors.graph)
         found = unlike_micro_batches(self.shape.accumulation_steps, self.strategy.gradient_sync)
-        return [_held_units(tensors, units, each, self.dtypes, regathers) for each in found]
+        return [_held_units(tensors, units, each, self.dtypes, self.passes) for each in found]
 
     def op_ends_s(
         self, lanes: MicroBatches, accumulate_s: float, segments_s: Array, scale: float
@@ -367,41 +367,26 @@ class FullyShardedDataParallel(Rules[FSDP]):
         return f"gathering parameters and reducing gradients of {ranks} ranks"
 
 
-def _micro_batches(
-    request: RankRequest, durations: Durations, host_s: Array, count: int
-) -> MicroBatches:
-    return MicroBatches(
-        host_s=host_s,
-        device_s=durations.device_s,
-        last_host_s=host_s,
-        last_device_s=durations.device_s,
-        count=count,
-        is_shared=request.graph.target == "cpu",
-        awaited=durations.awaited,
-    )
-
-
 def _held_units(
     tensors: StepTensors,
     units: Mapping[str, int],
     micro: GradientsBefore,
     dtypes: ShardDtypes,
-    regathers: bool,
+    passes: ShardedPasses,
 ) -> MicroBatchMemory:
     """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers.
 
-    Unless it `regathers`, a unit is whole from its first forward to its last backward pass.
+    Where none is gathered again, a unit is whole from its first forward to its last backward pass.
     """
     graph, ops, gradients = tensors.graph, tensors.ops, tensors.gradients
     gathered, buffers = Ledger(ops), Ledger(ops)
-    blocks = {path for path in units if path}
-    forward, backward = (unit_runs(graph, blocks, phase) for phase in ("forward", "backward"))
+    forward, backward = [*passes.forward_runs], passes.backward_runs
     turn = next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), ops)
     if "" in units:
         # The rest of the model is gathered once for both phases.
         gathered.hold(at(0, COPY_OUT), at(ops, RESHARD), units[""])
         forward.insert(0, UnitRun("", 0, 0))
-    for first, last, path in _whole(forward, backward, regathers=regathers):
+    for first, last, path in _whole(forward, backward, regathers=passes.regathers):
         gathered.hold(at(first, COPY_OUT), at(last, RESHARD), units[path])
     # In the forward pass a buffer is kept until the next unit has been copied out.
     dropped = [*(at(run.first, DROP) for run in forward[1:]), at(turn, GATHER)]
@@ -409,11 +394,11 @@ def _held_units(
         _gather(graph, buffers, at(run.first, GATHER), end, units[run.path])
     # In the backward pass the rest of the model prefetches the last unit, and each the one before.
     asked = at(turn, GATHER) if "" in units else None
-    for run in backward if regathers else ():
+    for run in backward if passes.regathers else ():
         start = at(run.first, GATHER) if asked is None else asked
         _gather(graph, buffers, start, at(run.first, DROP), units[run.path])
         asked = at(run.first, PREFETCH)
-    ends = {path: [run.last for run in backward if run.path == path] for path in blocks}
+    ends = {path: [run.last for run in backward if run.path == path] for path in units}
 
     def released(gradient: Gradient) -> int:
         if not gradient.unit:
@@ -520,9 +505,9 @@ class ShardedNetwork(Network):
         elif earlier:
             earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
         # What the earlier micro-batches' gradients are added up in follows all of them here.
-        played_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
+        spent_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
         return Communication(
-            exposed_s=maximum(played_s - ranks.lane_s, 0.0),
+            exposed_s=maximum(spent_s - ranks.lane_s, 0.0),
             relative_error=relative_error,
             overlap=overlap,
             unknown=unknown,
@@ -540,7 +525,7 @@ class ShardedNetwork(Network):
             once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
             return once_s, once_s
         ratio = exp(relative_error)
-        # Of one class of ranks that compute beside their collectives both are played at once.
+        # Of one class of ranks that compute beside their collectives both are simulated at once.
         if not overlap.is_free and not any(map(np.ndim, (ratio, *costs[0][:1], *ranks.segments_s))):
             rows = UnitCosts(*(np.outer(each_s, (1.0, ratio)) for each_s in costs))
             both_s = self._micro_batch_s(ranks, rows, overlap, reducing=True)

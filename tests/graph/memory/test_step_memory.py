@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import estimator as est
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.shards import frozen_unit_bytes, shard_units
+from estimator.graph.ir.shards import frozen_unit_bytes
 from estimator.graph.memory.peak import Envelope, ShardedMemory
 from estimator.graph.trace.trace import trace_graph
+from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.timeline.rank.rules import Bucket
 from tests.graph.memory.test_memory import over_step
 from tests.synthetic import in_blocks, perceptron
@@ -241,7 +242,7 @@ def test_with_many_shards_only_activations_and_units_at_work_are_left(
     peak = found_memory(graph, 8, "fsdp", optimizer, (1, True)).peak(many)
     # At most the whole rest, its gradients and its buffers, and of units: one at work, one being
     # gathered or reduced and gloo's copy of it, one's gradients.
-    sizes = [unit.parameter_bytes + BLOCK for unit in shard_units(graph)]
+    sizes = [int(size) + BLOCK for size in ShardedPasses.of(graph).gathered_bytes]
     bound = peak.activations_bytes + peak.inputs_bytes + 3 * sizes[0] + 5 * max(sizes) + 64
     assert peak.activations_bytes <= peak.total_bytes <= bound
     # Neither parameters nor the optimizer are felt.

@@ -7,7 +7,7 @@ import pytest
 import estimator as est
 from estimator.errors import ProfileError
 from estimator.estimates.estimate import Estimate
-from estimator.graph.ir.shards import shard_units
+from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.workload.strategies import NAMES
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
@@ -23,13 +23,11 @@ def answer(strategy: str, ranks: int = 4) -> Estimate:
 
 
 def test_units_are_the_numbered_blocks_and_the_rest() -> None:
-    blocks = in_blocks(perceptron([1000, 2048, 1000, 500], batch=64))
-    units = {unit.path: unit.parameter_bytes for unit in shard_units(blocks)}
-    assert units == {
-        "": 4 * 1000 * 2048,
-        "layers.1": 4 * 2048 * 1000,
-        "layers.2": 4 * 1000 * 500,
-    }
+    passes = ShardedPasses.of(in_blocks(perceptron([1000, 2048, 1000, 500], batch=64)))
+    # The rest first, then blocks in the order in which their gradients are ready.
+    assert passes.gathered_bytes.tolist() == [4 * 1000 * 2048, 4 * 1000 * 500, 4 * 2048 * 1000]
+    assert [run.path for run in passes.forward_runs] == ["layers.1", "layers.2"]
+    assert [run.path for run in passes.backward_runs] == ["layers.2", "layers.1"]
 
 
 def test_sharding_divides_the_update_and_the_state() -> None:
