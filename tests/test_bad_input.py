@@ -85,7 +85,7 @@ def test_a_profile_cut_off_anywhere_is_refused(
     assert len(whole) > 50 * 150
     for size in range(0, len(whole) - 1, 50):
         path = given_file("cut.json", whole[:size])
-        sentence = command("profile", "show", path).sentence
+        sentence = command("machines", "show", path).sentence
         assert "run 'estimator probe'" in sentence
 
 
@@ -133,7 +133,7 @@ def test_impossible_numbers_in_a_profile_are_refused(
         damaged = with_value(small_profile.to_dict(), path, value)
         file = given_file("damaged.json", json.dumps(damaged))
         # Each place is named, so that a person finds it.
-        assert path.split(".")[0] in command("profile", "show", file).sentence
+        assert path.split(".")[0] in command("machines", "show", file).sentence
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_impossible_numbers_in_a_profile_are_refused(
 def test_what_is_no_profile_is_refused(
     content: bytes, command: Command, given_file: Callable[..., Path]
 ) -> None:
-    assert command("profile", "show", given_file("odd.json", content)).sentence
+    assert command("machines", "show", given_file("odd.json", content)).sentence
 
 
 json_values = some.recursive(
@@ -170,8 +170,8 @@ def test_a_profile_with_anything_anywhere_is_read_or_refused(
     "name", ["h900", "Local", "lokal", "local ", "../local", "no/such.json", ""]
 )
 def test_an_unknown_machine_is_refused(name: str, command: Command) -> None:
-    assert command("profile", "show", name).sentence
-    assert command("profile", "compare", "local", name).sentence
+    assert command("machines", "show", name).sentence
+    assert command("machines", "compare", "local", name).sentence
 
 
 @pytest.mark.parametrize("machine", ["h900", "lokal", "local.json"])
@@ -251,7 +251,7 @@ def test_any_text_is_an_allocation_that_prints_back_or_is_refused(text: str) -> 
         ("validate", "hf:gpt2"),
         ("validate", "hf:gpt2", "--on", "1x1:local", "--repeats", "2"),
         ("validate", "hf:gpt2", "--on", "1x1:local", "--steps", "0"),
-        ("check", "hf:gpt2"),
+        ("memory", "hf:gpt2"),
         ("profile", "show"),
         ("profile", "compare", "local"),
         ("profile", "merge", "local"),
@@ -547,7 +547,7 @@ def test_output_to_a_full_disk_is_one_sentence(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         found = subprocess.run(
-            [sys.executable, "-m", "estimator.cli.main", "profile", "show", "h100-sxm"],
+            [sys.executable, "-m", "estimator.cli.main", "machines", "show", "h100-sxm"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment,
         )  # fmt: skip
     assert found.returncode == 2

@@ -149,7 +149,7 @@ def _steps() -> Iterator[str]:
         places = CPUS if graph.endswith("-cpu") else GPUS
         for place in (places[0], places[3], places[8]):
             yield f"estimate {graph}.graph --on {place} --by-module --json"
-            yield f"check {graph}.graph --on {place} --json"
+            yield f"estimate --verbose {graph}.graph --on {place} --json"
     for strategy in IN_HALF:
         for place in GPUS[:4]:
             yield f"estimate llama-bf16.graph --on {place} --strategy {strategy} --json"
@@ -170,7 +170,7 @@ def _steps() -> Iterator[str]:
             for strategy in ("ddp", "zero2", "fsdp", "ps:2"):
                 yield f"estimate {summary}.json --on {place} --strategy {strategy} --json"
         yield f"sweep {summary}.json --on 1..4x1,4:t4-g4dn --json"
-        yield f"check {summary}.json --on 1x4:t4-g4dn --json"
+        yield f"estimate --verbose {summary}.json --on 1x4:t4-g4dn --json"
     for number, loader in enumerate(LOADERS):
         for graph, place in (("resnet", "2x4:v100-p3-8xlarge"), ("gpt2-cpu", "2x4:slow")):
             yield f"estimate {graph}.graph --on {place} --loader {loader} --json"
@@ -259,7 +259,8 @@ def _learnt() -> Iterator[str]:
         yield f"sweep {graph}.graph --on 1..3x1,2,4:{machine} --calibration {store} --json"
         yield f"stalls {graph}.graph --on 2x4:{machine} --calibration {store} --json"
     yield "calibrate observe seen.csv --store fresh.db --json"
-    yield "plan gpt2-amp.graph --on 1x8:h100-sxm --global-batch 64 --calibration gpt2-amp.db --json"
+    learnt = "--calibration gpt2-amp.db --json"
+    yield f"layouts gpt2-amp.graph --on 1x8:h100-sxm --global-batch 64 {learnt}"
 
 
 def _advice() -> Iterator[str]:
@@ -271,7 +272,7 @@ def _advice() -> Iterator[str]:
     ):
         for place in places:
             for batch in (64, 256):
-                yield f"plan {graph}.graph --on {place} --global-batch {batch} --json"
+                yield f"layouts {graph}.graph --on {place} --global-batch {batch} --json"
     rented = "--machines t4-g4dn,a100-p4d,v100-p3-8xlarge,h100-p5 --max-nodes 2 --samples 1e8"
     for graph in ("gpt2-amp", "llama", "resnet"):
         for more in (
@@ -280,9 +281,9 @@ def _advice() -> Iterator[str]:
             "--spot --revoked-every 8h --checkpoint-time 60s --restart 4min",
             "--spot --revoked-every t4-g4dn=8h,a100-p4d=20h,v100-p3-8xlarge=6h,h100-p5=9h",
         ):
-            yield f"plan {graph}.graph {rented} {more} --json"
+            yield f"rent {graph}.graph {rented} {more} --json"
     shared = "--machines t4-g4dn,a100-p4d --max-nodes 2 --samples 1e8 --global-batch 64"
-    yield f"plan gpt2-amp.graph {shared} --json"
+    yield f"rent gpt2-amp.graph {shared} --json"
     for graph, place in (("gpt2-cpu", "slow"), ("gpt2-amp", "h100-sxm"), ("llama", "t4-g4dn")):
         yield f"sweep {graph}.graph --on 1..4x1,2,4:{place} --json"
         yield f"sweep {graph}.graph --on 1..4x1,2,4:{place} --csv"
@@ -302,7 +303,7 @@ def _replays() -> Iterator[str]:
         yield f"replay jobs.json --on 2x4:gtx-1080-roce --policy {policy} --json"
         yield (
             f"replay jobs.json --on 3x4:gtx-1080-roce --policy {policy} --believed calibrated "
-            "--seed 3 --restart 20 --checkpoint 5 --node-mtbf 4000 --json"
+            "--seed 3 --restart 20 --checkpoint-every 5 --node-mtbf 4000 --json"
         )
     for more in ("--placement pack", "--placement even", "--placement spread --believed perfect"):
         policies = "--policy fifo --policy max-min --policy afs"
@@ -322,4 +323,4 @@ def _others() -> Iterator[str]:
         yield f"profile show {name} --json"
     yield "profile compare h100-sxm a100-sxm-80gb --json"
     yield "profile compare slow fast jammed --json"
-    yield "profile list --json"
+    yield "machines list --json"

@@ -32,7 +32,7 @@ def calibrate() -> None:
     """Learn from observed steps."""
 
 
-@calibrate.command()
+@calibrate.command(epilog="Example: estimator calibrate observe seen.csv")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--store", "place", type=click.Path(path_type=Path), help="Not the user's store.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was kept and refused as JSON.")
@@ -106,7 +106,7 @@ _store_option = click.option(
 )
 
 
-@calibrate.command()
+@calibrate.command(epilog="Example: estimator calibrate fit gpt2.graph")
 @click.argument("model")
 @_store_option
 @click.option("--cluster", metavar="FILE", help="Nodes and the switches between them (TOML).")
@@ -139,7 +139,7 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     print_tables(fitted_steps_report(graph.workload, found))
 
 
-@calibrate.command()
+@calibrate.command(epilog="Example: estimator calibrate show")
 @_store_option
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def show(place: Path | None, as_json: bool) -> None:

@@ -42,14 +42,18 @@ if TYPE_CHECKING:
     from estimator.machines.profile import DeviceKind
 
 
-@click.command()
+@click.command(epilog="Example: estimator estimate gpt2.graph --on 2x8:h100-sxm")
 @workload_options
 @on_option
 @click.option("--samples", type=Amount(), help="Also say how long these take.")
 @click.option("--tokens", type=Amount(), help="Also say how long these take.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
-@click.option("--verbose", is_flag=True, help="Also the smallest parts, and what is known by what.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="Also the smallest parts, what is known by what, and what is only assumed.",
+)
 @click.option("--by-module", is_flag=True, help="Also time, FLOPs and memory of each module.")
 def estimate(
     on: str,
@@ -66,6 +70,7 @@ def estimate(
     Exit code 1: it does not fit into the devices' memory.
     """
     from estimator.advise.scaling import scaling_of
+    from estimator.report.facts import checked_of
 
     _check(samples, tokens, trace)
     request = Request(**options)
@@ -91,6 +96,7 @@ def estimate(
             "modules": [asdict(row) for row in modules] or None,
             "drifts": drifts,
             "slowdown_ratios": slowdowns,
+            "checked": asdict(checked_of(answer)),
         }
         print_json(answer.to_dict() | more)
     else:
@@ -140,7 +146,7 @@ def _sweep_options(command: Any) -> Any:
     return workload_options(command, batch=batch)
 
 
-@click.command()
+@click.command(epilog="Example: estimator trace hf:gpt2 -o gpt2.graph --precision bf16-amp")
 @click.option(
     "-o",
     "--out",
@@ -173,7 +179,7 @@ def trace(out: Path, target: DeviceKind, **options: Any) -> None:
     )
 
 
-@click.command()
+@click.command(epilog="Example: estimator sweep gpt2.graph --on 1..4x1,8:h100-sxm")
 @_sweep_options
 @click.option(
     "--on",
@@ -314,11 +320,9 @@ def _write_trace(answer: Estimate, path: Path) -> None:
 
 # A measurement this close counts as predicted even outside the interval.
 TOLERATED_ERROR_RATIO = 0.25
-# `check` fails if more of the time than this rests on datasheets and assumptions.
-TOLERATED_UNMEASURED_RATIO = 0.1
 
 
-@click.command()
+@click.command(epilog="Example: estimator validate train.py:model --on 1x2:local")
 @partial(workload_options, without=(*OF_LAYOUTS, "loader"))
 @click.option(
     "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
@@ -374,60 +378,3 @@ def validate(
             f"what was measured on {', '.join(missed)} is outside the interval of its prediction "
             f"and more than {tolerated} away"
         )
-
-
-@click.command()
-@workload_options
-@on_option
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-def check(on: str, as_json: bool, **options: Any) -> None:
-    """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
-
-    Exit code 1: more than 10 % of the time rests on datasheets and assumptions, the machine was too
-    busy or a GPU held back when it was probed, its probe was cut short, or the model does not fit.
-    """
-    request = Request(**options)
-    graph = traced(request, (on,))
-    request, _ = counting_told_drifts(request, graph, (on,))
-    answer = request.estimate(graph, on)
-    unmeasured_ratio = sum(
-        share_ratio
-        for _, source, share_ratio, _ in answer.provenance
-        if source in ("assumed", "datasheet")
-    )
-    profiles = [kind.profile for kind in answer.plan.placement.kinds]
-    disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
-    cut = [p.name for p in profiles if p.is_cut]
-    faults = [f"{p.name}: {fault}" for p in profiles for fault in p.device_faults]
-    tolerated = format_ratio(TOLERATED_UNMEASURED_RATIO)
-    is_failed = {
-        f"more than {tolerated} of the time rests on datasheets and assumptions": (
-            unmeasured_ratio > TOLERATED_UNMEASURED_RATIO
-        ),
-        f"{', '.join(disturbed)} was disturbed when it was probed": bool(disturbed),
-        f"the probe of {', '.join(cut)} was cut short": bool(cut),
-        f"when probed, {'; '.join(faults)}": bool(faults),
-        "the model does not fit": answer.fits == "no",
-    }
-    failed = [reason for reason, applies in is_failed.items() if applies]
-    if as_json:
-        machines = {
-            "disturbed_machines": disturbed,
-            "cut_machines": cut,
-            "device_faults": faults,
-        }
-        more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": not failed}
-        print_json(answer.to_dict() | more)
-    else:
-        from estimator.cli.render.answers import check_report
-
-        print_tables(
-            check_report(
-                answer,
-                unmeasured_ratio=unmeasured_ratio,
-                disturbed_machines=disturbed,
-                cut_machines=cut,
-            )
-        )
-    if failed:
-        end_with_no("; ".join(failed))

@@ -30,7 +30,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     return None if name is None else check_machine_name(name)
 
 
-@click.command()
+@click.command(epilog="Example: estimator probe --name local --budget 5min")
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
 @click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
@@ -111,12 +111,12 @@ def _say_what_is_missing(profile: MachineProfile) -> None:
     if profile.missing:
         print_text(f"not measured: {'; '.join(profile.missing)}", err=True)
     if profile.interference is not None and profile.interference.matters:
-        remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
+        remark(f"{profile.interference} meanwhile: intervals are wider for it")
     if profile.device_faults:
-        remark(f"{'; '.join(profile.device_faults)}: 'check' fails; mend that and probe again")
+        remark(f"{'; '.join(profile.device_faults)}; mend that and probe again")
     if profile.is_cut:
         timed = _timed(profile)
-        remark(f"only {timed} of the kernel calls were timed: 'check' fails; give more --budget")
+        remark(f"only {timed} of the kernel calls were timed; give more --budget")
 
 
 def _timed(profile: MachineProfile) -> str:
@@ -161,15 +161,15 @@ def _print_launch(
     print_text(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
 
 
-@click.group("profile")
-def profiles() -> None:
+@click.group()
+def machines() -> None:
     """List, show, compare, merge and import machine profiles; print the schema of their files."""
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 
 
-@profiles.command("list")
+@machines.command("list", epilog="Example: estimator machines list")
 @_json_option
 def list_machines(as_json: bool) -> None:
     """Every machine that can be named in an allocation, measured ones first."""
@@ -177,17 +177,17 @@ def list_machines(as_json: bool) -> None:
     from estimator.files import home
     from estimator.machines.catalogue import known_machines, load_profile
 
-    machines: dict[str, tuple[Path, MachineProfile | None]] = {}
+    found: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
         try:
-            machines[name] = (path, load_profile(path))
+            found[name] = (path, load_profile(path))
         except (ProfileError, UnknownMachineError):  # damaged, or a link that leads nowhere
-            machines[name] = (path, None)
+            found[name] = (path, None)
     if as_json:
-        print_json({"machines": [_listed(name, *found) for name, found in machines.items()]})
+        print_json({"machines": [_listed(name, *each) for name, each in found.items()]})
         return
-    print_tables(machines_report(machines, store=home()))
-    if not any(path.is_relative_to(home()) for path, _ in machines.values()):
+    print_tables(machines_report(found, store=home()))
+    if not any(path.is_relative_to(home()) for path, _ in found.values()):
         print_text("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
@@ -212,7 +212,7 @@ def _listed(name: str, path: Path, profile: MachineProfile | None) -> dict[str, 
     }
 
 
-@profiles.command()
+@machines.command(epilog="Example: estimator machines show h100-sxm")
 @click.argument("name")
 @_json_option
 def show(name: str, as_json: bool) -> None:
@@ -228,7 +228,7 @@ def show(name: str, as_json: bool) -> None:
     print_tables(profile_report(profile))
 
 
-@profiles.command()
+@machines.command(epilog="Example: estimator machines compare h100-sxm a100-sxm-80gb")
 @click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
 @_json_option
 def compare(names: tuple[str, ...], as_json: bool) -> None:
@@ -298,7 +298,7 @@ def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
     }
 
 
-@profiles.command()
+@machines.command(epilog="Example: estimator machines schema")
 def schema() -> None:
     """Print the JSON Schema of a profile file, to check or write one with other tools.
 
@@ -318,7 +318,7 @@ _files_argument = click.argument(
 )
 
 
-@profiles.command("import")
+@machines.command("import", epilog="Example: estimator machines import a.json --name mine")
 @_files_argument
 @click.option("--into", metavar="NAME", help="Add to this machine's profile.")
 @click.option("--name", callback=_machine_name, help="What to call a new machine.")
@@ -366,7 +366,7 @@ def import_profile(
     print_text(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
 
 
-@profiles.command()
+@machines.command(epilog="Example: estimator machines merge a.json b.json --out both.json")
 @click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
 def merge(names: tuple[str, ...], out: Path) -> None:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from estimator.cli.calibrate import calibrate
+from estimator.cli.choices import layouts, rent
 from estimator.cli.console import (
     INTERRUPTED,
     WRONG_INPUT,
@@ -21,10 +22,9 @@ from estimator.cli.console import (
     print_text,
     remark,
 )
-from estimator.cli.estimate import check, estimate, sweep, trace, validate
-from estimator.cli.machines import probe, profiles
+from estimator.cli.estimate import estimate, sweep, trace, validate
+from estimator.cli.machines import machines, probe
 from estimator.cli.memory import memory
-from estimator.cli.plan import plan
 from estimator.cli.replay import replay
 from estimator.cli.report import report, slurm
 from estimator.cli.serve import serve
@@ -115,12 +115,12 @@ def commands(context: click.Context) -> None:
 
 for command in (
     calibrate,
-    check,
     estimate,
+    layouts,
+    machines,
     memory,
-    plan,
     probe,
-    profiles,
+    rent,
     replay,
     report,
     serve,
@@ -131,6 +131,30 @@ for command in (
     validate,
 ):
     commands.add_command(command)
+
+
+def _moved(name: str, where: str) -> click.Command:
+    """A name of the release before, which says what to write now."""
+
+    @click.command(
+        name,
+        hidden=True,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True},
+    )
+    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
+    def moved(words: tuple[str, ...]) -> None:
+        raise click.UsageError(f"'estimator {name}' is now {where}")
+
+    return moved
+
+
+for old, new in (
+    ("check", "part of 'estimator estimate --verbose', and of its --json"),
+    ("plan", "'estimator layouts MODEL --on …' and 'estimator rent MODEL --machines …'"),
+    ("profile", "'estimator machines list|show|compare|merge|import|schema'"),
+):
+    commands.add_command(_moved(old, new))
 
 
 if __name__ == "__main__":

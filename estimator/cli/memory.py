@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate
 
 
-@click.command()
+@click.command(epilog="Example: estimator memory gpt2.graph --on 1x8:h100-sxm")
 @partial(workload_options, without=("loader",))
 @on_option
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")

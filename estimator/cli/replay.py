@@ -32,7 +32,7 @@ RULES = ("pack", "even", "spread")
 BELIEFS = ("engine", "calibrated", "perfect")
 
 
-@click.command()
+@click.command(epilog="Example: estimator replay jobs.json --on 8x8:dgx-a100 --policy fifo")
 @click.argument("jobs_path", metavar="JOBS", type=click.Path(path_type=Path))
 @click.option("--on", required=True, metavar="CLUSTER", help="Such as 64x8:dgx-a100.")
 @cluster_option
@@ -60,7 +60,8 @@ BELIEFS = ("engine", "calibrated", "perfect")
     "--restart", type=Duration(0.0, 1e9, counts_seconds=True), default=30.0, help="Default 30s."
 )
 @click.option(
-    "--checkpoint",
+    "--checkpoint-every",
+    "checkpoint",
     type=Duration(1.0, 1e9, counts_seconds=True),
     default=600.0,
     help="Default 10min.",

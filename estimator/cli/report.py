@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from estimator.report.sections import Section
 
 
-@click.command()
+@click.command(epilog="Example: estimator report gpt2.graph --on 2x8:h100-sxm -o report.html")
 @workload_options
 @on_option
 @click.option(
     "-o", "--out", required=True, type=click.Path(path_type=Path), help="Such as report.html."
 )
 @click.option(
-    "--against", metavar="STORE", help="Also the steps observed in this store; - is the user's own."
+    "--observed",
+    metavar="STORE",
+    help="Also the steps observed in this store; - is the user's own.",
 )
-@click.option("--prices", metavar="FILE", help="Own prices, as 'estimator plan' takes them.")
+@click.option("--prices", metavar="FILE", help="Own prices, as 'estimator rent' takes them.")
 @click.option("--samples", type=Amount(), help="Time and cost of these.")
 @click.option("--tokens", type=Amount(), help="Time and cost of these.")
 @click.option(
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 def report(
     on: str,
     out: Path,
-    against: str | None,
+    observed: str | None,
     prices: str | None,
     samples: float | None,
     tokens: float | None,
@@ -62,7 +64,7 @@ def report(
     check_writable(out)
     request = Request(**options)
     # Before a model is traced, which can take long.
-    compared = None if against is None else _store(against)
+    compared = None if observed is None else _store(observed)
     known = _prices(prices)
     graph = traced(request, (on,))
     with waiting("estimating"):
@@ -132,7 +134,7 @@ def _calibration(request: Request, graph: OpGraph, calibrator: Any) -> Section:
     return calibration_section(list(steps), str(calibrator.store.path))
 
 
-@click.command()
+@click.command(epilog="Example: estimator slurm gpt2.graph --on 2x8:h100-sxm --samples 1e7")
 @workload_options
 @on_option
 @click.option("--samples", type=Amount(), help="How much is trained.")

@@ -17,7 +17,7 @@ from estimator.probe.option_types import Count
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@click.command()
+@click.command(epilog="Example: estimator serve --port 8000")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, help="Default 8321.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; default 127.0.0.1.")
 @click.option("--name", "names", multiple=True, help="A host name that it is asked by; repeat.")

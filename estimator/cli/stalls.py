@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from estimator.cli.console import print_json, print_tables, progress
-from estimator.cli.options import on_option, refuse_given, traced, training_options
+from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
 
-if TYPE_CHECKING:
-    pass
+
+class Stalls(click.Group):
+    """The commands below `stalls`; a MODEL without one of them is predicted."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Put in the sub-command that was left out."""
+        if "--run" in arguments:
+            raise click.UsageError("'stalls --run SCRIPT' is now 'stalls run SCRIPT'")
+        known = {*self.commands, "-h", "--help"}
+        if arguments and arguments[0] not in known:
+            arguments = ["predict", *arguments]
+        return super().parse_args(context, arguments)
 
 
-_OF_RUNS = ("steps", "warmup", "repeats", "timeout", "data", "nodes", "address")
+@click.group(cls=Stalls)
+def stalls() -> None:
+    """Say what a training step waits for: its data, the other devices of a node, other nodes.
+
+    'stalls MODEL --on ALLOCATION' predicts it, 'stalls run SCRIPT.py' measures it here.
+    """
 
 
-@click.command()
-@training_options
+@stalls.command(epilog="Example: estimator stalls predict gpt2.graph --on 2x8:h100-sxm")
+@workload_options
 @on_option
 @click.option(
     "--against",
     metavar="ALLOCATION",
     help="Measure the network stall against these devices rather than one node of --on.",
 )
-@click.option(
-    "--run",
-    "script",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Run this training script, unchanged, in ways that leave out one thing each.",
-)
-@click.option("--steps", type=Count(2), default=35, help="Steps of each run of --run.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None:
+    """Predict what a step of MODEL waits for, with the same batch on every device.
+
+    The interconnect stall is what a node's devices take beyond one device, as a share of the node's
+    step; the network stall what all nodes take beyond one. With --loader also what other loaders
+    would give.
+    """
+    from estimator.cli.render.plans import predicted_report
+    from estimator.stalls.predicted import input_answers, predict_stalls
+
+    request = Request(**options)
+    graph = traced(request, (on,) if against is None else (on, against))
+    asked = request.of(graph, on)
+    found = predict_stalls(asked, against=against)
+    data = None if asked.loader is None else input_answers(asked)
+    if as_json:
+        print_json(found.to_dict() | {"input": data.to_dict() if data else None})
+    else:
+        print_tables(predicted_report(found, data))
+
+
+@stalls.command(epilog="Example: estimator stalls run train.py --on 1x2:local -- --epochs 1")
+@click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@on_option
+@click.option("--steps", type=Count(2), default=35, help="Steps of each run.")
 @click.option("--warmup", type=Count(), default=5, help="Steps of these that are not timed.")
 @click.option("--repeats", type=Count(), default=3, help="How often each run is made.")
 @click.option(
@@ -57,15 +91,11 @@ _OF_RUNS = ("steps", "warmup", "repeats", "timeout", "data", "nodes", "address")
 )
 @click.option("--address", default="127.0.0.1", help="Of the first --node, for the second.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-@click.argument("model", nargs=-1, metavar="MODEL | -- ARGS")
-@click.pass_context
-def stalls(
-    context: click.Context,
-    /,
+@click.argument("arguments", nargs=-1, metavar="[-- ARGS]")
+def run(
+    script: Path,
     on: str,
-    against: str | None,
-    script: Path | None,
-    model: tuple[str, ...],
+    arguments: tuple[str, ...],
     as_json: bool,
     steps: int,
     warmup: int,
@@ -74,20 +104,11 @@ def stalls(
     data: tuple[Path, ...],
     nodes: tuple[str, ...],
     address: str,
-    **options: Any,
 ) -> None:
-    """Say what a training step waits for: its data, the other devices of a node, other nodes.
+    """Run a training script on this machine, unchanged, in ways that leave out one thing each.
 
-    Of a MODEL it is predicted, with the same batch on every device. The interconnect stall is what
-    a node's devices take beyond one device, as a share of the node's step; the network stall what
-    all nodes take beyond one. With --loader it says what other loaders would give. With --run it is
-    measured on this machine; what follows -- goes to the script.
+    What follows -- goes to the script.
     """
-    if script is None:
-        refuse_given(context, _OF_RUNS, "is of a script that --run runs")
-        _predict(on, against, model, as_json, options)
-        return
-    refuse_given(context, ("against", *options), "is of a MODEL to predict, found --run")
     if steps < warmup + 2:
         raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
     from estimator.cli.render.plans import measured_report
@@ -96,7 +117,7 @@ def stalls(
 
     asked = Script(
         path=script,
-        arguments=model,
+        arguments=arguments,
         cores=cores_of(on),
         steps=steps,
         warmup=warmup,
@@ -110,22 +131,3 @@ def stalls(
         print_json(found.to_dict())
     else:
         print_tables(measured_report(found))
-
-
-def _predict(
-    on: str, against: str | None, model: tuple[str, ...], as_json: bool, options: dict[str, Any]
-) -> None:
-    from estimator.cli.render.plans import predicted_report
-    from estimator.stalls.predicted import input_answers, predict_stalls
-
-    if len(model) != 1:
-        raise click.UsageError(f"give one MODEL or --run SCRIPT.py, found {len(model)} models")
-    request = Request(model=model[0], **options)
-    graph = traced(request, (on,) if against is None else (on, against))
-    asked = request.of(graph, on)
-    found = predict_stalls(asked, against=against)
-    data = None if asked.loader is None else input_answers(asked)
-    if as_json:
-        print_json(found.to_dict() | {"input": data.to_dict() if data else None})
-    else:
-        print_tables(predicted_report(found, data))

@@ -252,7 +252,7 @@ def _close_to(text: str) -> str:
     within.sort(key=lambda name: (not name.startswith(asked), len(name)))
     alike = get_close_matches(asked, known, n=_MOST_NAMED)
     close = list(dict.fromkeys([*within, *alike]))[:_MOST_NAMED]
-    everything = "run 'estimator profile list' for all that are known"
+    everything = "run 'estimator machines list' for all that are known"
     return f"close to it are {', '.join(close)}; {everything}" if close else everything
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from estimator import units
@@ -115,6 +116,32 @@ def _remedies_words(remedies: Sequence[Remedy]) -> str:
         for each in remedies[:_MOST_REMEDIES]
     ]
     return f"{'; '.join(cheapest)}; {more}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """How far an estimate can be relied on: the share of its step that nothing measured backs, and
+    its machines whose probe was disturbed or cut short."""
+
+    unmeasured_ratio: float
+    disturbed_machines: tuple[str, ...]
+    cut_machines: tuple[str, ...]
+
+
+def checked_of(answer: Estimate) -> Checked:
+    """What an estimate rests on."""
+    profiles = [kind.profile for kind in answer.plan.placement.kinds]
+    return Checked(
+        unmeasured_ratio=sum(
+            share_ratio
+            for _, source, share_ratio, _ in answer.provenance
+            if source in ("assumed", "datasheet")
+        ),
+        disturbed_machines=tuple(
+            each.name for each in profiles if each.interference and each.interference.matters
+        ),
+        cut_machines=tuple(each.name for each in profiles if each.is_cut),
+    )
 
 
 def _balance_words(balance: Balance) -> str:

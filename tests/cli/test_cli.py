@@ -6,19 +6,23 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from estimator.cli.main import commands
 from estimator.estimates.estimate import Estimate
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Interference, MachineProfile
 from estimator.probe.devices.inventory import read_cpu
 from estimator.validate.validation import Validation
 from tests.integrations.trace_flaws import trace_flaws
+from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
 
@@ -41,9 +45,55 @@ def tiny(tmp_path: Path) -> str:
 def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> None:
     answer = command("--help")
     assert answer.code == 0
-    for name in ("probe", "profile", "estimate", "validate", "check"):
+    for name in ("probe", "machines", "estimate", "validate", "layouts", "rent"):
         assert f"\n  {name} " in answer.out
     assert command() == answer
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "m", "--on", "1x1:t4"), "'estimator plan' is now 'estimator layouts MODEL --on"),
+        (("check", "m", "--on", "1x1:t4"), "part of 'estimator estimate --verbose'"),
+        (("profile", "list"), "'estimator machines list|show|"),
+        (("stalls", "--run", "x.py", "--on", "1x1:local"), "'stalls run SCRIPT'"),
+    ],
+)
+def test_names_of_the_release_before_say_what_to_write_now(
+    command: Command, words: tuple[str, ...], said: str
+) -> None:
+    assert said in command(*words).sentence
+
+
+def _leaves(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, each in group.commands.items():
+        if isinstance(each, click.Group):
+            yield from _leaves(each, *names, name)
+        elif not each.hidden:
+            yield (*names, name), each
+
+
+@pytest.mark.parametrize(("names", "leaf"), list(_leaves(commands)), ids=str)
+def test_each_command_has_an_example_that_it_takes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+    names: tuple[str, ...],
+    leaf: click.Command,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(perceptron([64, 64]), target="cuda").save(tmp_path / "gpt2.graph")
+    for name in ("train.py", "a.json", "b.json", "nvbandwidth.json"):
+        (tmp_path / name).write_text("")
+    assert leaf.epilog is not None
+    first, *words = shlex.split(leaf.epilog.removeprefix("Example: "))
+    assert (first, *words[: len(names)]) == ("estimator", *names)
+    assert leaf.epilog in command(*names, "--help").out.replace("\n  ", " ")
+    leaf.make_context(" ".join(names), words[len(names) :])
+    if names[0] in ("estimate", "sweep", "memory", "layouts", "rent", "machines") and not any(
+        "json" in word for word in words
+    ):
+        assert command(*words).code in (0, 1)
 
 
 def test_estimate_prints_time_interval_breakdown_and_reasons(
@@ -258,11 +308,12 @@ def test_a_model_too_large_for_the_devices_ends_with_code_1(
     assert answer.err == "estimator: exit code 1: mlp does not fit on 1x1:local\n"
 
 
-def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) -> None:
-    answer = command("check", tiny, "--on", "1x1:local")
-    assert answer.code in (0, 1)
+def test_verbose_says_what_nothing_backs(store: Path, tiny: str, command: Command) -> None:
+    answer = command("estimate", tiny, "--on", "1x1:local", "--verbose")
+    assert answer.code == 0
     assert "that nothing measured backs" in answer.out
-    assert "assumed or missing" in answer.out
+    assert "assumptions" in answer.out
+    assert "that nothing measured backs" not in command("estimate", tiny, "--on", "1x1:local").out
 
 
 def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_it_compares(
@@ -282,17 +333,16 @@ def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_i
     assert "of linear against 1x1:h100-sxm" in one
 
 
-def test_check_as_json_says_whether_it_passed_and_by_how_much(
+def test_an_estimate_as_json_says_how_much_of_it_nothing_measured_backs(
     store: Path, tiny: str, command: Command
 ) -> None:
-    answer = command("check", tiny, "--on", "1x1:local", "--json")
-    content = json.loads(answer.out)
+    content = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
     shares = {"assumed": 0.0, "datasheet": 0.0}
     for row in content["provenance"]:
         if row["source"] in shares:
             shares[row["source"]] += row["share_ratio"]
-    assert content["unmeasured_ratio"] == pytest.approx(sum(shares.values()))
-    assert content["passed"] == (answer.code == 0) == (content["unmeasured_ratio"] <= 0.1)
+    checked = {"unmeasured_ratio": pytest.approx(sum(shares.values()))}
+    assert content["checked"] == checked | {"disturbed_machines": [], "cut_machines": []}
 
 
 def test_profiles_are_listed_shown_and_compared_as_json(
@@ -304,16 +354,17 @@ def test_profiles_are_listed_shown_and_compared_as_json(
     twin.save(store / "machines" / "twin.json")
     (store / "machines" / "torn.json").write_text("{")
     machines = {
-        one["name"]: one for one in json.loads(command("profile", "list", "--json").out)["machines"]
+        one["name"]: one
+        for one in json.loads(command("machines", "list", "--json").out)["machines"]
     }
     assert machines["torn"]["damaged"]
     assert machines["twin"]["memory_bytes"] == twice.memory_bytes
     assert "h100-sxm" in machines
-    shown = json.loads(command("profile", "show", "twin", "--json").out)
+    shown = json.loads(command("machines", "show", "twin", "--json").out)
     assert shown == json.loads((store / "machines" / "twin.json").read_text())
     # One by its name, one by its file.
     words = ("compare", "local", store / "machines" / "twin.json", "--json")
-    compared = json.loads(command("profile", *words).out)
+    compared = json.loads(command("machines", *words).out)
     ratios = {(row["group"], row["name"]): row["ratio"] for row in compared["common"]}
     assert ratios.pop(("device", "memory")) == 2.0
     assert set(ratios.values()) == {1.0}
@@ -322,10 +373,10 @@ def test_profiles_are_listed_shown_and_compared_as_json(
 
 def test_profiles_are_merged_by_name_or_file(store: Path, command: Command, tmp_path: Path) -> None:
     out = tmp_path / "both.json"
-    answer = command("profile", "merge", "local", store / "machines" / "local.json", "--out", out)
+    answer = command("machines", "merge", "local", store / "machines" / "local.json", "--out", out)
     assert (answer.code, answer.err) == (0, "")
     assert json.loads(out.read_text())["name"] == "local"
-    assert "no machine" in command("profile", "merge", "lokal", "--out", out).sentence
+    assert "no machine" in command("machines", "merge", "lokal", "--out", out).sentence
 
 
 def test_profile_list_show_and_compare_name_the_machine(
@@ -333,36 +384,36 @@ def test_profile_list_show_and_compare_name_the_machine(
 ) -> None:
     replace(small_profile, name="twin").save(store / "machines" / "twin.json")
     (store / "machines" / "torn.json").write_text("{")
-    listed = command("profile", "list").out
+    listed = command("machines", "list").out
     assert "local" in listed
     assert "damaged" in listed
-    shown = command("profile", "show", "local").out
+    shown = command("machines", "show", "local").out
     for word in ("one core", "matmul", "all-reduce, gloo", "adamw, loop", "10.0 GB/s"):
         assert word in shown
     assert small_profile.memory is not None
     points = ((float(1 << 20), 0.1), (float(1 << 27), 0.6), (float(1 << 28), 1.0))
     memory = replace(small_profile.memory, reuse_points=points)
     replace(small_profile, name="read", memory=memory).save(store / "machines" / "read.json")
-    assert "half cold after 128 MiB" in " ".join(command("profile", "show", "read").out.split())
-    compared = command("profile", "compare", "local", "twin").out
+    assert "half cold after 128 MiB" in " ".join(command("machines", "show", "read").out.split())
+    compared = command("machines", "compare", "local", "twin").out
     assert "median difference 0.0 %" in compared
     collective = small_profile.collectives[0]
     late = replace(collective, latency_s=9 * collective.latency_s, bandwidth_bytes_per_s=1e8)
     odd = replace(small_profile, name="odd", collectives=(late,))
     odd.save(store / "machines" / "odd.json")
-    compared = command("profile", "compare", "local", "twin", "odd").out
+    compared = command("machines", "compare", "local", "twin", "odd").out
     # 9 and 10 times as long: 9.5 in the middle.
     assert "odd is odd: collective 9.50 times as slow as usual" in compared
     assert "group local twin odd" in " ".join(compared.split())
     assert "collective, 2 numbers 1.00 1.00 9.50" in " ".join(compared.split())
-    rows = json.loads(command("profile", "compare", "local", "twin", "odd", "--json").out)
+    rows = json.loads(command("machines", "compare", "local", "twin", "odd", "--json").out)
     assert [(r["machine"], r["group"]) for r in rows if r["is_odd"]] == [("odd", "collective")]
 
 
 def test_the_schema_of_profile_files_is_printed_as_json_alone(
     store: Path, command: Command
 ) -> None:
-    answer = command("profile", "schema")
+    answer = command("machines", "schema")
     assert (answer.code, answer.err) == (0, "")
     schema = json.loads(answer.out)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
@@ -371,14 +422,14 @@ def test_the_schema_of_profile_files_is_printed_as_json_alone(
     assert {"name", "devices", "provenance"} <= set(schema["required"])
     device = schema["$defs"]["Device"]["properties"]
     assert set(device) == set(written["devices"][0])
-    assert "schema" in command("profile", "--help").out
+    assert "schema" in command("machines", "--help").out
 
 
 def test_an_empty_store_says_how_to_fill_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path / "none"))
-    assert "estimator probe" in command("profile", "list").out
+    assert "estimator probe" in command("machines", "list").out
     assert "estimator probe" in command("estimate", "x.py:f", "--on", "1x1:local").sentence
 
 
@@ -482,32 +533,31 @@ def test_estimates_say_how_much_slower_this_machine_is_than_when_it_was_probed(
     assert "this machine is now" not in command("estimate", tiny, "--on", "1x1:local").err
 
 
-def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_fail_the_check(
+def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_say_so(
     store: Path, tiny: str, command: Command, small_profile: MachineProfile
 ) -> None:
-    def answers() -> tuple[Any, Any]:
-        estimate = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
-        return estimate, command("check", tiny, "--on", "1x1:local")
+    def estimated() -> Any:
+        return json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
 
     def sigma(estimate: Any) -> float:
         # The interval holds 80 %: 1.2816 standard deviations of the logarithm either way.
         return math.log(estimate["high_s"] / estimate["step_time_s"]) / 1.2816
 
-    quiet, _ = answers()
+    quiet = estimated()
     interference = Interference(others_ratio=0.2)
     replace(small_profile, interference=interference).save(store / "machines" / "local.json")
-    disturbed, checked = answers()
+    disturbed = estimated()
     # A fifth of the cores: times may be a quarter too long, which adds as an independent error.
     assert sigma(disturbed) == pytest.approx(math.hypot(sigma(quiet), math.log(1.25)), rel=1e-3)
     assert "other programs used 20 % of the cores" in " ".join(disturbed["assumptions"])
     assert not any("disturbed" in text for text in quiet["assumptions"])
-    assert checked.code == 1
-    assert "disturbed when probed" in checked.out
-    assert "local was disturbed when it was probed" in checked.err
-    assert "20 % of the cores" in command("profile", "show", "local").out
+    assert disturbed["checked"]["disturbed_machines"] == ["local"]
+    verbose = command("estimate", tiny, "--on", "1x1:local", "--verbose").out
+    assert re.search(r"disturbed when probed +local", verbose)
+    assert "20 % of the cores" in command("machines", "show", "local").out
 
 
-def test_estimates_of_a_probe_that_was_cut_short_say_so_and_fail_the_check(
+def test_estimates_of_a_probe_that_was_cut_short_say_so(
     store: Path, tiny: str, command: Command, small_profile: MachineProfile
 ) -> None:
     def assumed(**given: Any) -> str:
@@ -529,11 +579,9 @@ def test_estimates_of_a_probe_that_was_cut_short_say_so_and_fail_the_check(
         assert found is not None
         shares.append(float(found[1]))
     assert 0 < shares[0] < shares[1] <= 100
-    checked = command("check", tiny, "--on", "1x1:local", "--json")
-    assert checked.code == 1
-    assert "the probe of local was cut short" in checked.err
-    assert json.loads(checked.out)["cut_machines"] == ["local"]
-    assert "kernel calls timed" in command("profile", "show", "local").out
+    answer = command("estimate", tiny, "--on", "1x1:local", "--json")
+    assert json.loads(answer.out)["checked"]["cut_machines"] == ["local"]
+    assert "kernel calls timed" in command("machines", "show", "local").out
 
 
 def test_validate_predicts_then_trains_and_prints_both(
@@ -776,7 +824,7 @@ def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
     told = {}
     for name in ("topo_m_2x_phb.txt", "topo_m_8x_a100.txt"):
         out = tmp_path / f"{name}.json"
-        answer = command("profile", "import", samples / name, "--into", "dgx-a100", "--out", out)
+        answer = command("machines", "import", samples / name, "--into", "dgx-a100", "--out", out)
         assert answer.code == 0
         told[name] = answer.err
     assert "2 of the 8 devices of 'dgx-a100'" in told["topo_m_2x_phb.txt"]

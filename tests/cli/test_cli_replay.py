@@ -129,7 +129,10 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
     [
         (["--policy", "lottery"], "'lottery' is no policy"),
         (["--restart", "x"], "'x' is not a duration; write a number and one of"),
-        (["--checkpoint", "nan"], "'nan' is not from 1.00 s to 278000 h; write a time that is"),
+        (
+            ["--checkpoint-every", "nan"],
+            "'nan' is not from 1.00 s to 278000 h; write a time",
+        ),
         # A node is repaired for an hour.
         (["--node-mtbf", "3"], "'3' is not from 60.0 min to 278000000 h; write a time that is"),
         (["--seed", "-1"], "'-1' is not from 0 to 1e+15; write one that is"),

@@ -75,7 +75,7 @@ def test_observed_steps_stand_beside_predicted_ones(
         store.observe(graph, "1x2:t4-g4dn", step_time_s=step_s, batch_per_gpu=16)
     out = tmp_path / "report.html"
     found = command(
-        "report", model, "--on", "1x2:t4-g4dn", "-o", out, "--against", tmp_path / "seen.db"
+        "report", model, "--on", "1x2:t4-g4dn", "-o", out, "--observed", tmp_path / "seen.db"
     )
     assert found.code == 0
     text = out.read_text()
@@ -88,7 +88,7 @@ def test_observed_steps_stand_beside_predicted_ones(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--against", "missing.db"), "there is no store 'missing.db'"),
+        (("--observed", "missing.db"), "there is no store 'missing.db'"),
         (("--on", "1x9:t4-g4dn"), "which has"),
         (("--samples", "1e6", "--tokens", "1e6"), "give --samples or --tokens, not both"),
         (("--tokens", "1e6"), "has no tokens to count"),

@@ -109,7 +109,7 @@ HARMLESS = (
     "replay jobs.json --on 2x2:local --policy gavel",
     "estimate net.graph --on 2x2:local --layout pp=2,schedule=gpipe --accumulation 4",
     "estimate net.graph --on 1x2:local --layout tp=2",
-    "plan net.graph --machines local --samples 1e9 --max-nodes 1 --prices prices.csv",
+    "rent net.graph --machines local --samples 1e9 --max-nodes 1 --prices prices.csv",
     "slurm job.json --on 1x2:local --samples 1000 --sinfo sinfo.txt",
     "report net.graph --on 1x2:local --out out.html",
     "--help",

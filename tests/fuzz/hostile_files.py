@@ -111,7 +111,7 @@ def prices(chance: random.Random) -> HostileInput:
     content = damaged_text(PRICES, chance)
     if chance.random() < 0.4:
         content = _with_cell(PRICES, chance)
-    words = ["plan", "net.graph", "--machines", chance.choice(("local", "local,t4-g4dn", "none"))]
+    words = ["rent", "net.graph", "--machines", chance.choice(("local", "local,t4-g4dn", "none"))]
     words += ["--samples", "1e9", "--max-nodes", "1", "--prices", "prices.csv"]
     words += chance.choice(((), ("--spot",), ("--json",), ("--budget", chance.choice(NUMBERS))))
     files = {"prices.csv": content, "net.graph": graph_file(graph_values())}
@@ -143,8 +143,8 @@ _TAKING: tuple[tuple[str, ...], ...] = (
     ("estimate", "net.graph", "--on", "1x2:local", "--layout", "tp=2", "--tp-plan", "{}"),
     ("estimate", "net.graph", "--on", "1x2:local", "--cluster", "{}"),
     ("estimate", "net.graph", "--on", "1x2:local", "--calibration", "{}"),
-    ("plan", "net.graph", "--machines", "local", "--samples", "9", "--prices", "{}"),
-    ("plan", "net.graph", "--machines", "{}", "--samples", "9"),
+    ("rent", "net.graph", "--machines", "local", "--samples", "9", "--prices", "{}"),
+    ("rent", "net.graph", "--machines", "{}", "--samples", "9"),
     ("report", "net.graph", "--on", "1x2:local", "--out", "out.html", "--prices", "{}"),
     ("report", "net.graph", "--on", "1x2:local", "--out", "out.html", "--against", "{}"),
     ("replay", "{}", "--on", "2x2:local", "--policy", "fifo", "--model", "net.graph"),

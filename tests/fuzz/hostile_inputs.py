@@ -109,7 +109,7 @@ def profile(chance: random.Random) -> HostileInput:
             (*ESTIMATE, "--json"),
             ("sweep", "job.json", "--on", "1..2x1..2:local"),
             ("estimate", "whole.graph", "--on", "2x2:local"),
-            ("check", "job.json", "--on", "1x1:local"),
+            ("estimate", "job.json", "--verbose", "--on", "1x1:local"),
         )
     )
     job = {**SIZED_JOB, "machine": "local"} if chance.random() < 0.5 else JOB
@@ -142,7 +142,7 @@ def options(chance: random.Random) -> HostileInput:
 def allocation(chance: random.Random) -> HostileInput:
     """An allocation, or a sweep's pattern, put together from pieces of allocations."""
     text = "".join(chance.choices(PIECES, k=chance.randrange(1, 9)))
-    command = chance.choice(("estimate", "sweep", "check"))
+    command = chance.choice(("estimate", "sweep", "memory"))
     return HostileInput(words=(command, "job.json", "--on", text), files=job_file())
 
 
@@ -259,7 +259,7 @@ def batch(chance: random.Random) -> HostileInput:
 
 
 def _asked_of(model: str, chance: random.Random) -> tuple[str, ...]:
-    command = chance.choice(("estimate", "estimate", "memory", "check", "stalls"))
+    command = chance.choice(("estimate", "estimate", "memory", "stalls"))
     more = chance.choice(
         (
             *((), (), ("--json",), ("--batch", "2"), ("--strategy", "fsdp"), ("--compile",)),
@@ -268,8 +268,6 @@ def _asked_of(model: str, chance: random.Random) -> tuple[str, ...]:
             *(("--checkpoint", form) for form in ("full", "selective:op", "selective:2", "all")),
         )
     )
-    if command == "check" and "--json" in more:
-        more = ()
     return (command, model, "--on", chance.choice(("1x1:local", "2x2:local")), *more)
 
 
@@ -299,7 +297,7 @@ def replay(chance: random.Random) -> HostileInput:
         words += chance.choice(
             (
                 *(("--restart", number) for number in NUMBERS),
-                *(("--checkpoint", number) for number in NUMBERS),
+                *(("--checkpoint-every", number) for number in NUMBERS),
                 *(("--node-mtbf", number) for number in NUMBERS),
                 *(("--node-mtbf", "3600"), ("--seed", "²"), ("--believed", "perfect")) * 4,
                 *(

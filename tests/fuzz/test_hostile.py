@@ -261,7 +261,7 @@ def test_what_is_no_regular_file_is_read_by_no_command(
         ("calibrate", "show", "--store", path),
         ("calibrate", "observe", path),
         ("estimate", graph, "--on", "1x2:local", "--layout", "tp=2", "--tp-plan", path),
-        ("plan", graph, "--machines", "t4-g4dn", "--samples", 9, "--prices", path),
+        ("rent", graph, "--machines", "t4-g4dn", "--samples", 9, "--prices", path),
         ("report", graph, "--on", "1x2:local", "--out", tmp_path / "o.html", "--prices", path),
         ("replay", path, "--on", "1x2:local", "--policy", "fifo", "--model", graph),
         ("slurm", graph, "--on", "1x2:local", "--samples", 9, "--sinfo", path),
@@ -323,7 +323,7 @@ LARGE = {
     "words",
     [
         ("replay", "trace.csv", "--on", "1x2:local", "--policy", "fifo", "--model", "m"),
-        ("plan", "m", "--machines", "t4-g4dn", "--samples", "9", "--prices", "prices.csv"),
+        ("rent", "m", "--machines", "t4-g4dn", "--samples", "9", "--prices", "prices.csv"),
         ("calibrate", "observe", "steps.jsonl", "--store", "out.db"),
     ],
 )
@@ -398,7 +398,7 @@ def test_what_no_check_meets_is_a_sentence(
             raise error
 
         monkeypatch.setattr("estimator.machines.catalogue.load_profile", fail)
-        assert type(error).__name__ in command("profile", "show", "local").sentence
+        assert type(error).__name__ in command("machines", "show", "local").sentence
 
 
 @pytest.mark.parametrize("batch", [float("nan"), 2.5, True, 0, -1, 10**30, "8"])
@@ -469,7 +469,7 @@ def test_escapes_stand_in_no_profile() -> None:
 
 
 def test_escapes_of_an_argument_are_spelt_out_and_cut(store: Path, command: Command) -> None:
-    sentence = command("profile", "show", "\x1b[31mred" + "x" * 5000).sentence
+    sentence = command("machines", "show", "\x1b[31mred" + "x" * 5000).sentence
     assert sentence.isprintable()
     assert len(sentence) < 500
 
@@ -571,7 +571,7 @@ def test_a_size_that_no_model_has_is_refused(model: str, store: Path, command: C
 
 def test_a_dangling_link_is_listed_as_damaged(store: Path, command: Command) -> None:
     (store / "machines" / "gone.json").symlink_to("nowhere.json")
-    answer = command("profile", "list")
+    answer = command("machines", "list")
     assert (answer.code, answer.err) == (0, "")
     assert "gone" in answer.out
 
@@ -589,11 +589,11 @@ def test_odd_sizes_of_a_terminal_are_passed_over(
 ) -> None:
     for size in ("²", "9" * 5000, "-1", "wide", "0"):
         monkeypatch.setenv(name, size)
-        assert command("profile", "list").code == 0
+        assert command("machines", "list").code == 0
 
 
 def test_closed_stdout_is_one_sentence() -> None:
-    words = f"{sys.executable} -m estimator.cli.main profile list >&-"
+    words = f"{sys.executable} -m estimator.cli.main machines list >&-"
     found = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()

@@ -157,16 +157,16 @@ def test_the_exit_code_of_a_comparison_tells_whether_a_node_is_odd(
         small_profile.save(Path(path))
     busy = replace(slower(small_profile, 2.0), interference=BUSY)
     busy.save(Path(paths[3]))
-    even = command("profile", "compare", *paths[:3])
+    even = command("machines", "compare", *paths[:3])
     assert (even.code, "none is odd" in even.out) == (0, True)
-    odd = command("profile", "compare", *paths)
+    odd = command("machines", "compare", *paths)
     assert (odd.code, "is odd: kernels" in odd.out) == (1, True)
     assert "other programs used 50 % of the cores" in " ".join(odd.out.split())
-    as_json = command("profile", "compare", *paths, "--json")
+    as_json = command("machines", "compare", *paths, "--json")
     assert as_json.code == 1
     disturbed = {row["machine"] for row in json.loads(as_json.out) if row["is_disturbed"]}
     assert disturbed == {paths[3]}
-    two = command("profile", "compare", paths[0], paths[3], "--json")
+    two = command("machines", "compare", paths[0], paths[3], "--json")
     assert two.code == 0, "of two none is the odd one"
     (told,) = json.loads(two.out)["disturbed"]
     assert told["relative_error"] == pytest.approx(math.log(2))

@@ -41,7 +41,7 @@ def test_an_unknown_machine_is_answered_with_close_names(
         load_profile(asked)
     named = str(found.value).split("close to it are ")[1].split(";")[0].split(", ")
     assert len(named) <= 5
-    assert "run 'estimator profile list'" in str(found.value)
+    assert "run 'estimator machines list'" in str(found.value)
 
 
 def test_a_transfer_takes_latency_plus_size_over_bandwidth() -> None:

@@ -353,7 +353,7 @@ def test_the_command_runs_a_script_with_its_arguments(
     tmp_path: Path, data: Path, command: Callable[..., Any]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    asked = ["stalls", "--on", "1x1:local", "--run", str(tmp_path / "train.py"), "--repeats", "1"]
+    asked = ["stalls", "run", str(tmp_path / "train.py"), "--on", "1x1:local", "--repeats", "1"]
     asked += ["--steps", "6", "--warmup", "2"]
     answer = command(*asked, "--", str(data))
     assert (answer.code, answer.err) == (0, "")
@@ -361,4 +361,4 @@ def test_the_command_runs_a_script_with_its_arguments(
         assert word in answer.out
     said = command("stalls", "--on", "1x1:local")
     assert said.code == 2
-    assert "give one MODEL or --run" in said.err
+    assert "Missing argument 'MODEL'" in said.err

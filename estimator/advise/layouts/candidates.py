@@ -105,8 +105,10 @@ def _strategies(
                 yield Strategy.parse(beside)
             continue
         yield strategy
-        over = strategy.sharded_over(in_node) if strategy.shard_ranks is None else strategy
-        if over != strategy and 1 < in_node < dp and dp % in_node == 0:
+        if not 1 < in_node < dp or dp % in_node or strategy.shard_ranks is not None:
+            continue
+        over = strategy.sharded_over(in_node)
+        if over != strategy:
             yield Strategy.parse(over)
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from estimator.report.facts import (
     FITS_WORDS,
     answer_facts,
-    fits_words,
+    checked_of,
     format_interval,
     heading,
     part_name,
@@ -100,6 +100,7 @@ def estimate_report(
         _memory_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
         modules,
         _provenance_table(answer) if verbose else None,
+        _checked_facts(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
         None if verbose else Text("--verbose says what each number is known by", style="dim"),
     )
@@ -253,28 +254,17 @@ def _provenance_table(answer: Estimate) -> Table:
     return table
 
 
-def check_report(
-    answer: Estimate,
-    *,
-    unmeasured_ratio: float,
-    disturbed_machines: Sequence[str],
-    cut_machines: Sequence[str],
-) -> Group:
-    """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
-    heading = f"{answer.model} on {answer.allocation}: {format_interval(answer)}"
+def _checked_facts(answer: Estimate) -> Table:
+    """What an estimate lacks: parts not measured, gaps of the profiles."""
+    checked = checked_of(answer)
     in_grid = format_ratio(answer.op_time_in_grid_ratio)
     rows = [
-        ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
+        ("time that nothing measured backs", format_ratio(checked.unmeasured_ratio)),
         ("kernel time of shapes in the probe's grid", in_grid),
-        ("disturbed when probed", ", ".join(disturbed_machines) or "no machine"),
-        ("probe cut short", ", ".join(cut_machines) or "no machine"),
-        ("memory", fits_words(answer)),
+        ("disturbed when probed", ", ".join(checked.disturbed_machines) or "no machine"),
+        ("probe cut short", ", ".join(checked.cut_machines) or "no machine"),
     ]
-    return stacked(
-        Group(Text(heading, style="bold"), facts(rows)),
-        _provenance_table(answer),
-        listed("assumed or missing", answer.assumptions),
-    )
+    return facts(rows)
 
 
 def validation_report(cases: Iterable[Validation]) -> Group:

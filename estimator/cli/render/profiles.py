@@ -68,7 +68,7 @@ def machines_report(
     legend = (
         "GiB, GB/s and TFLOP/s are of one device: its memory, that memory's bandwidth, its dense "
         "peak in 16 bits (in 32 where there is no other). Gbit/s are what a node sends to others. "
-        "'estimator profile show NAME' tells the rest and the sources."
+        "'estimator machines show NAME' tells the rest and the sources."
     )
     return stacked(
         _own_machines(own),

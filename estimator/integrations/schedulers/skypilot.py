@@ -47,6 +47,6 @@ def machine_of(instance_type: str | None, accelerators: dict[str, Any] | None) -
             if all(word in name for word in words) and len(profile.devices) >= wanted[1]:
                 return profile.name, int(wanted[1])
     raise UnknownMachineError(
-        f"no machine profile is known of {instance_type or accelerators}; see 'estimator profile "
-        "list', or probe one"
+        f"no machine profile is known of {instance_type or accelerators}; see 'estimator "
+        "machines list', or probe one"
     )

@@ -1,4 +1,4 @@
-"""The command that says by which layout to train, or what to rent: parse, call, print."""
+"""The commands that say by which layout to train, and what to rent: parse, call, print."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark, waiting
-from estimator.cli.options import OF_LAYOUTS, refuse_given, traced, training_options
+from estimator.cli.options import (
+    OF_LAYOUTS,
+    on_option,
+    refuse_given,
+    traced,
+    workload_options,
+)
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count, Duration
 from estimator.units import parse_knobs
@@ -25,26 +30,15 @@ if TYPE_CHECKING:
     from estimator.machines.prices import PriceList
 
 # What is chosen here, or belongs to a step that is not.
-_CHOSEN = (*OF_LAYOUTS, "accumulation", "loader")
+_CHOSEN = (*OF_LAYOUTS, "accumulation", "loader", "strategy")
 # Beside a model as it is, where its activation checkpoints are left open.
 _CHECKPOINTS = ("full", "selective:op")
-# Of machines that somebody has.
-_NOT_RENTED = ("cluster", "network")
 _REVOKED = ("checkpoint_time", "restart")
 _RENT = (
-    *(
-        "max_nodes",
-        "mixed",
-        "strategies",
-        "samples",
-        "tokens",
-        "deadline",
-        "budget",
-        "prices",
-        "spot",
-    ),
-    *("revoked_every", *_REVOKED),
+    *("max_nodes", "mixed", "strategies", "samples", "tokens", "deadline", "budget", "prices"),
+    *("spot", "revoked_every", *_REVOKED),
 )
+_strategies_option = click.option("--strategies", help="To choose from, as in 'ddp zero2'.")
 
 
 class DurationByMachine(Duration):
@@ -92,109 +86,30 @@ def rent_options(command: Any) -> Any:
         click.option("--deadline", type=Duration(), help="Such as 12h or 14d, at most."),
         click.option("--tokens", type=Amount(), help="How much is trained."),
         click.option("--samples", type=Amount(), help="How much is trained."),
-        click.option("--strategies", help="To choose from, as in 'ddp zero2'."),
+        _strategies_option,
         click.option("--mixed", is_flag=True, help="Nodes of two machines together, too."),
         click.option("--max-nodes", type=Count(most=4096), default=4, help="Default 4."),
-        click.option("--machines", help="To choose from, as in a100-p4d,t4-g4dn."),
+        click.option("--machines", required=True, help="To choose from: a100-p4d,t4-g4dn."),
     ):
         command = option(command)
     return command
 
 
-@click.command()
-@click.argument("model")
-@partial(training_options, without=_CHOSEN)
-@rent_options
-@click.option("--on", metavar="ALLOCATION", help="What there is: ranks its layouts.")
+@click.command(epilog="Example: estimator layouts gpt2.graph --on 1x8:h100-sxm --global-batch 64")
+@partial(workload_options, without=(*_CHOSEN, "batch"))
+@_strategies_option
+@on_option
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-@click.pass_context
-def plan(
-    context: click.Context,
-    /,
-    on: str | None,
-    machines: str | None,
-    picture: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Say by which layout MODEL trains fastest on an allocation, or what to rent to train it.
+def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> None:
+    """Rank the layouts by which MODEL trains fastest on an allocation.
 
-    With --on, layouts (tensor parallel, pipeline, data parallel), strategies, activation
-    checkpoints and micro-batches of a --global-batch are ranked by step time.
-
-    With --machines, the cheapest and the fastest allocation, and all between. With --global-batch
-    ranks share it, by the best layout; else each takes --batch samples, and the global batch grows
-    with the ranks. Instances are paid whole, by the second or hour as they are sold.
-    --revoked-every adds what revocations, checkpoints and restarts cost.
-
-    Exit code 1: nothing fits, or nothing keeps the deadline and the budget.
+    Layouts (tensor parallel, pipeline, data parallel), strategies, activation checkpoints and
+    micro-batches that share the samples of a --global-batch, by step time.
     """
-    if (on is None) == (machines is None):
-        raise click.UsageError(
-            "give --on with what there is, or --machines to choose from, one of them"
-        )
-    rent = {name: options.pop(name) for name in _RENT}
-    _check_heeded(context, options, rent, is_rented=on is None)
-    if context.get_parameter_source("strategy") is not ParameterSource.DEFAULT:
-        rent["strategies"] = options["strategy"]
-    if on is not None:
-        _rank_layouts(Request(**options), on, rent["strategies"], as_json)
-        return
-    if picture is not None:
-        from estimator.files import check_writable
-
-        check_writable(picture)
-    names = [name.strip() for name in (machines or "").split(",") if name.strip()]
-    if not names:
-        raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
-    model, found = _chosen(Request(**options), names, rent)
-    if picture is not None and not found.offers:
-        remark(f"{picture} is not drawn: there is no offer to draw")
-    elif picture is not None:
-        from estimator.report.pictures import draw_offers
-
-        with waiting("drawing"):
-            draw_offers(found, picture)
-    if as_json:
-        print_json({"model": model, "spot": rent["spot"]} | found.to_dict())
-    else:
-        from estimator.cli.render.plans import plan_report
-
-        print_tables(plan_report(found, model, spot=rent["spot"]))
-    if found.cheapest is None:
-        end_with_no(
-            "nothing keeps the deadline and the budget"
-            if found.offers
-            else "the model fits on none of these machines"
-        )
-
-
-def _check_heeded(
-    context: click.Context,
-    options: Mapping[str, Any],
-    rent: Mapping[str, Any],
-    *,
-    is_rented: bool,
-) -> None:
-    """Raise UsageError for what is given beside that with which it says nothing."""
-    if rent["strategies"] is not None:
-        refuse_given(context, ("strategy",), "is one of those that --strategies lists")
-    if not is_rented:
-        of_rent = [name for name in ("picture", *_RENT) if name != "strategies"]
-        refuse_given(context, of_rent, "is of machines to rent, found --on")
-        refuse_given(context, ("batch",), "is chosen with the layout, from --global-batch")
-        return
-    refuse_given(context, _NOT_RENTED, "is of machines that somebody has, found --machines")
-    if options["global_batch"] is not None:
-        refuse_given(context, ("batch",), "is what ranks take where no --global-batch is given")
-    if rent["revoked_every"] is None:
-        refuse_given(context, _REVOKED, "is of machines that are revoked, as --revoked-every says")
-
-
-def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bool) -> None:
     from estimator.advise.layouts.search import best_layout
     from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
 
+    request = Request(**options)
     if request.global_batch is None:
         raise click.UsageError("layouts share the samples of a step; give --global-batch")
     graphs = _checkpointed(request, [on])
@@ -220,6 +135,63 @@ def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bo
         from estimator.cli.render.plans import layouts_report
 
         print_tables(layouts_report(found, **about))
+
+
+@click.command(
+    epilog="Example: estimator rent gpt2.graph --machines a100-p4d,t4-g4dn --samples 1e7"
+)
+@partial(workload_options, without=(*_CHOSEN, "cluster", "network"))
+@rent_options
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.pass_context
+def rent(
+    context: click.Context,
+    /,
+    machines: str,
+    picture: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say what to rent to train MODEL: the cheapest and the fastest allocation, and all between.
+
+    With --global-batch ranks share it, by the best layout; else each takes --batch samples, and the
+    global batch grows with the ranks. Instances are paid whole, by the second or hour as they are
+    sold. --revoked-every adds what revocations, checkpoints and restarts cost.
+
+    Exit code 1: nothing fits, or nothing keeps the deadline and the budget.
+    """
+    rented = {name: options.pop(name) for name in _RENT}
+    if options["global_batch"] is not None:
+        refuse_given(context, ("batch",), "is what ranks take where no --global-batch is given")
+    if rented["revoked_every"] is None:
+        refuse_given(context, _REVOKED, "is of machines that are revoked, as --revoked-every says")
+    if picture is not None:
+        from estimator.files import check_writable
+
+        check_writable(picture)
+    names = [name.strip() for name in machines.split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
+    model, found = _chosen(Request(**options), names, rented)
+    if picture is not None and not found.offers:
+        remark(f"{picture} is not drawn: there is no offer to draw")
+    elif picture is not None:
+        from estimator.report.pictures import draw_offers
+
+        with waiting("drawing"):
+            draw_offers(found, picture)
+    if as_json:
+        print_json({"model": model, "spot": rented["spot"]} | found.to_dict())
+    else:
+        from estimator.cli.render.plans import plan_report
+
+        print_tables(plan_report(found, model, spot=rented["spot"]))
+    if found.cheapest is None:
+        end_with_no(
+            "nothing keeps the deadline and the budget"
+            if found.offers
+            else "the model fits on none of these machines"
+        )
 
 
 def _checkpointed(request: Request, allocations: Sequence[str]) -> list[OpGraph]:
