@@ -2,5 +2,6 @@
 
 In: step times, kept in a `store`. Out: a `calibrator.Calibrator`, which estimates take as
 `calibration=`. `watching` times a training loop, `regressor` fits the `performance_model` (its
+`change_points`,
 `design`, `mixture` with simple forms, `intervals`), `review` says what the store shows.
 """

@@ -32,6 +32,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
+    from estimator.calibrate.change_points import Change
     from estimator.calibrate.corrections import Correction, StepCorrections
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
@@ -218,6 +219,7 @@ class _Fitted:
         self.seen: Mapping[str, _JobObservations] = seen or {}
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
         self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
+        self._changes: dict[tuple[str, str], Sequence[Change]] = {}
         self._writing = threading.Lock()
 
     def knows(self, job: str, engine: StepPredictor) -> bool:
@@ -257,7 +259,18 @@ class _Fitted:
             if corrections is None:
                 yield from ((question, UNCALIBRATED) for question in questions)
             else:
-                yield from job.answers({q: asked[q] for q in questions}, corrections)
+                later = self._later_changes(job, place[0])
+                yield from job.answers({q: asked[q] for q in questions}, corrections, later)
+
+    def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
+        """What other jobs have shown of machines."""
+        from estimator.calibrate.corrections import changes_of
+
+        if (job.job, machines) not in self._changes:
+            found = changes_of(_others(self.seen, job), machines)
+            with self._writing:
+                self._changes[job.job, machines] = found
+        return self._changes[job.job, machines]
 
     def _corrections(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
         """Those of a place; by other jobs and layouts where it was not observed, None by nothing.
@@ -355,6 +368,7 @@ class _JobObservations:
             by_place.setdefault(key, []).append((observation, predicted))
         fitted: dict[_Place, StepCorrections] = {}
         for place, observed in sorted(by_place.items(), key=lambda item: -len(item[1])):
+            observed.sort(key=lambda pair: pair[0].at)
             # Age counts from the newest observation, not from today: without newer ones, old
             # observations keep their full weight.
             newest = max(one.at for one, _ in observed)
@@ -364,6 +378,7 @@ class _JobObservations:
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
+                at=[one.at.timestamp() for one, _ in observed],
                 others=self._teachers(fitted, place, others),
                 by_name=sum(one.fingerprint is None for one, _ in observed),
             )
@@ -393,11 +408,15 @@ class _JobObservations:
         return self._corrections(place).fit([], [], weights=[], others=teachers)
 
     def answers(
-        self, asked: Mapping[StepQuestion, Allocation], corrections: StepCorrections
+        self,
+        asked: Mapping[StepQuestion, Allocation],
+        corrections: StepCorrections,
+        later: Sequence[Change],
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their place."""
         cold = [self._asked(where, question, UNCALIBRATED) for question, where in asked.items()]
-        for (question, where), found in zip(asked.items(), corrections.correct(cold), strict=True):
+        corrected = corrections.correct(cold, later=later)
+        for (question, where), found in zip(asked.items(), corrected, strict=True):
             yield question, self._scaled(where, question, found)
 
     def _asked(

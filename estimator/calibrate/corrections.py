@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from estimator.calibrate.change_points import Change, level_variance
 from estimator.calibrate.performance_model import (
     ENGINE_PRIORS,
     NODES,
@@ -22,7 +23,7 @@ from estimator.calibrate.performance_model import (
     LogNormalPrior,
     Priors,
 )
-from estimator.calibrate.regressor import StepTimeRegressor
+from estimator.calibrate.regressor import StepTimeRegressor, network_share
 from estimator.coefficients import Z_80, JobContent, PredictedStep, StepQuestion
 
 # Correlation of a log parameter between jobs on the same machines, the between-group level of a
@@ -70,21 +71,30 @@ class StepCorrections:
         step_times_s: Sequence[float],
         *,
         weights: Sequence[float],
+        at: Sequence[float] | None = None,
         others: Sequence[StepCorrections] = (),
         by_name: int = 0,
     ) -> StepCorrections:
         """Learn from observed step times and the engine's prediction of each.
 
         `others` are corrections of other workloads on the same machines, which make the priors. A
-        weight is how many observations one counts for. `by_name` observations are known to be of
-        this job by its name alone.
+        weight is how many observations one counts for, `at` when each was made, in seconds.
+        `by_name` observations are known to be of this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         self.regressor_: StepTimeRegressor = StepTimeRegressor(
             priors=_pooled_priors(self.content, others),
             peers=[other.spread() for other in others],
         )
-        self.regressor_.fit(rows, step_times_s, weights, engine_times=times)
+        self.regressor_.fit(
+            rows,
+            step_times_s,
+            weights,
+            engine_times=times,
+            at=at,
+            expected=changes_of(others, self.machines),
+        )
+        self.last_at_ = -math.inf if not at else max(at)
         if len(rows):
             # What all questions need is worked out before the first is asked.
             self.regressor_.prediction(rows[:1], engine_times=_engine_times(predicted[:1]))
@@ -94,22 +104,34 @@ class StepCorrections:
         self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self
 
-    def correct(self, predicted: Sequence[PredictedStep]) -> list[Correction]:
-        """The corrections of steps that the engine predicts."""
+    def correct(
+        self, predicted: Sequence[PredictedStep], *, later: Sequence[Change] = ()
+    ) -> list[Correction]:
+        """The corrections of steps that the engine predicts.
+
+        `later` is what other jobs have shown of the machines since this one was last observed.
+        """
         rows, times = _rows(predicted), _engine_times(predicted)
         found = self.regressor_.prediction(rows, engine_times=times)
-        step_s = np.exp(found.log_step)
+        share = network_share(rows, found.model, times)
+        since = [change for change in later if change.at > self.last_at_ and len(self.rows_)]
+        shift = sum((change.log_shift(share) for change in since), np.zeros(len(rows)))
+        step_s = np.exp(found.log_step + shift)
         if not len(self.rows_):
             step_s = _within_engine_interval(step_s, predicted)
         model = found.model
         errors = np.hypot(found.half_width / Z_80, self._unobserved_step_sigma(rows))
+        errors = np.sqrt(errors**2 + level_variance(since, share))
+        changes = [*self.regressor_.changes_.changes, *since]
         return [
             Correction(
                 step_s=float(step_s[row]),
                 compute_ratio=math.exp(model.log_compute[row]) / step.compute_s,
                 sync_ratio=math.exp(model.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
                 relative_error=float(errors[row]) if len(self.rows_) else None,
-                remark=self._remark(step.question, extrapolates=bool(found.extrapolates[row])),
+                remark=self._remark(
+                    step.question, changes, extrapolates=bool(found.extrapolates[row])
+                ),
             )
             for row, step in enumerate(predicted)
         ]
@@ -120,7 +142,9 @@ class StepCorrections:
         known = self.distinct_rows_
         return np.array([0.0 if tuple(row) in known else sigma for row in rows.tolist()])
 
-    def _remark(self, question: StepQuestion, *, extrapolates: bool) -> str:
+    def _remark(
+        self, question: StepQuestion, changes: Sequence[Change], *, extrapolates: bool
+    ) -> str:
         count = len(self.rows_)
         if not count:
             return (
@@ -134,13 +158,7 @@ class StepCorrections:
         if self.by_name_:
             which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"
             remark += f", {which} known to be of this job by its name alone"
-        if (speeds := self.regressor_.speeds_) is not None:
-            is_slow = bool(speeds.log_shift(np.array([question.nodes]))[0])
-            remark += (
-                f", of which {int(speeds.is_slow.sum())} take {math.exp(speeds.log_ratio):.2f} "
-                "times as long as others of the same step: some nodes are slower, and this is the "
-                f"time {'with' if is_slow else 'without'} one of them"
-            )
+        remark += "".join(f"; {change.sentence(self.machines)}" for change in changes)
         if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "
@@ -161,6 +179,19 @@ class StepCorrections:
         several, across = self.rows_[:, RANKS] > 1, self.rows_[:, NODES] > 1
         counts = {"compute": len(several), "intra_node": (several & ~across).sum()}
         return int(counts.get(name, across.sum()))
+
+
+def changes_of(others: Sequence[StepCorrections], machines: str) -> list[Change]:
+    """What other jobs have shown of machines, by the one that has shown most steps of it."""
+    known = [
+        (fitted.regressor_.changes_.changes, fitted.last_at_)
+        for fitted in others
+        if fitted.machines == machines and fitted.regressor_.changes_.changes
+    ]
+    if not known:
+        return []
+    changes, _ = max(known, key=lambda pair: (pair[1], sum(change.steps for change in pair[0])))
+    return [change.of_another_job() for change in changes]
 
 
 def _within_engine_interval(step_s: Array, predicted: Sequence[PredictedStep]) -> Array:

@@ -8,8 +8,8 @@ Yohai 1987 begin from a fit that outliers do not reach). A Gaussian process then
 residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
 with the most devices on one node as a fifth column.
 
-A step waits for its slowest node: where a share p of nodes is slow, a step on n of them is slow
-with the probability 1 − (1 − p)ⁿ.
+What was observed before the machines became slower or faster is moved to what it would be today
+(`change_points`), and goes on to teach how steps grow.
 
 Where the engine's whole step is known, the ratio of it to the model's prior prediction is an offset
 of the regression, as in a generalised linear model, since the model's overlap is not the engine's:
@@ -28,6 +28,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from estimator.calibrate import design, intervals
+from estimator.calibrate.change_points import (
+    Change,
+    Steps,
+    find_changes,
+    level_variance,
+    no_changes,
+)
 from estimator.calibrate.design import (
     Dataset,
     Inputs,
@@ -48,6 +55,7 @@ from estimator.calibrate.intervals import (
 )
 from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior, training_data
 from estimator.calibrate.performance_model import (
+    ACCUMULATION,
     BATCH,
     COMPUTE_CORRECTIONS,
     ENGINE_PRIORS,
@@ -261,64 +269,10 @@ def slower_ones(residuals: Array) -> NDArray[np.bool_] | None:
     return is_slow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TwoSpeeds:
-    """One job on nodes of one name, a share `node_ratio` of which is slower.
-
-    `is_slow` says which observed steps were; these take e^`log_ratio` times as long.
-    """
-
-    log_ratio: float
-    node_ratio: float
-    is_slow: NDArray[np.bool_]
-
-    def slow_probability(self, nodes: Array) -> Array:
-        """How probably a step on so many nodes has a slow one among them."""
-        return np.asarray(1 - (1 - self.node_ratio) ** nodes)
-
-    def log_shift(self, nodes: Array) -> Array:
-        """How much longer, in logarithms, the more probable step is than that of fast nodes."""
-        return np.where(self.slow_probability(nodes) > 0.5, self.log_ratio, 0.0)
-
-    def wider(self, nodes: Array, coverage_ratio: float) -> Array:
-        """What an interval that covers so many steps needs to reach those of the other speed."""
-        slow = self.slow_probability(nodes)
-        is_needed = np.minimum(slow, 1 - slow) > 1 - coverage_ratio
-        return np.where(is_needed, self.log_ratio, 0.0)
-
-
-def two_speeds(
-    residuals: Array, row_of: NDArray[np.intp], nodes: Array, weights: Array
-) -> TwoSpeeds | None:
-    """Two populations among the steps of one job, in order of arrival, or None.
-
-    They are told by steps seen more than once: one has to be in both groups, or else the groups may
-    be what the model does not know of rows. Where one group follows the other, something has
-    changed: nodes taken at random would alternate twice as often as is asked here.
-    """
-    is_slow = slower_ones(residuals)
-    if is_slow is None or not np.intersect1d(row_of[is_slow], row_of[~is_slow]).size:
-        return None
-    slow, steps = int(is_slow.sum()), len(is_slow)
-    if np.count_nonzero(np.diff(is_slow)) < slow * (steps - slow) / steps:
-        return None
-    return TwoSpeeds(
-        log_ratio=float(residuals[is_slow].mean() - residuals[~is_slow].mean()),
-        node_ratio=_slow_node_ratio(is_slow, nodes, weights),
-        is_slow=is_slow,
-    )
-
-
-def _slow_node_ratio(is_slow: NDArray[np.bool_], nodes: Array, weights: Array) -> float:
-    """The share of slow nodes by which as many steps are expected to be slow as were."""
-    from scipy.optimize import brentq
-
-    seen = weights @ is_slow
-    return float(brentq(lambda share: weights @ (1 - (1 - share) ** nodes) - seen, 0.0, 1.0))
-
-
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
+# Changes are searched for again about a fit that knows of them.
+_MOST_SEARCHES = 2
 # So many of the last observations are compared with the intervals of so many before them.
 _MOST_SUCCESSIVE, _MOST_BEFORE = 50, 50
 _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
@@ -364,10 +318,14 @@ class StepTimeRegressor:
         weights: ArrayLike | None = None,
         *,
         engine_times: EngineTimes | None = None,
+        at: ArrayLike | None = None,
+        expected: Sequence[Change] = (),
     ) -> Self:
         """Learn from rows, their step times in seconds, and the engine's seconds where known.
 
-        A weight counts observations (1 is an ordinary one). Without rows, both of the engine's
+        `at` is when each was seen, in seconds: without it nothing has changed meanwhile, and all is
+        of the present. `expected` is what other jobs have shown of the same machines. A weight
+        counts observations (1 is an ordinary one). Without rows, both of the engine's
         times must be given (as empty arrays): all else is unknown then.
         """
         data = Dataset.checked(X, y, weights, engine_times)
@@ -387,17 +345,13 @@ class StepTimeRegressor:
         self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
         self.standardised_parameters_ = np.zeros(len(PARAMETERS))
         self.observation_weights_ = np.ones(len(data.rows))
+        self.changes_ = no_changes(len(data.rows))
         if len(data.rows):
             self._fit_model(data)
-        residuals = data.log_times - self.model(data.rows, engine_times=engine_times).log_step
+        if at is not None:
+            data = self._of_today(data, np.asarray(at, dtype=float), expected)
+            log_times = log_times + self.changes_.log_shift
         row_of = data.distinct()[1]
-        self.speeds_ = two_speeds(residuals, row_of, data.rows[:, NODES], data.weights)
-        if self.speeds_ is not None:
-            # All that follows is of the faster nodes.
-            slower = self.speeds_.log_ratio * self.speeds_.is_slow
-            log_times = log_times - slower
-            data = replace(data, log_times=data.log_times - slower)
-            self._fit_model(data)
         self.log_parameters_ = (
             self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_
         )
@@ -516,10 +470,10 @@ class StepTimeRegressor:
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         variance = self._spread_variance(inputs.rows, variance + between)
+        variance = variance + self._level_variance(inputs.rows, model, engine_times)
         quantiles = self._score_quantiles(inputs, coverage_ratio)
         half_width = intervals.half_width(quantiles, variance)
-        if self.speeds_ is not None:
-            half_width = half_width + self.speeds_.wider(inputs.rows[:, NODES], coverage_ratio)
+        half_width = half_width + abs(self.changes_.unconfirmed)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
         return StepTimePrediction(
             log_step=log_step,
@@ -535,12 +489,14 @@ class StepTimeRegressor:
     ) -> tuple[Array, Array]:
         """Log step times of the mixture, and the variance between its experts."""
         log_model = log_model + self._log_offsets(rows, engine_times)
-        log_step, between = self.mixture_.combine(
-            rows, log_model, variance, _engine_log_s(engine_times)
-        )
-        if self.speeds_ is not None:
-            log_step = log_step + self.speeds_.log_shift(rows[:, NODES])
-        return log_step, between
+        return self.mixture_.combine(rows, log_model, variance, _engine_log_s(engine_times))
+
+    def _level_variance(
+        self, rows: Array, model: ModelValues, engine_times: EngineTimes | None
+    ) -> Array:
+        """Of today's level, which changes have left less sure than that of before."""
+        share = network_share(rows, model, engine_times)
+        return level_variance(self.changes_.changes, share)
 
     def _log_offsets(self, rows: Array, times: EngineTimes | None) -> Array:
         """Log of the engine's step over the performance model's at the medians of its priors."""
@@ -615,6 +571,33 @@ class StepTimeRegressor:
         fit = fit_parameters(data, model_at, self.prior_sigmas_)
         self.standardised_parameters_, self.observation_weights_ = fit.standardised, fit.weights
 
+    def _of_today(self, data: Dataset, at: Array, expected: Sequence[Change]) -> Dataset:
+        """Steps as they would be today, of a model fitted to them: found twice, since a fit to
+        what has changed is off itself."""
+        today = data
+        for _ in range(_MOST_SEARCHES if len(data.rows) else 0):
+            model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+            before, self.changes_ = (
+                self.changes_,
+                find_changes(
+                    Steps(
+                        inputs=Inputs(rows=data.rows, sync_share=model.sync_share),
+                        network_share=network_share(data.rows, model, data.engine_times),
+                        residuals=data.log_times - model.log_step,
+                        parameters=self.standardised_parameters_,
+                        jacobian=model.jacobian * self.prior_sigmas_,
+                        weights=data.weights,
+                        at=at,
+                    ),
+                    expected,
+                ),
+            )
+            if np.abs(self.changes_.log_shift - before.log_shift).max() < _TOLERANCE:
+                break
+            today = replace(data, log_times=data.log_times + self.changes_.log_shift)
+            self._fit_model(today)
+        return replace(data, log_times=data.log_times + self.changes_.log_shift)
+
     def _posterior(self, data: Dataset, observation_weights: Array) -> Posterior:
         """What some observations say of the residuals of the fitted model."""
         model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
@@ -622,6 +605,18 @@ class StepTimeRegressor:
         return Posterior(
             training_data(data, model, self.standardised_parameters_, jacobian, observation_weights)
         )
+
+
+def network_share(rows: Array, model: ModelValues, times: EngineTimes | None) -> Array:
+    """How much longer, in logarithms, steps take whose synchronisation takes e times as long.
+
+    Between the elasticity of the model, which hides most of a short one behind compute, and the
+    part of the engine's step that is no compute.
+    """
+    if times is None or times.step_s is None or times.compute_s is None:
+        return model.sync_share
+    exposed = 1 - times.compute_s * rows[:, ACCUMULATION] / times.step_s
+    return np.asarray((np.maximum(exposed, 0) * (rows[:, RANKS] > 1) + model.sync_share) / 2)
 
 
 def _engine_log_s(times: EngineTimes | None) -> Array | None:
