@@ -106,6 +106,7 @@ SUITES: dict[str, Suite] = {
                 is_slow=True,
                 prints_json=False,
             ),
+            Part(script="calibration_changes.py", quick=("--seeds", "1"), prints_json=False),
         ),
         times=False,
     ),
