@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from estimator.errors import AllocationError, quoted
 
@@ -106,6 +107,10 @@ class Allocation:
             raise AllocationError(
                 f"an allocation is text such as 1x2:local, found {quoted(text)}; write one"
             )
+        return _parsed(text)
+
+    @classmethod
+    def _of_text(cls, text: str) -> Allocation:
         groups = []
         for part in text.split("+"):
             if counted := _COUNTED.fullmatch(part):
@@ -130,6 +135,12 @@ class Allocation:
                     "NODESxDEVICES:MACHINE, as in 1x2:local, or HOST[0,1], joined by +"
                 )
         return cls(tuple(groups))
+
+
+@lru_cache(maxsize=1 << 12)
+def _parsed(text: str) -> Allocation:
+    """A scheduler writes the same allocations again and again."""
+    return Allocation._of_text(text)
 
 
 def _indices(part: str, listed: str) -> tuple[int, ...]:

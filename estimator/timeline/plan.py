@@ -375,7 +375,7 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         jitter_ratio = max([kind.jitter_ratio for kind in kinds])
     found, waiting_s = None, 0.0
     if plan.network is not None:
-        found = plan.network.communication(plan.ranks(slowest))
+        found = _communication(plan, plan.network, slowest)
         if found.unknown:
             raise plan.network.missing(plan.groups)
         waiting_s = float(found.exposed_s)
@@ -392,6 +392,22 @@ def answer_of(plan: StepPlan) -> StepAnswer:
     if plan.members.table.shape.loader is not None:
         parts = with_input(parts, slowest_input(kinds))
     return StepAnswer(parts, slowest, found)
+
+
+# Steps of which what ranks wait for is kept with their network.
+_MOST_STEPS = 1 << 10
+
+
+def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Communication:
+    """What ranks wait for, kept for the next step of the same kinds in groups of the same shape."""
+    factors = plan.ratios.compute, plan.coefficients.communication_ratio
+    key = tuple(plan.groups.values()), plan.kinds, plan.shards, factors
+    found = network.known.get(key)
+    if found is None:
+        if len(network.known) >= _MOST_STEPS:
+            network.known.clear()
+        found = network.known[key] = network.communication(plan.ranks(slowest))
+    return found
 
 
 def slowest_input(kinds: Sequence[RankClass]) -> InputCosts:

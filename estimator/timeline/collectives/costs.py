@@ -298,7 +298,7 @@ class CollectiveCosts:
             if len(self._models) >= _MOST_SHAPES:
                 self._models.clear()
             found = self._model(group)
-            found = self._models[group] = found._replace(terms=as_array(found.lines))
+            found = self._models[group] = found._replace(terms=np.array(found.lines))
         return found
 
     def _model(self, group: ProcessGroup) -> CollectiveModel:

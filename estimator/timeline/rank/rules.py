@@ -13,8 +13,9 @@ and the step ends e seconds per second of drained work after the lane, plus W al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -211,6 +212,11 @@ class Communication(NamedTuple):
 
 class Network(ABC):
     """What a strategy's collectives cost by some profiles; a group names one by its number."""
+
+    @cached_property
+    def known(self) -> dict[Hashable, Communication]:
+        """What ranks were found to wait for, by their kinds, groups and coefficients."""
+        return {}
 
     @abstractmethod
     def communication(self, ranks: Ranks) -> Communication:
