@@ -13,6 +13,8 @@ from published.rows import NotMapped, PublishedRow
 
 # GPU cells, in lower case and without punctuation, to machines; the first that matches counts.
 _MACHINES: tuple[tuple[str, str], ...] = (
+    (r"\bgb300", "gb300"),
+    (r"\bb300", "b300"),
     (r"\bgb200", "gb200"),
     (r"\bb200", "b200"),
     (r"\bgh200", "gh200"),
@@ -46,6 +48,9 @@ _MACHINES: tuple[tuple[str, str], ...] = (
     (r"\ba10\b", "a10"),
     (r"\bl40s", "l40s"),
     (r"\bl4\b", "l4"),
+    (r"\bh20\b", "h20"),
+    (r"\bmi355x", "mi355x"),
+    (r"\bmi325x", "mi325x"),
     (r"\bmi300x", "mi300x"),
     (r"\bmi250", "mi250x"),
     (r"\bmi210", "mi210"),

@@ -31,7 +31,7 @@ rtx-a6000 a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb l4 l40s h100
 h100-nvl h200 gh200 gh200-alps b200 gb200 mi100 mi210 mi250x mi300x k80-p2 v100-p3 v100-p3dn
 a100-p4d
 a100-p4de h100-p5 t4-g4dn a10g-g5 l4-g6 a100-a2 h100-a3 a100-nd-v4 h100-nd-v5 dgx-1 dgx-2 dgx-a100
-dgx-h100 gtx-1080-roce
+dgx-h100 gtx-1080-roce h200-p5e h200-a3-ultra h200-nd-v5 h20 b300 gb300 gb300-nvl72 mi325x mi355x
 """
 
 # 16 lanes of 8, 16 and 32 GT/s at 128 bits in 130.
