@@ -157,7 +157,7 @@ def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
         pipelining=PIPELINING[pace_of(profile, link)],
         reduces=link.reduces,
         keeps_order=keeps_order(profile),
-        over_nvlink=link.kind != "pcie",
+        over_nvlink=link.kind == "nvlink",
         switch_ratio=ratio,
         switch_start_s=start_s,
     )

@@ -501,6 +501,7 @@ def _measured_links(cost: CollectiveCost, profile: MachineProfile, link: Link | 
             pipelining=PIPELINING[pace_of(profile, link)],
             start_s=hop_s * START_S / USUAL_HOP_S,
             keeps_order=keeps_order(profile),
+            over_nvlink=link is not None and link.kind == "nvlink",
         )
     carrier = carrier_of(op, profile.kind)
     return InnerLinks(
