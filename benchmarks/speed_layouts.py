@@ -17,7 +17,7 @@ DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
 
 def times_of(text: str, repeats: int) -> dict[str, tuple[float, str, float | None]]:
     """One line of the report for each question; engines are new where something is new."""
-    from estimator.advise import best_layout
+    from estimator import best_layouts
     from estimator.estimates.engine import Engine
     from estimator.graph.models.model_text import load_model
     from estimator.graph.trace.trace import trace_graph
@@ -28,7 +28,7 @@ def times_of(text: str, repeats: int) -> dict[str, tuple[float, str, float | Non
 
     def plan() -> None:
         nonlocal candidates
-        found = best_layout(graph, PLACE, global_batch=GLOBAL_BATCH, engine=Engine())
+        found = best_layouts(graph, PLACE, global_batch=GLOBAL_BATCH, engine=Engine())
         candidates = found.candidates
 
     plans_s = [seconds(plan) for _ in range(min(repeats, 3))]

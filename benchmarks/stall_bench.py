@@ -18,8 +18,8 @@ from records import Record
 
 from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
-from estimator.stalls.runs import Script, cores_of, run
 from estimator.timeline.rank.inputs import input_costs
+from estimator.waits.runs import Script, cores_of, run
 from estimator.workload.loader import Loader
 
 SCRIPTS = Path(__file__).parent / "stall_scripts"

@@ -11,7 +11,7 @@ from stall_scripts.exchange import layers
 
 import estimator as est
 from estimator.estimates.request import EstimateRequest
-from estimator.stalls.predicted import predict_stalls
+from estimator.waits.predicted import predict_stalls
 
 # (tensors, width): 40 MB in all in 10 to 200 tensors, then 10 equal tensors of 1 to 100 MB in all.
 EQUAL_BYTES = ((10, 1000), (25, 632), (50, 447), (100, 316), (200, 224))

@@ -18,7 +18,7 @@ from zoo.vision import MODELS, classifier
 
 import estimator as est
 from estimator.estimates.request import EstimateRequest
-from estimator.stalls.predicted import PredictedStalls, predict_stalls
+from estimator.waits.predicted import PredictedStalls, predict_stalls
 
 BATCHES = (32, 64, 128)
 STRATEGY = "ddp:unbucketed"

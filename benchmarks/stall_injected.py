@@ -18,8 +18,8 @@ from testbed.description import TestbedDescription
 from testbed.network import INTERFACE, testbed, unavailable_reason
 
 from estimator.probe.devices.storage import evict
-from estimator.stalls.measured import MeasuredStalls, StallName, measure_stalls
-from estimator.stalls.runs import Script, run
+from estimator.waits.measured import MeasuredStalls, StallName, measure_stalls
+from estimator.waits.runs import Script, run
 
 DISK_BYTES_PER_S = 5e6
 LINK = "200 Mbit/s"

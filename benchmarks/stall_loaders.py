@@ -18,8 +18,8 @@ from stall_scripts.loaders import BATCH, KINDS, write_data
 from testbed.network import unavailable_reason
 
 from estimator.probe.devices.storage import evict, load, read_bytes_per_s
-from estimator.stalls.predicted import CACHED_RATIOS
-from estimator.stalls.runs import run
+from estimator.waits.predicted import CACHED_RATIOS
+from estimator.waits.runs import run
 
 CACHED_WORKERS = 2
 

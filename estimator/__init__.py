@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.api import estimate, prepare, trace_model
+    from estimator.advise.layouts.search import best_layouts
+    from estimator.advise.rent.offers import rent
+    from estimator.api import estimate, memory, prepare, scaling, stalls, sweep, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns, AllocationGrid
-    from estimator.stalls.loaders import measure_loader, watch_loader
+    from estimator.placement.topology import Cluster
+    from estimator.timeline.step import Breakdown
+    from estimator.waits.loaders import measure_loader, watch_loader
     from estimator.workload import Strategy
+    from estimator.workload.layouts import Layout
     from estimator.workload.loader import Loader
 
 __version__ = "0.2.0"
@@ -36,24 +41,32 @@ _HOMES = {
     "AllocationGrid": "estimator.placement.columns",
     "Breakdown": "estimator.timeline.step",
     "Calibrator": "estimator.calibrate.calibrator",
+    "Cluster": "estimator.placement.topology",
     "Estimate": "estimator.estimates.estimate",
     "EstimateTable": "estimator.estimates.table",
     "EstimatorError": "estimator.errors",
+    "Layout": "estimator.workload.layouts",
     "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.ir.op_graph",
     "Strategy": "estimator.workload",
     "MemoryPlan": "estimator.integrations.swap.apply_plan",
     "apply_plan": "estimator.integrations.swap.apply_plan",
+    "best_layouts": "estimator.advise.layouts.search",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.estimates.table",
     "estimate_many": "estimator.estimates.table",
     "load_profile": "estimator.machines.catalogue",
-    "measure_loader": "estimator.stalls.loaders",
+    "measure_loader": "estimator.waits.loaders",
+    "memory": "estimator.api",
     "observe": "estimator.calibrate.watching",
     "prepare": "estimator.api",
+    "rent": "estimator.advise.rent.offers",
+    "scaling": "estimator.api",
+    "stalls": "estimator.api",
+    "sweep": "estimator.api",
     "trace_model": "estimator.api",
-    "watch_loader": "estimator.stalls.loaders",
+    "watch_loader": "estimator.waits.loaders",
 }
 
 __all__ = [
@@ -62,22 +75,30 @@ __all__ = [
     "AllocationGrid",
     "Breakdown",
     "Calibrator",
+    "Cluster",
     "Estimate",
     "EstimateTable",
     "EstimatorError",
+    "Layout",
     "Loader",
     "MachineProfile",
     "MemoryPlan",
     "OpGraph",
     "Strategy",
     "apply_plan",
+    "best_layouts",
     "estimate",
     "estimate_chunks",
     "estimate_many",
     "load_profile",
     "measure_loader",
+    "memory",
     "observe",
     "prepare",
+    "rent",
+    "scaling",
+    "stalls",
+    "sweep",
     "trace_model",
     "watch_loader",
 ]

@@ -6,7 +6,8 @@ import os
 import reprlib
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from estimator.errors import (
     ModelError,
@@ -17,7 +18,7 @@ from estimator.errors import (
 from estimator.estimates.balance import balance
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
-from estimator.estimates.request import EstimateRequest
+from estimator.estimates.request import EstimateRequest, Options
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.plan import read_plan
 from estimator.machines.catalogue import load_profile
@@ -28,12 +29,16 @@ from estimator.workload.optimizers import check_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from estimator.advise.memory import MemoryReport
+    from estimator.advise.scaling import Scaling, SweepRow
     from estimator.coefficients import Calibration
     from estimator.placement.allocation import Allocation
+    from estimator.waits.predicted import PredictedStalls
     from estimator.workload.layouts import Layout
     from estimator.workload.loader import Loader
 
@@ -207,7 +212,18 @@ def with_timings(
     return replace(graph, timings=timings, timed_on=machine.name)
 
 
-def _traced_for(target: DeviceKind, model: Any, batch: Any, strategy: Strategy) -> OpGraph:
+def _as_graph(
+    model: Any,
+    batch: Any,
+    strategy: str | Strategy,
+    allocation: str | Allocation,
+    cluster: Cluster | None,
+    profile: MachineProfile | None,
+) -> OpGraph:
+    """A graph, or that of a module for the devices of an allocation."""
+    if isinstance(model, OpGraph):
+        return model
+    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
     from torch import nn
 
     if not isinstance(model, nn.Module):
@@ -215,7 +231,8 @@ def _traced_for(target: DeviceKind, model: Any, batch: Any, strategy: Strategy) 
             f"what is estimated is an nn.Module or an OpGraph, found {reprlib.repr(model)}; names "
             "of models are for the command line, saved graphs for OpGraph.load"
         )
-    return trace_model(model, batch, target=target, precision=strategy.gathered_dtype or "fp32")
+    target, dtype = placement.kinds[0].profile.kind, Strategy.parse(strategy).gathered_dtype
+    return trace_model(model, batch, target=target, precision=dtype or "fp32")
 
 
 def estimate(
@@ -253,19 +270,14 @@ def estimate(
         words = strategy, layout, loader
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
-        if key is not None:
-            known = DEFAULT.answers.find(key, model_or_graph, allocation, calibration)
-            if known is not None:
-                return known
+        known = DEFAULT.answers.find(key, model_or_graph, allocation, calibration)
+        if known is not None:
+            return known
     described = Cluster.given(cluster)
-    where: Any = allocation
-    if not isinstance(model_or_graph, OpGraph):
-        where = DEFAULT.place(allocation, cluster=described, profile=profile)
-        kind = where.kinds[0].profile.kind
-        model_or_graph = _traced_for(kind, model_or_graph, batch, Strategy.parse(strategy))
+    graph = _as_graph(model_or_graph, batch, strategy, allocation, described, profile)
     request = EstimateRequest.of(
-        model_or_graph,
-        where,
+        graph,
+        allocation,
         batch_per_gpu=batch_per_gpu,
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
@@ -277,10 +289,96 @@ def estimate(
         profile=profile,
         calibration=calibration,
     )
-    answer = DEFAULT.estimate(request) if global_batch is None else balance(request).answer
-    if key is not None and model_or_graph is request.graph:
-        DEFAULT.answers.keep(key, request.graph, calibration, answer)
+    answer = balance(request).answer
+    if key is not None:
+        DEFAULT.answers.keep(key, graph, calibration, answer)
     return answer
+
+
+def memory(
+    graph: OpGraph, allocation: str | Allocation, **options: Unpack[Options]
+) -> MemoryReport:
+    """Where the memory of the fullest rank goes over a step, and what is alive at its peak.
+
+    `options` are those of `estimate`, texts or nouns. Raises what `estimate` raises, WorkloadError
+    for a summary.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> est.memory(graph, "1x1:t4-g4dn", batch_per_gpu=2).answer.fits
+    'yes'
+    """
+    from estimator.advise.memory import memory_of
+
+    return memory_of(balance(EstimateRequest.of(graph, allocation, **options)).answer)
+
+
+def stalls(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    *,
+    against: str | Allocation | None = None,
+    **options: Unpack[Options],
+) -> PredictedStalls:
+    """What a step waits for: its host, the devices of a node, other nodes.
+
+    After Stash (Sharma et al., ICDCS 2023). `against` stands for one node; `options` are those of
+    `estimate`. Raises what `estimate` raises.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> found = est.stalls(graph, "2x4:t4-g4dn")
+    >>> found.one_node, found.network.stall_s > 0
+    ('1x4:t4-g4dn', True)
+    """
+    from estimator.waits.predicted import predict_stalls
+
+    return predict_stalls(EstimateRequest.of(graph, allocation, **options), against=against)
+
+
+def scaling(
+    graph: OpGraph, allocation: str | Allocation, **options: Unpack[Options]
+) -> Scaling | None:
+    """How an allocation scales against one of its devices, and the link that it would need.
+
+    None for one rank, and for ranks that share layers. `options` are those of `estimate`. Raises
+    what `estimate` raises.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> est.scaling(graph, "2x4:t4-g4dn").against
+    '1x1:t4-g4dn'
+    """
+    from estimator.advise.scaling import scaling_of
+
+    return scaling_of(balance(EstimateRequest.of(graph, allocation, **options)).answer)
+
+
+def sweep(
+    graph: OpGraph,
+    patterns: str | Sequence[str],
+    *,
+    executor: Executor | None = None,
+    **options: Unpack[Options],
+) -> list[SweepRow]:
+    """Every allocation of patterns such as ``1..8x1,8:h100-sxm``, estimated on its own.
+
+    Rows that cannot be answered keep their reason; `options` are those of `estimate`. Raises the
+    first reason where none can be answered, AllocationError for a text that is no pattern.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> [row.allocation for row in est.sweep(graph, "1x1..2:t4-g4dn")]
+    ['1x1:t4-g4dn', '1x2:t4-g4dn']
+    """
+    from estimator.advise.scaling import sweep as sweep_of
+
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    return sweep_of(listed, partial(_swept, graph, options), executor=executor)
+
+
+def _swept(graph: OpGraph, options: Options, allocation: str) -> Estimate:
+    return balance(EstimateRequest.of(graph, allocation, **options)).answer
 
 
 def prepare(

@@ -54,3 +54,6 @@ def test_estimating_a_saved_graph_imports_neither_torch_nor_sklearn(tmp_path: Pa
 def test_every_public_name_can_be_used() -> None:
     assert all(getattr(estimator, name) is not None for name in estimator.__all__)
     assert set(estimator.__all__) <= set(dir(estimator))
+    # Importing a room sets its name in the package: a function of that name would be gone.
+    rooms = {path.stem for path in Path(estimator.__file__).parent.iterdir()}
+    assert not rooms & set(estimator.__all__)

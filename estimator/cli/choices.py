@@ -106,7 +106,7 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
     Layouts (tensor parallel, pipeline, data parallel), strategies, activation checkpoints and
     micro-batches that share the samples of a --global-batch, by step time.
     """
-    from estimator.advise.layouts.search import best_layout
+    from estimator.advise.layouts.search import best_layouts
     from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
 
     request = Request(**options)
@@ -114,7 +114,7 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
         raise click.UsageError("layouts share the samples of a step; give --global-batch")
     graphs = _checkpointed(request, [on])
     with progress("layouts") as report:
-        found = best_layout(
+        found = best_layouts(
             graphs,
             on,
             global_batch=request.global_batch,
@@ -215,7 +215,7 @@ def _chosen(
     request: Request, machines: Sequence[str], rent: Mapping[str, Any]
 ) -> tuple[str, Choice]:
     """The model's name, and what to rent for it."""
-    from estimator.advise.rent.offers import cheapest
+    from estimator.advise.rent.offers import rent as what_to_rent
     from estimator.advise.rent.transient import Spot
     from estimator.workload.strategies import SEARCHED
 
@@ -243,7 +243,7 @@ def _chosen(
     if rent["spot"] and revocations is None:
         remark("revocations are left out; --revoked-every adds what they cost")
     with progress("allocations") as report:
-        found = cheapest(
+        found = what_to_rent(
             graphs[0],
             machines,
             max_nodes=rent["max_nodes"],

@@ -51,7 +51,7 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
     would give.
     """
     from estimator.cli.render.plans import predicted_report
-    from estimator.stalls.predicted import input_answers, predict_stalls
+    from estimator.waits.predicted import input_answers, predict_stalls
 
     request = Request(**options)
     graph = traced(request, (on,) if against is None else (on, against))
@@ -112,8 +112,8 @@ def run(
     if steps < warmup + 2:
         raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
     from estimator.cli.render.plans import measured_report
-    from estimator.stalls.measured import measure_stalls
-    from estimator.stalls.runs import Script, cores_of
+    from estimator.waits.measured import measure_stalls
+    from estimator.waits.runs import Script, cores_of
 
     asked = Script(
         path=script,

@@ -234,9 +234,11 @@ class RepeatedQuestions:
         return id(graph), where, counts, words
 
     def find(
-        self, key: Hashable, graph: object, allocation: object, calibration: object
+        self, key: Hashable | None, graph: object, allocation: object, calibration: object
     ) -> Estimate | None:
         """The answer to a question that was asked before, if nothing has changed since."""
+        if key is None:
+            return None
         if self._cache.dropped != self._dropped:
             self._kept.clear()
             self._dropped = self._cache.dropped

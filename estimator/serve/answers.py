@@ -91,11 +91,11 @@ class Answers:
 
     def plan(self, question: PlanQuestion) -> dict[str, Any]:
         """What to rent."""
-        from estimator.advise.rent.offers import cheapest
+        from estimator.advise.rent.offers import rent as what_to_rent
 
         for machine in question.machines:
             check_machine(machine)
-        found = cheapest(
+        found = what_to_rent(
             self.graphs.get(question.graph),
             question.machines,
             max_nodes=question.max_nodes,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import estimator as est
-from estimator.advise.layouts.search import LayoutRanking, LayoutRow, best_layout
+from estimator.advise.layouts.search import LayoutRanking, LayoutRow, best_layouts
 from estimator.cli.console import print_tables
 from estimator.cli.render.plans import layouts_report
 from estimator.graph.ir.op_graph import OpGraph
@@ -183,7 +183,7 @@ def test_layouts_checkpoints_and_strategies_are_never_cut_off(
 def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:
     about = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--strategies", "ddp fsdp", "--json")
     found = json.loads(command("layouts", model, *about).out)
-    ranking = best_layout(
+    ranking = best_layouts(
         OpGraph.load(model), "1x4:t4-g4dn", global_batch=64, strategies=("ddp", "fsdp")
     )
     assert found["layouts"] == [row.to_dict() for row in ranking.rows]
@@ -201,7 +201,7 @@ def test_offers_that_share_a_global_batch_say_their_layout(model: Path, command:
     found = json.loads(command("rent", model, *about, "--json").out)
     assert {each["global_batch"] for each in found["offers"]} == {256}
     (four,) = (each for each in found["offers"] if each["allocation"] == "1x4:t4-g4dn")
-    best = best_layout(OpGraph.load(model), "1x4:t4-g4dn", global_batch=256, most=1).rows[0]
+    best = best_layouts(OpGraph.load(model), "1x4:t4-g4dn", global_batch=256, most=1).rows[0]
     assert four["step_time_s"] <= best.answer.step_time_s * (1 + 1e-9)
 
 

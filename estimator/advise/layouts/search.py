@@ -163,7 +163,7 @@ class LayoutRanking:
         }
 
 
-def best_layout(
+def best_layouts(
     graphs: OpGraph | Sequence[OpGraph],
     allocation: str | Allocation,
     *,
@@ -183,12 +183,18 @@ def best_layout(
 
     Several graphs are one model traced with other activation checkpoints. Tensor parallelism goes
     over the divisors of a node's devices and twice them, pipelines and expert parallelism over
-    those of the ranks; the
-    samples of a micro-batch are a power of two, or the micro-batches of a rank are. Without `prune`
-    every candidate is worked out. `report` is told what is under way and how far that is. With an
-    `executor` candidates are worked out on its workers, to each of which graphs are sent once.
+    those of the ranks; the samples of a micro-batch are a power of two, or the micro-batches of a
+    rank are. Without `prune` every candidate is worked out. `report` is told what is under way and
+    how far that is. With an `executor` candidates are worked out on its workers, to each of which
+    graphs are sent once.
     Raises WorkloadError where nothing fits, AllocationError, ProfileError; StrategyError for a
     graph of a module that was divided before it was traced.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> ranking = est.best_layouts(graph, "1x2:t4-g4dn", global_batch=8)
+    >>> ranking.rows[0].answer.global_batch
+    8
     """
     several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
     check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)

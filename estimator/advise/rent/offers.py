@@ -11,7 +11,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from estimator.advise.layouts.search import best_layout
+from estimator.advise.layouts.search import best_layouts
 from estimator.advise.rent.billing import hourly_usd, paid_usd
 from estimator.advise.rent.transient import Spot
 from estimator.coefficients import Calibration
@@ -118,7 +118,7 @@ def offers(
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
-    ranks may share a `global_batch` too (`layouts.best_layout`, which `executor` goes to).
+    ranks may share a `global_batch` too (`layouts.best_layouts`, which `executor` goes to).
     Raises PriceError where a machine has no price, WorkloadError where none is answered.
     """
     amount = _samples(graph, samples, tokens)
@@ -255,7 +255,7 @@ def _laid_out(
     if len(allocation.groups) > 1:
         return None
     try:
-        ranking = best_layout(
+        ranking = best_layouts(
             graphs,
             allocation,
             global_batch=global_batch,
@@ -464,7 +464,7 @@ def pareto_front(offered: Sequence[Offer]) -> list[Offer]:
     return front
 
 
-def cheapest(
+def rent(
     graph: OpGraph,
     machines: Sequence[str],
     *,
@@ -479,6 +479,12 @@ def cheapest(
     `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
     `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`, `executor`. With `mixed` nodes
     of two machines may train together. Raises PriceError, WorkloadError, AllocationError.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> found = est.rent(graph, ["t4-g4dn"], samples=1e9, max_nodes=1)
+    >>> found.cheapest.usd <= found.fastest.usd
+    True
     """
     if isinstance(machines, str):
         raise WorkloadError(f"machines are the text {quoted(machines)}; give a list of names")

@@ -11,8 +11,6 @@ from rich.text import Text
 
 from estimator.cli.render.answers import facts, grid, listed, stacked
 from estimator.placement.allocation import Allocation
-from estimator.stalls.measured import STALLS, MeasuredStalls, RunName
-from estimator.stalls.predicted import InputAnswers, PredictedStalls, Stall
 from estimator.units import (
     format_bytes,
     format_count,
@@ -21,6 +19,8 @@ from estimator.units import (
     format_ratio,
     format_seconds,
 )
+from estimator.waits.measured import STALLS, MeasuredStalls, RunName
+from estimator.waits.predicted import InputAnswers, PredictedStalls, Stall
 
 if TYPE_CHECKING:
     from estimator.advise.layouts.search import LayoutRanking

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.advise.layouts.candidates import LayoutBounds
-from estimator.advise.layouts.search import LayoutRanking, best_layout
+from estimator.advise.layouts.search import LayoutRanking, best_layouts
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
@@ -42,7 +42,7 @@ def exchanging(*args: Any, **knobs: Any) -> MachineProfile:
 
 
 def ranked(allocation: str, profile: MachineProfile, **asked: Any) -> LayoutRanking:
-    return best_layout(moe_graph(), allocation, profile=profile, **asked)
+    return best_layouts(moe_graph(), allocation, profile=profile, **asked)
 
 
 @settings(max_examples=examples(3), deadline=None)
@@ -142,6 +142,6 @@ def test_experts_that_fit_on_no_rank_are_divided() -> None:
 
 
 def test_models_without_experts_are_proposed_no_expert_parallelism() -> None:
-    found = best_layout(graphs()[0], "1x4:m", global_batch=16, profile=machine(), most=1000)
+    found = best_layouts(graphs()[0], "1x4:m", global_batch=16, profile=machine(), most=1000)
     assert not any("ep=" in row.layout for row in found.rows)
     assert not any("experts" in reason for reason, _ in found.refusals)

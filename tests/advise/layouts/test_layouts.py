@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator import advise
 from estimator.advise.layouts.candidates import divisors
-from estimator.advise.layouts.search import LayoutRanking, best_layout, why_slower
+from estimator.advise.layouts.search import LayoutRanking, best_layouts, why_slower
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
 from estimator.graph.ir.op_graph import OpGraph
@@ -55,7 +54,7 @@ def machine(memory_bytes: int = 64 * GIB, **knobs: float) -> MachineProfile:
 
 def ranked(allocation: str, global_batch: int, **asked: object) -> LayoutRanking:
     asked = {"profile": machine()} | asked
-    return best_layout(graphs(), allocation, global_batch=global_batch, **asked)  # type: ignore[arg-type]
+    return best_layouts(graphs(), allocation, global_batch=global_batch, **asked)  # type: ignore[arg-type]
 
 
 @settings(max_examples=examples(4), deadline=None)
@@ -162,5 +161,5 @@ def test_an_executor_finds_the_same() -> None:
 def test_a_batch_that_no_ranks_divide_is_refused_in_one_sentence() -> None:
     with pytest.raises(WorkloadError, match="global batch must be at least 1"):
         ranked("1x2:m", 0)
-    assert advise.best_layout is best_layout
+    assert est.best_layouts is best_layouts
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

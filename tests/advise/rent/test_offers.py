@@ -138,7 +138,7 @@ def test_machines_are_revoked_each_at_its_own_rate() -> None:
 
 
 def test_choices_are_those_of_a_look_at_all_offers() -> None:
-    found = advise.cheapest(GRAPH, MACHINES, max_nodes=4, samples=1e9, prices=PRICES)
+    found = est.rent(GRAPH, MACHINES, max_nodes=4, samples=1e9, prices=PRICES)
     every = found.offers
     assert {each.allocation for each in every} == set(allocations_of(MACHINES, 4))
     for each in every:
@@ -261,7 +261,7 @@ def test_a_grid_has_the_estimates_of_its_cells() -> None:
 )
 def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(WorkloadError, match=said):
-        advise.cheapest(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
+        est.rent(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
 
 
 @pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": {"m": np.nan}}, {"restart_s": -1.0}])

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import estimator as est
-from estimator.advise.layouts.search import best_layout
+from estimator.advise.layouts.search import best_layouts
 from estimator.errors import ModelError, StrategyError
 from estimator.graph.ir.collectives import collectives_of, is_collective
 from estimator.graph.ir.op_graph import OpGraph
@@ -182,7 +182,7 @@ def test_another_layout_than_a_modules_own_is_refused(layout: str) -> None:
     with pytest.raises(StrategyError, match=r"a rank of 'tp=2,dp=\*'"):
         est.estimate_many(found, ["1x8:dgx-a100"], layout=layout)
     with pytest.raises(StrategyError, match="trace the module before it is divided"):
-        best_layout(found, "1x8:dgx-a100", global_batch=32)
+        best_layouts(found, "1x8:dgx-a100", global_batch=32)
 
 
 def test_a_saved_graph_keeps_how_its_module_was_divided(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Run a training script as its own main program under the hooks that time it.
 
-``python -m estimator.stalls.child OPTIONS``, one JSON object in URL-safe base64. The record goes to
+``python -m estimator.waits.child OPTIONS``, one JSON object in URL-safe base64. The record goes to
 stdout, which also comes back from another node.
 """
 
@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-from estimator.stalls.hooks import ScriptEndsError, Watched, install
-from estimator.stalls.runs import STOPPED
+from estimator.waits.hooks import ScriptEndsError, Watched, install
+from estimator.waits.runs import STOPPED
 
 
 def main() -> None:

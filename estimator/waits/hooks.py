@@ -22,7 +22,7 @@ from torch import profiler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from estimator.stalls.runs import FILES_LOG, RECORD_MARK
+from estimator.waits.runs import FILES_LOG, RECORD_MARK
 
 ACTIVITY = profiler.ProfilerActivity.CUDA
 # Real batches whose copies stand for all of them.

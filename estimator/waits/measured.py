@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 from estimator.coefficients import Z_80
 from estimator.probe.devices.storage import evict, load, resident_ratio
-from estimator.stalls.predicted import Stall
-from estimator.stalls.runs import FILES_LOG, RunRecord, Script, run
+from estimator.waits.predicted import Stall
+from estimator.waits.runs import FILES_LOG, RunRecord, Script, run
 
 RunName = Literal["T0", "T1", "T2", "T3", "T5"]
 StallName = Literal["host", "prep", "fetch", "interconnect", "network"]

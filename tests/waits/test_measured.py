@@ -20,10 +20,10 @@ from rich.console import Console
 from estimator.cli.render.plans import measured_report
 from estimator.errors import AllocationError, ModelError
 from estimator.probe.devices.storage import evict, load, resident_ratio
-from estimator.stalls import measured as measured_module
-from estimator.stalls.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
-from estimator.stalls.predicted import Stall
-from estimator.stalls.runs import RunRecord, Script, cores_of, place_of
+from estimator.waits import measured as measured_module
+from estimator.waits.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
+from estimator.waits.predicted import Stall
+from estimator.waits.runs import RunRecord, Script, cores_of, place_of
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
 TRAIN = """

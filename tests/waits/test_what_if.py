@@ -13,8 +13,8 @@ import pytest
 import estimator as est
 from estimator.estimates.request import EstimateRequest
 from estimator.machines.profile import InputCost, Provenance
-from estimator.stalls.predicted import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.units import format_ratio
+from estimator.waits.predicted import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.workload.loader import Loader
 from tests.synthetic import Machine, perceptron
 

@@ -18,8 +18,8 @@ from estimator.cli.render.plans import predicted_report
 from estimator.errors import StrategyError
 from estimator.estimates.request import EstimateRequest
 from estimator.machines.profile import MachineProfile
-from estimator.stalls.predicted import PredictedStalls, predict_stalls
 from estimator.units import format_ratio
+from estimator.waits.predicted import PredictedStalls, predict_stalls
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from estimator.errors import ModelError
-from estimator.stalls.hooks import active, leading_size
+from estimator.waits.hooks import active, leading_size
 from estimator.workload.loader import Loader
 
 Batch = TypeVar("Batch")

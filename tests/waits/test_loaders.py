@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import estimator
 from estimator.errors import ModelError
-from estimator.stalls.hooks import ScriptEndsError, Watched, copied, covered
+from estimator.waits.hooks import ScriptEndsError, Watched, copied, covered
 
 
 class Files(Dataset[Any]):
