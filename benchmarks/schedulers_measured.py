@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from calibration.rivals import OnesRegressor
 from published.graphs import GraphStore
 from published.machines import machine_of
 from published.rows import parsed
@@ -29,7 +30,7 @@ from replay_speeds import FittedSpeeds, sample_counts
 from schedulers import Case, policy_lines, replayed, told
 
 import estimator as est
-from estimator.calibrate.baselines import OnesRegressor, OptimusRegressor, PolluxRegressor
+from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
 from estimator.replay.job_files import REQUESTS, drawn_run_s

@@ -34,12 +34,12 @@ REGRESSORS = {
     "linear": "estimator.calibrate.baselines:LinearScaling",
     "optimus": "estimator.calibrate.baselines:OptimusRegressor",
     "pollux": "estimator.calibrate.baselines:PolluxRegressor",
-    "ones": "estimator.calibrate.baselines:OnesRegressor",
+    "ones": "calibration.rivals:OnesRegressor",
 }
 WORKER_REGRESSORS = {
     "calibrated": "calibration.asynchronous:AsynchronousRegressor",
-    "linear": "estimator.calibrate.baselines:IndependentWorkers",
-    "optimus": "estimator.calibrate.baselines:AsynchronousOptimusRegressor",
+    "linear": "calibration.rivals:IndependentWorkers",
+    "optimus": "calibration.rivals:AsynchronousOptimusRegressor",
 }
 # Robustness is tested by one outlier of this factor, from so many observations on.
 OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5

@@ -2,8 +2,7 @@
 
 A row of X is (ranks, nodes, samples per rank and micro-batch, micro-batches per step), further
 columns being ignored; y are step times in seconds. `fit` minimises relative errors and returns
-self; fitted values end in ``_``. Models of asynchronous training take rows (workers, parameter
-servers) and seconds per update, whichever worker it comes from.
+self; fitted values end in ``_``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class Regressor(Protocol):
         ...
 
 
-def _rows(X: ArrayLike) -> Array:
+def placement_rows(X: ArrayLike) -> Array:
+    """Rows of (ranks, nodes, batch, micro-batches); raises WorkloadError for what is none."""
     rows = np.atleast_2d(np.asarray(X, dtype=float))[:, :4]
     # A batch is a mean over ranks where it does not divide evenly.
     least = (1, 1, np.finfo(float).tiny, 1)
@@ -44,16 +44,8 @@ def _rows(X: ArrayLike) -> Array:
     return rows
 
 
-def _worker_rows(X: ArrayLike) -> Array:
-    rows = np.atleast_2d(np.asarray(X, dtype=float))
-    if rows.shape[1] != 2 or not np.isfinite(rows).all() or (rows < 1).any():
-        raise WorkloadError(
-            "a row must be (workers, parameter servers), both at least 1; correct the table"
-        )
-    return rows
-
-
-def _checked(rows: Array, y: ArrayLike) -> tuple[Array, Array]:
+def checked(rows: Array, y: ArrayLike) -> tuple[Array, Array]:
+    """Rows and their step times; raises WorkloadError where these do not fit."""
     times = np.asarray(y, dtype=float)
     if times.shape != (len(rows),) or not len(rows):
         raise WorkloadError(f"{len(rows)} rows have {times.size} step times; give one for each")
@@ -62,7 +54,7 @@ def _checked(rows: Array, y: ArrayLike) -> tuple[Array, Array]:
     return rows, times
 
 
-def _nonnegative_fit(features: Array, times: Array) -> Array:
+def nonnegative_fit(features: Array, times: Array) -> Array:
     """Non-negative least squares of relative errors."""
     from scipy.optimize import nnls
 
@@ -78,7 +70,7 @@ class LinearScaling:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> LinearScaling:
         """Fit a and b ≥ 0."""
-        rows, times = _checked(_rows(X), y)
+        rows, times = checked(placement_rows(X), y)
         alone = rows[:, RANKS] == 1
         if alone.any():
             rows, times = rows[alone], times[alone]
@@ -87,12 +79,12 @@ class LinearScaling:
             half_s = float(np.median(times)) / 2
             self.coefficients_ = np.array([half_s / features[0, 0], half_s])
         else:
-            self.coefficients_ = _nonnegative_fit(features, times)
+            self.coefficients_ = nonnegative_fit(features, times)
         return self
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(_rows(X))
+        return self.step_s(placement_rows(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
@@ -112,13 +104,13 @@ class OptimusRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusRegressor:
         """Fit a, b, c ≥ 0."""
-        rows, times = _checked(_rows(X), y)
-        self.coefficients_ = _nonnegative_fit(self._features(rows), times)
+        rows, times = checked(placement_rows(X), y)
+        self.coefficients_ = nonnegative_fit(self._features(rows), times)
         return self
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(_rows(X))
+        return self.step_s(placement_rows(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
@@ -153,7 +145,7 @@ class PolluxRegressor:
         """Fit the seven parameters, from each of `starts`."""
         from scipy.optimize import minimize
 
-        rows, times = _checked(_rows(X), y)
+        rows, times = checked(placement_rows(X), y)
         lowest, highest = np.array(self._LOWEST), np.array(self._HIGHEST)
         for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
@@ -208,7 +200,7 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(_rows(X))
+        return self.step_s(placement_rows(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
@@ -261,93 +253,3 @@ class _PolluxColumns(NamedTuple):
         by_gamma += by_sync * sync_ratio * np.log(sync_ratio)
         jacobian[6] = by_gamma * both_s / gamma
         return self.repeats * gradient_s + both_s, jacobian
-
-
-class OnesRegressor:
-    """ONES (Bian et al., SC'21): observed throughput, interpolated over ranks, and over batch.
-
-    Its monitor keeps the mean throughput of each number of ranks, 0 at none, and interpolates and
-    extrapolates linearly (kurisusnowdeng/ones_sc21, get_throughput). Here throughput is linear in
-    the batch too, constant where only one batch was observed. It does not depend on nodes.
-    """
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> OnesRegressor:
-        """Keep the mean throughput of each number of ranks and batch."""
-        rows, times = _checked(_rows(X), y)
-        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
-        rates = rows[:, RANKS] * samples / times
-        self.throughputs_: dict[float, tuple[Array, Array]] = {}
-        for ranks in np.unique(rows[:, RANKS]):
-            of_size = rows[:, RANKS] == ranks
-            batches = np.unique(samples[of_size])
-            means = [float(rates[of_size & (samples == batch)].mean()) for batch in batches]
-            self.throughputs_[float(ranks)] = (batches, np.array(means))
-        # A linear extrapolation may fall below zero.
-        self.lowest_rate_ = float(rates.min())
-        return self
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Step times of rows, in seconds."""
-        rows = _rows(X)
-        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
-        sizes = np.array([0.0, *self.throughputs_])
-        known = np.array([_piecewise_linear(samples, *line) for line in self.throughputs_.values()])
-        # One column a row: throughput at each known size, 0 at size 0.
-        table = np.vstack([np.zeros(len(rows)), known])
-        rates = np.array(
-            [
-                _piecewise_linear(ranks[None], sizes, column)[0]
-                for ranks, column in zip(rows[:, RANKS], table.T, strict=True)
-            ]
-        )
-        return np.asarray(rows[:, RANKS] * samples / np.maximum(rates, self.lowest_rate_))
-
-
-def _piecewise_linear(at: Array, x: Array, y: Array) -> Array:
-    """Linear interpolation and extrapolation of points of rising x; constant for a single one."""
-    if len(x) == 1:
-        return np.full(len(at), y[0])
-    piece = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
-    slope = np.diff(y) / np.diff(x)
-    return np.asarray(y[piece] + slope[piece] * (at - x[piece]))
-
-
-class IndependentWorkers:
-    """Asynchronous workers do not slow each other: updates a second are linear in their number."""
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> IndependentWorkers:
-        """Fit the seconds of a single worker; from all rows if none has a single worker."""
-        rows, times = _checked(_worker_rows(X), y)
-        alone = rows[:, 0] == 1
-        if alone.any():
-            rows, times = rows[alone], times[alone]
-        self.worker_s_ = float(np.mean(times * rows[:, 0]))
-        return self
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Seconds per update of rows."""
-        return np.asarray(self.worker_s_ / _worker_rows(X)[:, 0])
-
-
-class AsynchronousOptimusRegressor:
-    """Optimus (Peng et al., EuroSys 2018), asynchronous: a worker's step is a + b·workers/servers.
-
-    Its rate is w·(θ0 + θ1·w/p + θ2·w + θ3·p)^−1 updates a second; with p fixed, θ2 and θ3 cannot
-    be told from θ1 and θ0.
-    """
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> AsynchronousOptimusRegressor:
-        """Fit a, b ≥ 0."""
-        rows, times = _checked(_worker_rows(X), y)
-        worker_s = times * rows[:, 0]
-        self.coefficients_ = _nonnegative_fit(self._features(rows), worker_s)
-        return self
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Seconds per update of rows."""
-        rows = _worker_rows(X)
-        return np.asarray(self._features(rows) @ self.coefficients_ / rows[:, 0])
-
-    @staticmethod
-    def _features(rows: Array) -> Array:
-        return np.column_stack([np.ones(len(rows)), rows[:, 0] / rows[:, 1]])

@@ -139,11 +139,6 @@ class Dataset:
             engine_times=None if times is None else times.part(places),
         )
 
-    def originals(self) -> NDArray[np.intp]:
-        """The places of all observations but copies of an earlier one, step and time alike."""
-        values = np.column_stack([self.rows, self.log_times])
-        return np.sort(np.unique(values, axis=0, return_index=True)[1])
-
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:
         """The distinct rows, and for each row which of them it is."""
         rows, places = np.unique(self.rows, axis=0, return_inverse=True)
@@ -320,19 +315,6 @@ def robust_weights(
     z = np.maximum(np.abs(errors[:count]) / np.sqrt(variance), 1e-9)
     student = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + z**2)
     return np.asarray(np.minimum(student, 1) * np.minimum(1, _OUTLIER_Z / z) ** 2)
-
-
-def robust_loss(z: Array) -> Array:
-    """The loss of residuals, in standard deviations, of which `robust_weights` are the weights.
-
-    Its derivative is z times the weight: half the square up to 1, then that of a Student t
-    distribution and, for outliers, no more than a bound.
-    """
-    z, m = np.abs(z), _DEGREES_OF_FREEDOM
-    near, student = np.minimum(z, 1), np.clip(z, 1, _OUTLIER_Z)
-    far = np.maximum(z, _OUTLIER_Z)
-    tail = np.log((1 + m / _OUTLIER_Z**2) / (1 + m / far**2)) * _OUTLIER_Z**2 / m
-    return np.asarray(near**2 / 2 + (m + 1) / 2 * (np.log((m + student**2) / (m + 1)) + tail))
 
 
 def confirmed(

@@ -23,7 +23,7 @@ first. Where experts disagree, that is part of the answer's uncertainty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -162,10 +162,6 @@ class Posterior:
         self.parameter_shift = self.parameter_covariance @ gradient
         self._dual_weights = self._solve(training.residuals - jacobian @ self.parameter_shift)
 
-    def mean(self, inputs: Inputs, jacobian: Array) -> Array:
-        """What to add to the performance model's log step time at inputs."""
-        return self._mean(self._covariance(inputs), jacobian)
-
     def mean_and_variance(self, inputs: Inputs, jacobian: Array) -> tuple[Array, Array]:
         """That, and the predictive variance of an observed log step time, its noise included."""
         cross = self._covariance(inputs)
@@ -174,28 +170,6 @@ class Posterior:
         parameters = self.parameter_variance(jacobian - cross @ self._solved_jacobian)
         noise = design.noise_variance(inputs.sync_share)
         return self._mean(cross, jacobian), residual + parameters + noise
-
-    def successive(
-        self, inputs: Inputs, jacobian: Array, residuals: Array, noise_variance: Array
-    ) -> tuple[Array, Array]:
-        """Errors of further observations, each predicted from those before it, and their variances.
-
-        `residuals` are log(measured / fitted), in order of arrival. The Cholesky factor of their
-        predictive covariance gives each given those before it (Dawid 1984); noise is left out of
-        the variances.
-        """
-        from scipy.linalg import solve_triangular
-
-        cross = self._covariance(inputs)
-        free = jacobian - cross @ self._solved_jacobian
-        covariance = design.kernel(inputs, inputs) - cross @ self._solve(cross.T)
-        for same, variance in self._own_effects(inputs):
-            covariance[np.ix_(same, same)] += variance
-        covariance += free @ self.parameter_covariance @ free.T + np.diag(noise_variance)
-        factor = np.linalg.cholesky(covariance)
-        errors = solve_triangular(factor, residuals - self._mean(cross, jacobian), lower=True)
-        deviations = np.diag(factor)
-        return errors * deviations, np.maximum(deviations**2 - noise_variance, 0)
 
     def _mean(self, cross: Array, jacobian: Array) -> Array:
         return np.asarray(jacobian @ self.parameter_shift + cross @ self._dual_weights)
@@ -268,13 +242,6 @@ class Posterior:
             same = (inputs.rows == training.rows[place]).all(axis=1)
             cross[same, place] += self._training.nugget_variance[place]
         return cross
-
-    def _own_effects(self, inputs: Inputs) -> Iterator[tuple[NDArray[np.intp], float]]:
-        """Which inputs are of each row that has an effect of its own, and its variance."""
-        training = self._training
-        for place in np.flatnonzero(training.nugget_variance):
-            same = (inputs.rows == training.inputs.rows[place]).all(axis=1)
-            yield np.flatnonzero(same), float(training.nugget_variance[place])
 
 
 MODEL, ENGINE = "model", "engine"

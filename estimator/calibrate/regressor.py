@@ -1,12 +1,10 @@
 """Fit the performance model to observed steps of one job on one kind of device.
 
 Maximum a posteriori least squares in log space, with the priors of `PARAMETERS`, reweighted until
-observations that contradict the others count little (an M-estimator). Its loss is bounded, so that
-it has several optima: one outlier of leverage may cast out the good observations instead. Where any
-is cast out, fits that begin without one row each compete by that loss (as the MM-estimators of
-Yohai 1987 begin from a fit that outliers do not reach). A Gaussian process then models the
-residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
-with the most devices on one node as a fifth column.
+observations that contradict the others count little (an M-estimator); where any is cast out, once
+more without it. A Gaussian process then models the residuals, and `mixture` weighs all that against
+simple forms. The interface is that of `baselines`, with the most devices on one node as a fifth
+column.
 
 What was observed before the machines became slower or faster is moved to what it would be today
 (`change_points`), and goes on to teach how steps grow.
@@ -19,7 +17,7 @@ without observations the answer is then exactly the engine's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Self
@@ -40,10 +38,8 @@ from estimator.calibrate.design import (
     Inputs,
     design_matrix,
     effective_ratio,
-    leverage,
     one_thread,
     reference_of,
-    robust_loss,
     robust_weights,
 )
 from estimator.calibrate.intervals import (
@@ -51,7 +47,6 @@ from estimator.calibrate.intervals import (
     SPREAD_PRIOR,
     Spread,
     SpreadPrior,
-    adapted_coverage,
 )
 from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior, training_data
 from estimator.calibrate.performance_model import (
@@ -79,15 +74,12 @@ _MOST_ITERATIONS = 6
 _TOLERANCE = 0.01
 # Of MINPACK. Short first steps: a long one may end in a local optimum far from the priors.
 _MINPACK = {"factor": 1.0, "xtol": 1e-6, "ftol": 1e-6, "maxfev": 100}
-# Of fewer rows none says which is wrong, and beside more no single one decides; between, so many
-# are left out in turn.
-_FEWEST_ROWS, _MOST_ROWS, _MOST_STARTS = 5, 40, 10
+# Of fewer rows, copies of one value confirm each other.
+_FEWEST_ROWS = 5
 # A job's only observation contradicts nothing but the priors, which know no step of this job. It is
 # believed up to this factor from their medians, where the tail of a Student t distribution of an
 # engine's errors (of sigma 0.2) falls to the odds of a mistake: 1 in 100, of any size up to 1,000.
 _MOST_ALONE_RATIO = 7.0
-# Next to nothing: weights divide.
-_LEFT_OUT_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,8 +93,8 @@ class ParameterFit:
 def fit_parameters(
     data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
 ) -> ParameterFit:
-    """The best of several robust fits; `model_at` gives the model at standardised parameters."""
-    search = _RobustFits(data, model_at, prior_sigmas)
+    """A robust fit; `model_at` gives the model at standardised parameters."""
+    search = _RobustFit(data, model_at, prior_sigmas)
     none = np.zeros(len(prior_sigmas))
     if search.is_believed_alone():
         fit = ParameterFit(standardised=none, weights=np.ones(1))
@@ -110,15 +102,12 @@ def fit_parameters(
     fit = search.reweighted(ParameterFit(standardised=none, weights=np.ones(len(data.rows))))
     if not (fit.weights < OUTLIER_WEIGHT).any():
         return fit
-    starts = [fit, *search.without_one_row(fit)]
-    if len(starts) > 1:
-        fit = search.reweighted(min(starts, key=search.loss))
     # Before they were known to be outliers they may have led to another local optimum.
     return search.reweighted(ParameterFit(standardised=none, weights=fit.weights))
 
 
-class _RobustFits:
-    """Robust fits of one model to one set of observations."""
+class _RobustFit:
+    """Iterations of a robust fit of one model to one set of observations."""
 
     def __init__(
         self, data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
@@ -130,6 +119,8 @@ class _RobustFits:
         self.copy_of = np.arange(len(values))
         if self.row_of.max(initial=-1) + 1 >= _FEWEST_ROWS:
             self.copy_of = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
+        # No two runs agree to the last digit: all copies of one count as one.
+        self.copies = np.bincount(self.copy_of, minlength=1)[self.copy_of]
 
     def is_believed_alone(self) -> bool:
         """Whether there is but one observation, within a factor of what the priors say."""
@@ -147,7 +138,8 @@ class _RobustFits:
 
         parameters, weights = start.standardised, start.weights
         for _ in range(most_iterations):
-            effective = effective_ratio(self.data.weights * weights, self.row_of)
+            counted = self.data.weights * weights / self.copies
+            effective = effective_ratio(counted, self.row_of) / self.copies
             variance = design.marginal_variance(self.model_at(parameters).sync_share)
             scale = np.sqrt(self.data.weights * weights * effective / variance)
             before, weights_before = parameters, weights
@@ -166,34 +158,6 @@ class _RobustFits:
             if max(change, np.abs(parameters - before).max()) < _TOLERANCE:
                 break
         return ParameterFit(standardised=parameters, weights=weights)
-
-    def without_one_row(self, fit: ParameterFit) -> Iterator[ParameterFit]:
-        """Fits to all rows but one, from the medians of the priors.
-
-        Those first that a fit has cast out, then those on which the parameters rest most.
-        """
-        none, ones = np.zeros(len(self.prior_sigmas)), np.ones(len(self.data.rows))
-        model = self.model_at(none)
-        scale = np.sqrt(1 / design.marginal_variance(model.sync_share))
-        _, first = np.unique(self.row_of, return_index=True)
-        jacobian = (model.jacobian * self.prior_sigmas * scale[:, None])[first]
-        of_rows = leverage(jacobian, np.vstack([jacobian, np.eye(len(none))]))
-        if not _FEWEST_ROWS <= len(first) <= _MOST_ROWS:
-            return
-        of_rows[self.row_of[fit.weights < OUTLIER_WEIGHT]] += 1
-        for row in np.argsort(-of_rows, kind="stable")[:_MOST_STARTS]:
-            weights = np.where(self.row_of == row, _LEFT_OUT_WEIGHT, ones)
-            yield self.reweighted(
-                ParameterFit(standardised=none, weights=weights), most_iterations=1
-            )
-
-    def loss(self, fit: ParameterFit) -> float:
-        """What a fit minimises: the bounded loss of all observations, and that of the priors."""
-        model = self.model_at(fit.standardised)
-        sigma = np.sqrt(design.marginal_variance(model.sync_share))
-        z = (model.log_step - self.data.log_times) / sigma
-        counts = self.data.weights * effective_ratio(self.data.weights, self.row_of)
-        return float(counts @ robust_loss(z) + fit.standardised @ fit.standardised / 2)
 
     def _errors(self, parameters: bytes, scale: Array) -> tuple[Array, Array]:
         """Standardised errors of observations, then of parameters from their priors; jacobian."""
@@ -273,8 +237,6 @@ def slower_ones(residuals: Array) -> NDArray[np.bool_] | None:
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # Changes are searched for again about a fit that knows of them.
 _MOST_SEARCHES = 2
-# So many of the last observations are compared with the intervals of so many before them.
-_MOST_SUCCESSIVE, _MOST_BEFORE = 50, 50
 _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 
 
@@ -517,10 +479,9 @@ class StepTimeRegressor:
         """
         known = self._quantiles
         if coverage_ratio not in known:
-            asked = adapted_coverage(self._successive_scores(), coverage_ratio)
             known[coverage_ratio] = (
-                intervals.quantiles_on_grid(*self.scores_, asked),
-                intervals.quantiles_on_grid(*self._repeated_scores(), asked),
+                intervals.quantiles_on_grid(*self.scores_, coverage_ratio),
+                intervals.quantiles_on_grid(*self._repeated_scores(), coverage_ratio),
             )
         new, seen = (intervals.interpolated(q, inputs.sync_share) for q in known[coverage_ratio])
         return np.where(self.mixture_.counts(inputs.rows) > 1, seen, new)
@@ -533,25 +494,6 @@ class StepTimeRegressor:
         row_of = data.distinct()[1]
         away, is_repeated = intervals.away_from_others(data.log_times, row_of)
         return (away / np.sqrt(noise))[is_repeated], model.sync_share[is_repeated]
-
-    def _successive_scores(self) -> Array:
-        """Scores of the last observations, each predicted from those before it."""
-        latest = self._data.originals()[-_MOST_BEFORE - _MOST_SUCCESSIVE :]
-        data, weights = self._data.part(latest), self.observation_weights_[latest]
-        first = len(weights) - min(len(weights) // 2, _MOST_SUCCESSIVE)
-        before = self._posterior(data.part(slice(first)), weights[:first])
-        after = data.part(slice(first, None))
-        inputs, model = self._inputs(after.rows, after.engine_times)
-        noise = design.noise_variance(inputs.sync_share)
-        errors, variance = before.successive(
-            inputs,
-            model.jacobian * self.prior_sigmas_,
-            after.log_times - model.log_step,
-            noise / (after.weights * weights[first:]),
-        )
-        _, row_of = data.distinct()
-        seen = np.array([np.sum(row_of[:at] == row_of[at]) for at in range(first, len(weights))])
-        return np.abs(errors) / np.sqrt(self._spread(seen, variance + noise))
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None

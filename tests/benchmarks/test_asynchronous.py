@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from calibration.asynchronous import AsynchronousRegressor
+from calibration.rivals import IndependentWorkers
 
-from estimator.calibrate.baselines import IndependentWorkers
 from estimator.errors import WorkloadError
 
 # P100 and one server, ResNet-32 of CM-DARE-like speed: 10 updates a second of a worker, 30 at most.
