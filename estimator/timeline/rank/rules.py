@@ -94,27 +94,40 @@ class BucketQueue:
         model: CollectiveModel,
         ratio: Any,
         overlap: Overlap,
+        *,
+        slower: Any = None,
         behind_s: Array | None = None,
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         """Seconds from the end of the undisturbed lane to the end of the last collective.
 
-        `ratio` scales the collectives. Of one step, or a row for each. `behind_s` is what `behind`
-        says of the model, where it is known already.
+        They are those with collectives scaled by `ratio`, and by `slower` times that (None: the
+        same again). Of one step, or a row for each. `behind_s` is what `behind` says of the model,
+        where it is known already.
         """
         if not len(self.sizes_bytes):
-            return 0.0
+            return 0.0, 0.0
         lines = model.coefficients(ratio)
         if isinstance(model.reference, int):
+            if behind_s is not None:
+                behind_s = behind_s * ratio
             slack_s = ready.slack_s(None)
-            behind_s = None if behind_s is None else behind_s * ratio
-            return float(self._exposed_s(model.reference, slack_s, lines, overlap, behind_s))
-        exposed = np.broadcast_to(overlap.exposed_ratio, len(model.reference))
-        slowdown = np.broadcast_to(overlap.slowdown, len(model.reference))
-        found = np.zeros(len(model.reference))
+            both = self._exposed_s(model.reference, slack_s, lines, overlap, slower, behind_s)
+            return float(both[0]), float(both[1])
+        count = len(model.reference)
+        exposed = np.broadcast_to(overlap.exposed_ratio, count)
+        slowdown = np.broadcast_to(overlap.slowdown, count)
+        more = None if slower is None else np.broadcast_to(slower, count)
+        found = np.zeros((2, count))
         for reference, rows in _alike(model.reference, ready.alike):
             some = Overlap(exposed[rows], slowdown[rows])
-            found[rows] = self._exposed_s(reference, ready.slack_s(rows), lines[..., rows], some)
-        return found
+            found[:, rows] = self._exposed_s(
+                reference,
+                ready.slack_s(rows),
+                lines[..., rows],
+                some,
+                None if more is None else more[rows],
+            )
+        return found[0], found[1]
 
     def behind(self, model: CollectiveModel) -> Array | None:
         """What the link of one group has to do for each bucket and all after it."""
@@ -128,25 +141,25 @@ class BucketQueue:
         slack_s: Array,
         lines: Array,
         overlap: Overlap,
+        slower: Any,
         behind_s: Array | None = None,
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
         if behind_s is None:
             behind_s = self._behind_s(reference, lines)
         drain = maximum(overlap.drain, _NO_DRAIN)
-        sent_s = 1.0 * behind_s[0]
-        if not self._has_latency[reference]:
-            slack_s /= drain
-            behind_s -= slack_s
-            backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
-            return overlap.exposed_ratio * (sent_s - backlog_s) + backlog_s
-        # A bucket that can be sent only after the lane's end has negative slack.
-        slack_s -= self._latency[reference] @ lines[0]
-        beside_s = np.maximum(slack_s, 0.0)
-        behind_s -= beside_s / drain
-        backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
-        after_s = maximum(np.maximum.reduce(behind_s + (beside_s - slack_s)), 0.0)
-        return overlap.exposed_ratio * (sent_s - backlog_s) + after_s
+        if self._has_latency[reference]:
+            latency_s = self._latency[reference] @ lines[0]
+            first = _after_latency_s(behind_s, slack_s - latency_s, overlap, drain)
+            if slower is None:
+                return first, first
+            slack_s = slack_s - latency_s * slower
+            return first, _after_latency_s(behind_s * slower, slack_s, overlap, drain)
+        slack_s /= drain
+        first = _after_lane_s(behind_s, slack_s, overlap)
+        if slower is None:
+            return first, first
+        return first, _after_lane_s(behind_s * slower, slack_s, overlap)
 
     def _behind_s(self, reference: int, lines: Array) -> Array:
         """What the link has to do for each bucket and all after it, each by its fastest line."""
@@ -154,6 +167,22 @@ class BucketQueue:
             return np.asarray(self._behind[reference] @ lines[0])
         each_s = fastest_s(self.sized.factors[reference], lines)
         return np.cumsum(each_s[::-1], axis=0)[::-1]
+
+
+def _after_lane_s(behind_s: Array, beside_s: Array, overlap: Overlap) -> Any:
+    """What is behind each bucket, less what passes beside the lane after it is ready."""
+    backlog_s = maximum(np.maximum.reduce(behind_s - beside_s), 0.0)
+    return overlap.exposed_ratio * (behind_s[0] - backlog_s) + backlog_s
+
+
+def _after_latency_s(behind_s: Array, slack_s: Array, overlap: Overlap, drain: Any) -> Any:
+    """The same where latency passes beside the collective before: it uses up the lane's slack."""
+    # A bucket that can be sent only after the lane's end has negative slack.
+    beside_s = np.maximum(slack_s, 0.0)
+    left_s = behind_s - beside_s / drain
+    backlog_s = maximum(np.maximum.reduce(left_s), 0.0)
+    after_s = maximum(np.maximum.reduce(left_s + (beside_s - slack_s)), 0.0)
+    return overlap.exposed_ratio * (behind_s[0] - backlog_s) + after_s
 
 
 def _alike(reference: Indices, others: Indices | None) -> Iterator[tuple[int, Indices]]:

@@ -283,7 +283,16 @@ class BucketedNetwork(Network):
     def communication(self, ranks: Ranks) -> Communication:
         (group,) = ranks.groups[DP]
         reduce, overlap, behind_s = self._reduced(group)
-        queued_s = self.queue.exposed_s(ranks.ready, reduce, ranks.ratio, overlap, behind_s)
+        # With gloo what is exposed is measured; else a collective that is off may no longer hide.
+        is_gloo = self._rules.graph.target == "cpu"
+        queued_s, if_slower_s = self.queue.exposed_s(
+            ranks.ready,
+            reduce,
+            ranks.ratio,
+            overlap,
+            slower=None if is_gloo else exp(reduce.relative_error),
+            behind_s=behind_s,
+        )
         before_s = self._buffers_s(ranks)
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
@@ -291,7 +300,7 @@ class BucketedNetwork(Network):
             relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
-            slower_s=self._slower_s(ranks, queued_s),
+            slower_s=if_slower_s - queued_s,
         )
 
     def _reduced(self, group: ProcessGroup) -> tuple[CollectiveModel, Overlap, Array | None]:
@@ -307,14 +316,6 @@ class BucketedNetwork(Network):
                 self._of_group.clear()
             self._of_group[group] = found
         return found
-
-    def _slower_s(self, ranks: Ranks, queued_s: Any) -> Any:
-        """What the queue adds if its collectives are off; with gloo what is exposed is measured."""
-        if self._rules.graph.target == "cpu":
-            return 0.0
-        reduce, overlap, behind_s = self._reduced(ranks.groups[DP][0])
-        ratio = ranks.ratio * exp(reduce.relative_error)
-        return self.queue.exposed_s(ranks.ready, reduce, ratio, overlap, behind_s) - queued_s
 
     def alone_s(self, ranks: Ranks) -> Any:
         reduce = self.reduce.model(ranks.groups[DP][0])
