@@ -73,6 +73,7 @@ STRATEGIES = (
     "ps:2,bucket=64KiB",
     "ps:2,async",
     "ps:3,async,link=2Gbit/s",
+    "local-sgd:every=3",
 )
 IN_HALF = ("ddp:master", "zero2:master", "fsdp:param=bf16,reduce=fp32", "distributed-optimizer")
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from estimator.errors import TrainingError
@@ -89,7 +89,7 @@ def measure(
         "kind": "cpu",
         "optimizer": check_optimizer(optimizer),
         "precision": "fp32",
-        "strategy": asdict(Strategy.parse(strategy)),
+        "strategy": str(Strategy.parse(strategy)),
         "steps": steps,
         "warmup_steps": warmup_steps,
         "accumulation_steps": accumulation_steps,

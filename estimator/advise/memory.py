@@ -317,7 +317,7 @@ def _more_devices(answer: Estimate) -> Iterator[Remedy]:
     groups = answer.allocation.groups
     if len(groups) > 1 or groups[0].machine is None:
         return
-    for strategy in (answer.strategy, "fsdp"):
+    for strategy in (answer.strategy, SAVING_MEMORY[-1]):
         factor = 2
         while factor <= _MOST_DEVICES_FACTOR:
             other = None

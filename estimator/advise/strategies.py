@@ -13,19 +13,7 @@ from estimator.estimates.request import EstimateRequest, Options
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
-
-# Every kind, with the default bucket size and with a small one.
-CANDIDATES = (
-    "ddp",
-    "ddp:bucket=5MiB",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "ps:1",
-    "ps:1,bucket=5MiB",
-    "ps:2",
-    "ps:2,bucket=5MiB",
-)
+from estimator.workload.strategies import SEARCHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +79,7 @@ def _sort_key(row: StrategyRow) -> tuple[int, float]:
 def best_strategy(
     graph: OpGraph,
     allocation: str | Allocation,
-    strategies: Sequence[str | Strategy] = CANDIDATES,
+    strategies: Sequence[str | Strategy] = SEARCHED,
     **options: Unpack[Options],
 ) -> list[StrategyRow]:
     """Estimates of `graph` under each strategy, the best first; options as of `estimate`.
