@@ -79,7 +79,12 @@ def as_array(lines: Sequence[Line]) -> Array:
     """(lines, 3) of one group, (lines, 3, rows) of many."""
     if not any(isinstance(term, np.ndarray) for line in lines for term in line):
         return np.array(lines, dtype=np.float64)
-    return np.array([np.broadcast_arrays(*line) for line in lines], dtype=np.float64)
+    rows = max([np.size(term) for line in lines for term in line])
+    found = np.empty((len(lines), 3, rows))
+    for line, terms in zip(lines, found, strict=True):
+        for number, term in enumerate(line):
+            terms[number] = term
+    return found
 
 
 def fastest_s(factors: Array, lines: Array) -> Array:

@@ -248,7 +248,7 @@ class CollectiveModel(NamedTuple):
     def coefficients(self, ratio: Any = 1.0) -> Array:
         """The lines as an array, times a factor: (lines, 3) of one group, or (lines, 3, rows)."""
         terms = as_array(self.lines) if self.terms is None else self.terms
-        return np.asarray(terms * ratio)
+        return terms if type(ratio) is float and ratio == 1.0 else np.asarray(terms * ratio)
 
 
 class CollectiveCosts:

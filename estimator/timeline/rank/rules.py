@@ -166,7 +166,9 @@ class BucketQueue:
         if len(lines) == 1 or self._has_latency[reference]:
             return np.asarray(self._behind[reference] @ lines[0])
         each_s = fastest_s(self.sized.factors[reference], lines)
-        return np.cumsum(each_s[::-1], axis=0)[::-1]
+        for number in range(len(each_s) - 2, -1, -1):
+            each_s[number] += each_s[number + 1]
+        return each_s
 
 
 def _after_lane_s(behind_s: Array, beside_s: Array, overlap: Overlap) -> Any:
