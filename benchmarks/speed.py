@@ -180,6 +180,76 @@ def one(options: argparse.Namespace) -> Found:
     return found
 
 
+def traced(options: argparse.Namespace) -> Found:
+    """A traced GPT-2 on GPUs of the catalogue; PYTHONPATH may name another tree's package."""
+    return in_child("traced", options)
+
+
+# The machines of `traced`.
+SHIPPED = (
+    *("h100-sxm", "a100-sxm-80gb", "h200", "v100-sxm", "mi300x", "dgx-a100", "h100-p5", "b200"),
+    *("dgx-1", "a100-p4d", "h100-a3", "v100-p3", "dgx-h100", "a100-a2", "h100-nd-v5", "gb200"),
+)
+
+
+def ask_traced(options: argparse.Namespace) -> Found:
+    """Questions asked again, of shapes of groups met before, of new ones; rows of a table."""
+    from random import Random
+
+    from estimator import Allocation, AllocationColumns, estimate, estimate_many
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
+
+    model, batch, _, _ = load_model(GPT2_SMALL, weights=False)
+    ask = partial(estimate, trace_graph(model, batch, target="cuda"))
+    drawn = Random(0)
+
+    def mixed(groups: int, types: int) -> Allocation:
+        names = SHIPPED[:types]
+        parts = (
+            f"{drawn.randint(1, 50)}x{drawn.randint(1, 4)}:{drawn.choice(names)}"
+            for _ in range(groups)
+        )
+        return Allocation.parse("+".join(parts))
+
+    def met() -> Allocation:
+        # Another object each time: one that comes again is a question asked again.
+        return Allocation(Allocation.parse("2x8:h100-sxm").groups)
+
+    ask(met())
+    medians(partial(ask, mixed(64, 16)) for _ in range(200))
+    found: Found = {}
+    for name, questions, bound in (
+        ("asked again", ["2x8:h100-sxm"] * 1000, 3),
+        ("shape met", [met() for _ in range(1000)], 40),
+        ("new shape", [Allocation.parse(f"{n}x8:h100-sxm") for n in range(3, 1000)], 70),
+        ("64 groups of 16 types", [mixed(64, 16) for _ in range(200)], 120),
+    ):
+        found[f"GPT-2, {name}"] = (
+            medians(partial(ask, each) for each in questions) * 1e6,
+            "µs",
+            bound,
+        )
+    draw, rows = np.random.default_rng(0), min(options.rows, 200_000)
+    groups = {
+        name: draw.integers(low, high, (rows, 4), dtype=np.int32)
+        for name, low, high in (("machine", 0, 4), ("nodes", 1, 201), ("devices", 1, 5))
+    }
+    groups["machine"][np.arange(4) >= draw.integers(2, 5, rows)[:, None]] = -1
+    columns = AllocationColumns(machines=SHIPPED[:4], **groups)
+    cells = zip(*(groups[name].tolist() for name in groups), strict=True)
+    texts = [
+        "+".join(f"{n}x{d}:{SHIPPED[m]}" for m, n, d in zip(*row, strict=True) if m >= 0)
+        for row in cells
+    ]
+    for name, asked, bound in (("columns", columns, 0.5), ("texts", texts, 1.0)):
+        call = partial(estimate_many, ask.args[0], asked)
+        call()
+        row_s = min(cpu_seconds(call) for _ in range(options.repeats)) / rows
+        found[f"GPT-2, a row of {rows} as {name}"] = (row_s * 1e6, "µs", bound)
+    return found
+
+
 def many(options: argparse.Namespace) -> Found:
     """Tables: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
     from speed_cases import STRATEGY, Machines, columns, model, texts
@@ -371,6 +441,7 @@ def ask_cold(options: argparse.Namespace) -> dict[str, Any]:
 PARTS = {
     "looks": looks,
     "one": one,
+    "traced": traced,
     "many": many,
     "memory": memory,
     "timeline": timeline,
@@ -383,6 +454,7 @@ PARTS = {
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "look": look_ratio,
     "llama": look_at_llama,
+    "traced": ask_traced,
     "goodput": goodput,
     "chunks": chunks,
     "cases": write_cases,
