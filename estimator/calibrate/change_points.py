@@ -200,6 +200,11 @@ class _Search:
         for column in [one for one in self.columns if not one.is_expected]:
             self.columns.remove(column)
             self._take_all()
+        # Where a job's own steps contradict what others have shown, they alone count.
+        own = {(one.first, one.end) for one in self.columns if not one.is_expected}
+        self.columns = [
+            one for one in self.columns if not (one.is_expected and (one.first, one.end) in own)
+        ]
 
     def _take_all(self) -> None:
         while len(self.columns) < _MOST_COLUMNS:

@@ -36,6 +36,8 @@ _BY_LIKENESS = frozenset({"compute"})
 # steps that no engine predicted, lacks on published steps after eight observations of a source
 # (docs/accuracy.md).
 _UNOBSERVED_STEP_SIGMA = 0.12
+# What other jobs have shown and this one has not is no news of it.
+_LEAST_TOLD = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,8 @@ class StepCorrections:
         if self.by_name_:
             which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"
             remark += f", {which} known to be of this job by its name alone"
-        remark += "".join(f"; {change.sentence(self.machines)}" for change in changes)
+        told = [change for change in changes if abs(change.log_ratio) > _LEAST_TOLD]
+        remark += "".join(f"; {change.sentence(self.machines)}" for change in told)
         if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "

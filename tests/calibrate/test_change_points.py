@@ -192,10 +192,13 @@ def test_a_change_that_one_job_showed_holds_for_others_on_the_machines(tmp_path:
     true_s = 1.4 * answer("2x2:synthetic", graph=OTHER).step_time_s
     assert found.low_s < true_s < found.high_s
     assert found.step_time_s == pytest.approx(true_s, rel=0.1)
-    # Its own first step after that settles it: this job is as fast as ever.
+    assert "1.4 × slower on synthetic: 5 steps" in found.plan.coefficients.remark
+    # Its own steps after that settle it: this job is as fast as ever.
     calibrator = kept(tmp_path, 3, 1.0, graph=OTHER, first=36)
     calibrated(calibrator)
-    assert calibrated(calibrator, OTHER).step_time_s == pytest.approx(true_s / 1.4, rel=0.1)
+    found = calibrated(calibrator, OTHER)
+    assert found.step_time_s == pytest.approx(true_s / 1.4, rel=0.1)
+    assert "since" not in found.plan.coefficients.remark
 
 
 def test_two_populations_are_found_among_many_steps() -> None:
