@@ -1,6 +1,6 @@
 """Ask the engine what is known: published steps, each in the recipe that it was measured with.
 
-``python benchmarks/known_answers.py [--all] [--page FILE] [--json]`` asks about the rows of
+``python benchmarks/known_answers.py [--all] [--json]`` asks about the rows of
 `known_rows`, a half of which (drawn by a committed seed) is asked with ``--all`` only, so that
 nothing is tuned to it, and of `known_layouts`. The goal is a median error of at most 8 %, 25 % at
 worst, and to be right of every row on whether it fits.
@@ -17,7 +17,6 @@ from known_rows import KnownRow, known_rows, unseen
 from options import parser_of, print_found
 from published.graphs import GraphStore
 from published.machines import variant
-from published.page import with_known_answers
 from published.rows import NotMapped
 from records import now, say
 from summary import format_table, off, summarise
@@ -34,7 +33,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--all", action="store_true", help="ask the half that is kept back, too")
     parser.add_argument("--only", default="", help="part of what rows are called")
-    parser.add_argument("--page", type=Path, help="a page whose table to fill")
     parser.add_argument("--graphs", type=Path, help="where traced models are kept")
     options = parser.parse_args()
     graphs = GraphStore(options.graphs or home() / "published")
@@ -47,12 +45,14 @@ def main() -> None:
         for row, half in asked
         if (options.all or half != "unseen") and options.only in row.id
     ]
-    table = table_of(cases)
-    if options.page:
-        text = options.page.read_text(encoding="utf-8")
-        options.page.write_text(with_known_answers(text, table), encoding="utf-8")
-    lines = [format_table(table), *verdicts(cases)]
-    print_found(options, lines, machine="published", cases=cases)
+    columns, *rows = table = table_of(cases)
+    print_found(
+        options,
+        [format_table(table), *verdicts(cases)],
+        cases=cases,
+        summary=summarise(_ran(cases), by=("half", "method")),
+        tables=[{"title": "Known answers", "columns": columns, "rows": rows}],
+    )
 
 
 def case_of(row: KnownRow, graphs: GraphStore, half: str) -> dict[str, Any]:
@@ -104,13 +104,16 @@ def is_right_of_memory(case: dict[str, Any]) -> bool:
     return bool((case["fits"] != "no") == case["known_to_fit"])
 
 
+def _ran(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [case for case in cases if case["known_to_fit"]]
+
+
 def verdicts(cases: list[dict[str, Any]]) -> list[str]:
     """Median, worst and memory, of each half and of all."""
     lines = []
     for name in ("seen", "unseen", "layouts", "all"):
         half = [case for case in cases if name in ("all", case["half"])]
-        timed = [case for case in half if case["known_to_fit"]]
-        for row in summarise(timed, by=("method",)):
+        for row in summarise(_ran(half), by=("method",)):
             right = sum(map(is_right_of_memory, half))
             reached = row.median_ratio <= MEDIAN_RATIO and row.worst_ratio <= WORST_RATIO
             lines.append(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from published_data import shipped_tables
 from records import Record, now
-from summary import SummaryRow
+from summary import Bound, SummaryRow, describe
 
 
 def parser_of(manual: str | None) -> argparse.ArgumentParser:
@@ -66,15 +66,19 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 def print_found(
     options: argparse.Namespace,
-    lines: Iterable[str],
+    lines: Iterable[str] | None = None,
     *,
     machine: str | None = None,
     cases: Sequence[Record],
+    bounds: Mapping[str, Bound] | None = None,
     summary: Sequence[SummaryRow] = (),
     **more: Any,
 ) -> None:
-    """The lines for people, or with ``--json`` one object: machine, time, cases, summary."""
-    report = list(lines)
+    """The lines for people, or with ``--json`` one object: machine, time, cases, report.
+
+    Without lines a table of the cases and their summary are printed, by `bounds` where given.
+    """
+    report = list(describe(cases, bounds) if lines is None else lines)
     if not options.json:
         print("\n".join(report))
         return

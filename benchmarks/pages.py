@@ -65,7 +65,7 @@ def lines_of(result: Result, name: str) -> Iterator[str]:
         ]
         yield from _table(["figure", "value", "at most", ""], rows)
     short = [table for table in result.tables if len(table["rows"]) <= MOST_ROWS]
-    for table in [] if result.summary else short[:MOST_TABLES]:
+    for table in [] if result.summary and result.converted_from else short[:MOST_TABLES]:
         yield f"\n{table['title']}:"
         yield from _table(table["columns"], table["rows"])
     yield ""
@@ -76,23 +76,34 @@ def _bound(case: Any) -> str:
 
 
 def _summary(rows: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    """Sources apart, each with its errors."""
-    head = ["what", "cases", "median", "p90", "worst", "bias", "rank corr", "inside 80 %"]
-    lines = []
+    """A line for each group, by its first method; medians of other methods stand beside."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
-        group = [str(value) for value in row["group"].values() if value is not None]
+        names = {**row["group"]}
+        method = str(names.pop("method", None) or "")
+        group = tuple(str(name) for name in names.values() if name is not None)
+        groups.setdefault(group, {})[method] = row
+    others = list(dict.fromkeys(name for methods in groups.values() for name in list(methods)[1:]))
+    head = ["what", "cases", "mean", "median", "p90", "worst", "bias", "rank corr", "inside 80 %"]
+    lines = []
+    for group, methods in groups.items():
+        first, row = next(iter(methods.items()))
         rank = row["rank_correlation"]
-        errors = [row[f"{name}_ratio"] for name in ("median", "p90", "worst", "bias")]
+        errors = [row[f"{name}_ratio"] for name in ("mean", "median", "p90", "worst", "bias")]
+        beside = [
+            percent(methods[name]["median_ratio"]) if name in methods else "-" for name in others
+        ]
         lines.append(
             [
-                ", ".join(group),
+                ", ".join(filter(None, (*group, first))),
                 str(row["cases"]),
                 *map(percent, errors),
                 "-" if rank is None else f"{rank:.3f}",
                 percent(row["coverage_ratio"]),
+                *beside,
             ]
         )
-    return head, lines
+    return head + [f"{name}: median" for name in others], lines
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -6,31 +6,33 @@ qualify (a training step under a strategy that the engine has, of a source that 
 ``published/``) are asked of the engine with an empty store (`cold`), after 8 observations drawn at
 random of each source and GPU, five times (`calibrated`), and of a line of operations at a fixed
 share of the peak (`naive`). What does not qualify, or is not mapped, is counted with its reason.
-``--page FILE`` fills the tables of a Markdown page, ``--picture FILE`` draws. With ``--from FILE``
-all is of what earlier runs printed with ``--json``, and nothing is asked.
+``--picture FILE`` draws. Sources are never pooled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from options import add_data, parser_of
+from options import add_data, parser_of, print_found
 from published.graphs import GraphStore
-from published.mapping import Question, Verdict, verdicts
+from published.mapping import Outcome, Question, Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
-from published.page import PageError, filled, read_runs
-from published.report import draw, report
 from published.timm_questions import timm_verdicts
-from records import now, say
+from records import say
+from summary import Case, SummaryRow, format_rows, format_table, summarise
 
 from estimator.files import home
 from estimator.kernels.datasheet_model import choose_kernel_model
+
+# Reasons printed for each source, the commonest first.
+_MOST_REASONS = 12
+_COLUMNS = ["source", "table", "rows", "qualify", "mapped", "commonest reason against"]
 
 
 def main() -> None:
@@ -39,32 +41,19 @@ def main() -> None:
     add_data(parser)
     parser.add_argument("--only", nargs="+", default=(), help="tables, or words of sources")
     parser.add_argument("--picture", type=Path, help="where to draw, as .svg or .png")
-    parser.add_argument("--page", type=Path, help="a page whose tables to fill")
-    parser.add_argument("--from", nargs="+", type=Path, dest="runs", help="files of --json")
     parser.add_argument("--graphs", type=Path, help="where traced models are kept")
     parser.add_argument("--timm", type=Path, help="a folder of timm's graphs, to judge its rows by")
     parser.add_argument("--kernels", type=Path, help="a kernel model fitted without what is judged")
     options = parser.parse_args()
-    try:
-        _answer(options)
-    except PageError as error:
-        sys.exit(f"published_accuracy: {error}")
-
-
-def _answer(options: argparse.Namespace) -> None:
     if options.kernels:
         choose_kernel_model(options.kernels)
-    found, cases = read_runs(options.runs) if options.runs else _run(options)
+    found, cases = _run(options)
     if options.picture:
         draw(cases, options.picture)
-    if options.page:
-        page = filled(options.page.read_text(encoding="utf-8"), found, cases)
-        options.page.write_text(page, encoding="utf-8")
-    if options.json:
-        rows = [_plain(verdict) for verdict in found if verdict.outcome != "mapped"]
-        print(json.dumps({"machine": "published", "at": now(), "cases": cases, "refused": rows}))
-    else:
-        print(report(found, cases))
+    rows, counts = summaries(cases), counted(found)
+    lines = [format_table([_COLUMNS, *counts]), "", format_rows(rows), "", *_reasons(found)]
+    tables = [{"title": "Rows", "columns": _COLUMNS, "rows": counts}]
+    print_found(options, lines, cases=cases, summary=rows, tables=tables)
 
 
 def _run(options: argparse.Namespace) -> tuple[list[Verdict], list[dict[str, Any]]]:
@@ -93,13 +82,90 @@ def judged(questions: Sequence[Question]) -> list[dict[str, Any]]:
     return cases
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "id": f"{verdict.table}:{verdict.line}",
-        "source": verdict.source,
-        "outcome": verdict.outcome,
-        "reason": verdict.reason,
-    }
+def place_of(case: Case) -> str:
+    """One GPU, several of one node, or several nodes."""
+    if case["ranks"] == 1:
+        return "one GPU"
+    return "one node" if case["nodes"] == 1 else "several nodes"
+
+
+def summaries(cases: Sequence[Case]) -> list[SummaryRow]:
+    """Errors of each source by each method, then of each source's places, cold."""
+    ordered = sorted(cases, key=lambda case: case["source"].lower())
+    cold = [{**case, "place": place_of(case)} for case in ordered if case["method"] == "cold"]
+    return [
+        *summarise(ordered, by=("source", "method")),
+        *summarise(cold, by=("place", "source", "method")),
+    ]
+
+
+def counted(found: Sequence[Verdict]) -> list[list[str]]:
+    """How many rows of each table qualify and are mapped."""
+    lines = []
+    outcomes = Counter((each.table, each.source, each.outcome) for each in found)
+    for table, source in sorted({(each.table, each.source) for each in found}):
+        kinds: tuple[Outcome, ...] = ("mapped", "unmapped", "not_qualified")
+        mapped, unmapped, others = (outcomes[table, source, kind] for kind in kinds)
+        qualified = mapped + unmapped
+        share = f"{mapped} ({100 * mapped / qualified:.0f} %)" if qualified else "0"
+        against = Counter(
+            each.reason
+            for each in found
+            if (each.table, each.source) == (table, source) and each.outcome != "mapped"
+        )
+        reason = against.most_common(1)[0][0] if against else ""
+        lines.append([source, table, str(qualified + others), str(qualified), share, reason])
+    return lines
+
+
+def _reasons(found: Sequence[Verdict]) -> Iterator[str]:
+    """Why rows of each source were not judged, the commonest first."""
+    for source in sorted({each.source for each in found}):
+        reasons = Counter(
+            (each.outcome.replace("_", " "), each.reason)
+            for each in found
+            if each.source == source and each.outcome != "mapped"
+        )
+        for (outcome, reason), count in reasons.most_common(_MOST_REASONS):
+            yield f"{source}, {outcome}: {count} rows: {reason}"
+
+
+def draw(cases: Sequence[Case], path: Path) -> None:
+    """Predicted against measured step times of the cold answers, one colour for each source."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 7.5), layout="constrained")
+    cold = [case for case in cases if case["method"] == "cold" and case["predicted_s"]]
+    pairs = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = pairs[::2] + pairs[1::2]  # the strong ones, then their pale companions
+    for number, source in enumerate(sorted({case["source"] for case in cold})):
+        members = [case for case in cold if case["source"] == source]
+        axes.scatter(
+            [case["measured_s"] for case in members],
+            [case["predicted_s"] for case in members],
+            s=7,
+            alpha=0.6,
+            linewidths=0,
+            rasterized=True,
+            zorder=2 + 1 / len(members),  # sources of few rows on top
+            color=colours[number % len(colours)],
+            label=f"{source} ({len(members)})",
+        )
+    times = [case[name] for case in cold for name in ("measured_s", "predicted_s")]
+    ends = (min(times) / 1.3, max(times) * 1.3)
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor, label in ((1.25, "off by a quarter"), (1 / 1.25, None)):
+        band = [end * factor for end in ends]
+        axes.plot(ends, band, color="black", linewidth=0.7, linestyle=":", label=label)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.set(xlabel="measured step time (s)", ylabel="predicted step time, no observations (s)")
+    axes.legend(fontsize="small", frameon=False, markerscale=2)
+    pyplot.rcParams["svg.hashsalt"] = "estimator"
+    figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

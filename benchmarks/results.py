@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from records import now
 from summary import Case, error_ratio, format_rows, format_table, percent, summarise
 
 FOLDER = Path(__file__).resolve().parent / "results"
+# Files of more would be megabytes: their summary is kept, and ``run --json`` prints all.
+MOST_CASES = 2000
 _VERSIONED = ("torch", "numpy", "scikit-learn", "transformers")
 
 
@@ -57,7 +59,8 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A case to a line: a later run changes the lines that it changes.
         parts = []
-        for name, value in asdict(self).items():
+        kept = self if len(self.cases) <= MOST_CASES else replace(self, cases=())
+        for name, value in asdict(kept).items():
             if name in ("cases", "summary", "report", "tables") and value:
                 lines = ",\n".join("  " + json.dumps(item, allow_nan=False) for item in value)
                 parts.append(f' "{name}": [\n{lines}\n ]')
@@ -122,9 +125,15 @@ def result_of(
     canary: Mapping[str, float] | None,
 ) -> Result:
     """Join what the parts of a suite printed, each case with the name of its part."""
-    cases = [
-        {"part": part, **case} for part, answer in answers for case in answer.get("cases") or ()
-    ]
+    cases: list[Case] = []
+    summary: list[Mapping[str, Any]] = []
+    for part, answer in answers:
+        found = [{"part": part, **case} for case in answer.get("cases") or ()]
+        cases += found
+        rows = answer.get("summary") or [
+            asdict(row) for row in summarise(_timed(found), by=("source", "method"))
+        ]
+        summary += [{**row, "group": {"part": part, **row["group"]}} for row in rows]
     return Result(
         suite=suite,
         machine=machine,
@@ -133,8 +142,9 @@ def result_of(
         versions=versions_here(),
         canary=canary,
         cases=cases,
-        summary=[asdict(row) for row in summarise(_timed(cases), by=("part", "source", "method"))],
+        summary=summary,
         report=[line for _, answer in answers for line in answer.get("report") or ()],
+        tables=[table for _, answer in answers for table in answer.get("tables") or ()],
     )
 
 

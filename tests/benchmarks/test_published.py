@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from published import known_sources, layouts, mapping
-from published.goals import goals
 from published.graphs import GraphStore, ModelSpec, forward_only
 from published.known_sources import source_of
 from published.machines import machine_name
@@ -22,10 +20,10 @@ from published.own_kernels import (
     with_own_kernels,
     with_triton_attention,
 )
-from published.page import PageError, filled, read_runs
-from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
 from published.sources import Source, Workload
+from published_accuracy import counted, summaries
+from summary import constant_score_ratio
 from torch import nn
 from zoo.convolutional import resnet
 from zoo.language import decoder
@@ -367,7 +365,6 @@ def judged_case(line: int, measured_s: float, method: str = "cold") -> dict[str,
     """A row of llm-foundry on 8 GPUs, predicted at 1 s, between 0.8 and 1.25."""
     return {
         "id": f"llm_foundry:{line}/{method}",
-        "table": "llm_foundry",
         "source": "MosaicML llm-foundry",
         "method": method,
         "nodes": 1,
@@ -377,71 +374,22 @@ def judged_case(line: int, measured_s: float, method: str = "cold") -> dict[str,
         "high_s": 1.25,
         "measured_s": measured_s,
         "global_batch": 8,
-        "parts_s": {},
     }
 
 
-def test_a_page_gets_its_tables_between_their_markers_and_keeps_all_else() -> None:
-    page = "a\n<!-- table:rows -->\nold\n<!-- /table -->\nb\n"
+def test_sources_are_summed_up_by_method_then_cold_by_place() -> None:
+    # |1 / 1.25 − 1| = 20 %.
+    whole, naive, place = summaries([judged_case(7, 1.25), judged_case(7, 1.0, "naive")])
+    assert whole.group == {"source": "MosaicML llm-foundry", "method": "cold"}
+    assert whole.median_ratio == pytest.approx(0.2)
+    assert naive.median_ratio == 0.0
+    assert place.group["place"] == "one node"
+
+
+def test_rows_are_counted_by_what_became_of_them() -> None:
     found = [
         Verdict(table="t", source="S", line=2, outcome="mapped"),
-        Verdict(table="t", source="S", line=3, outcome="unmapped"),
-        Verdict(table="t", source="S", line=4, outcome="not_qualified"),
-    ]
-    body = (
-        "| source | table | rows | qualify | mapped |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| S | t | 3 | 2 | 1 (50 %) |\n"
-    )
-    once = filled(page, found, [])
-    assert once == f"a\n<!-- table:rows -->\n\n{body}\n<!-- /table -->\nb\n"
-    assert filled(once, found, []) == once
-
-
-def test_a_table_that_is_not_known_is_refused() -> None:
-    with pytest.raises(PageError, match="the page has a table 'prices'; known are goals"):
-        filled("<!-- table:prices -->\n<!-- /table -->\n", [], [])
-
-
-def test_what_an_earlier_run_printed_says_what_became_of_every_row(tmp_path: Path) -> None:
-    cases = [judged_case(7, 1.0), judged_case(7, 1.0, "naive")]
-    refused = {"id": "t:3", "source": "S", "outcome": "unmapped", "reason": "it is old"}
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"cases": cases, "refused": [refused]}), encoding="utf-8")
-    found, read = read_runs([path])
-    assert read == cases
-    assert found == [
-        Verdict(table="llm_foundry", source="MosaicML llm-foundry", line=7, outcome="mapped"),
         Verdict(table="t", source="S", line=3, outcome="unmapped", reason="it is old"),
+        Verdict(table="t", source="S", line=4, outcome="not_qualified", reason="it is old"),
     ]
-
-
-def test_a_file_that_no_run_printed_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text("[]", encoding="utf-8")
-    with pytest.raises(PageError, match="holds no cases of an earlier run"):
-        read_runs([path])
-
-
-@pytest.mark.parametrize(
-    ("measured_s", "found", "reached"),
-    [
-        # |1 / 1.25 − 1| = 20 % is over 15 %, |1 / 1.1 − 1| = 9.1 % is within.
-        ((1.1, 1.25, 1.25), "20.0 %", False),
-        ((1.1, 1.1, 1.25), "9.1 %", True),
-    ],
-)
-def test_a_goal_is_held_against_the_median_of_its_table(
-    measured_s: tuple[float, ...], found: str, reached: bool
-) -> None:
-    cases = [judged_case(line, time_s) for line, time_s in enumerate(measured_s)]
-    goal = next(iter(goals(cases)))
-    assert goal.text == "llm_foundry, cold: median error ≤ 15 %"
-    assert (goal.found, goal.reached) == (found, reached)
-
-
-def test_intervals_that_cover_all_of_a_source_miss_the_goal_too() -> None:
-    *_, narrow = goals([judged_case(2, 1.0), judged_case(3, 1.1), judged_case(4, 1.4)])
-    assert (narrow.found, narrow.reached) == ("1 of 1", True)  # 2 of 3 rows are covered
-    *_, wide = goals([judged_case(2, 1.0)])
-    assert (wide.found, wide.reached) == ("0 of 1; MosaicML llm-foundry 100 %", False)
+    assert counted(found) == [["S", "t", "3", "2", "1 (50 %)", "it is old"]]
