@@ -52,9 +52,10 @@ def _cluster(context: click.Context, option: click.Parameter, path: str | None) 
     return None if path is None else Cluster.load(path)
 
 
-def _calibration(
+def read_store(
     context: click.Context, option: click.Parameter, path: str | None
 ) -> Calibrator | None:
+    """What a store of observed steps teaches; - is the user's own."""
     if path is None:
         return None
     from estimator.calibrate.calibrator import Calibrator
@@ -105,7 +106,7 @@ _SURROUNDINGS = (
     ),
     click.option(
         "--calibration",
-        callback=_calibration,
+        callback=read_store,
         metavar="STORE",
         help="Correct by the steps observed in this store; - is the user's own.",
     ),
@@ -121,13 +122,6 @@ _SURROUNDINGS = (
 # What a step is part of, where a command asks of the model alone or trains it as it is.
 OF_LAYOUTS = ("layout", "tp_plan")
 OF_STEPS = (*OF_LAYOUTS, "accumulation", "global_batch", "loader", "calibration")
-
-
-def workload_options(
-    command: Command, *, batch: Any = None, without: Sequence[str] = ()
-) -> Command:
-    """Give a command MODEL and the options that make a Request; `batch` may be another option."""
-    return training_options(click.argument("model")(command), batch=batch, without=without)
 
 
 def refuse_given(context: click.Context, names: Iterable[str], why: str) -> None:
@@ -167,11 +161,14 @@ _RECIPE_OPTIONS = (
 )
 
 
-def training_options(
+def workload_options(
     command: Command, *, batch: Any = None, without: Sequence[str] = ()
 ) -> Command:
-    """Give a command the options that make a Request of a MODEL, `without` those it ignores."""
-    positive = Count()
+    """Give a command MODEL and the options that make a Request, `without` those it ignores.
+
+    `batch` may be another option.
+    """
+    command, positive = click.argument("model")(command), Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
         *_SURROUNDINGS,

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import print_json, print_text, remark, waiting
-from estimator.cli.options import check_amounts, on_option, traced, workload_options
+from estimator.cli.options import check_amounts, on_option, read_store, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
 from estimator.units import MIB
 
 if TYPE_CHECKING:
+    from estimator.calibrate.calibrator import Calibrator
     from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.report.sections import Section
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--observed",
+    callback=read_store,
     metavar="STORE",
     help="Also the steps observed in this store; - is the user's own.",
 )
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 def report(
     on: str,
     out: Path,
-    observed: str | None,
+    observed: Calibrator | None,
     prices: str | None,
     samples: float | None,
     tokens: float | None,
@@ -64,7 +66,6 @@ def report(
     check_writable(out)
     request = Request(**options)
     # Before a model is traced, which can take long.
-    compared = None if observed is None else _store(observed)
     known = _prices(prices)
     graph = traced(request, (on,))
     with waiting("estimating"):
@@ -72,8 +73,8 @@ def report(
         asked = samples is not None or tokens is not None
         duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
         sections = _sections(request, graph, answer, prices=known, duration_s=duration_s)
-        if compared is not None:
-            sections.insert(-1, _calibration(request, graph, compared))
+        if observed is not None:
+            sections.insert(-1, _calibration(request, graph, observed))
         write_report(heading(answer), sections, out)
         drawn = [] if figures is None else write_figures(sections, figures)
     if as_json:
@@ -86,14 +87,6 @@ def _prices(path: str | None) -> Any:
     from estimator.machines.prices import PriceList
 
     return PriceList.load(path)
-
-
-def _store(path: str) -> Any:
-    from estimator.calibrate.calibrator import Calibrator
-
-    if path != "-" and not Path(path).is_file():
-        raise click.BadParameter(f"there is no store '{path}'; see 'estimator calibrate observe'")
-    return Calibrator(None if path == "-" else path)
 
 
 def _sections(
@@ -126,7 +119,7 @@ def _sections(
     ]
 
 
-def _calibration(request: Request, graph: OpGraph, calibrator: Any) -> Section:
+def _calibration(request: Request, graph: OpGraph, calibrator: Calibrator) -> Section:
     from estimator.calibrate.calibrator import fitted_steps
     from estimator.report.sections import calibration_section
 
