@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -399,14 +400,21 @@ _MOST_STEPS = 1 << 10
 
 
 def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Communication:
-    """What ranks wait for, kept for the next step of the same kinds in groups of the same shape."""
+    """What ranks wait for, kept for the next step of the same kinds in groups of the same shape.
+
+    Kinds are not kept alive from here: their programs are large.
+    """
     factors = plan.ratios.compute, plan.coefficients.communication_ratio
-    key = tuple(plan.groups.values()), plan.kinds, plan.shards, factors
-    found = network.known.get(key)
-    if found is None:
-        if len(network.known) >= _MOST_STEPS:
-            network.known.clear()
-        found = network.known[key] = network.communication(plan.ranks(slowest))
+    key = tuple(plan.groups.values()), tuple(map(id, plan.kinds)), plan.shards, factors
+    known = network.known.get(key)
+    if known is not None:
+        kinds, found = known
+        if all(kept() is kind for kept, kind in zip(kinds, plan.kinds, strict=True)):
+            return found
+    found = network.communication(plan.ranks(slowest))
+    if len(network.known) >= _MOST_STEPS:
+        network.known.clear()
+    network.known[key] = tuple(map(ref, plan.kinds)), found
     return found
 
 

@@ -70,7 +70,7 @@ class UpdateCosts(NamedTuple):
         return self.launch_s + self.shared_s * share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RankClass:
     """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
 

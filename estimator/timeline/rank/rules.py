@@ -166,6 +166,8 @@ class BucketQueue:
         if len(lines) == 1 or self._has_latency[reference]:
             return np.asarray(self._behind[reference] @ lines[0])
         each_s = fastest_s(self.sized.factors[reference], lines)
+        if each_s.ndim == 1:
+            return np.cumsum(each_s[::-1])[::-1]
         for number in range(len(each_s) - 2, -1, -1):
             each_s[number] += each_s[number + 1]
         return each_s
@@ -245,7 +247,7 @@ class Network(ABC):
     """What a strategy's collectives cost by some profiles; a group names one by its number."""
 
     @cached_property
-    def known(self) -> dict[Hashable, Communication]:
+    def known(self) -> dict[Hashable, tuple[Any, Communication]]:
         """What ranks were found to wait for, by their kinds, groups and coefficients."""
         return {}
 
