@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import estimator as est
 from estimator.machines.catalogue import load_profile
@@ -14,6 +16,7 @@ from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
 from estimator.timeline.collectives.costs import GroupCollective
+from tests.budgets import examples
 from tests.synthetic import in_blocks, perceptron
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "machines"
@@ -27,6 +30,7 @@ STAGED = [
 ]
 SIZES = (1e3, 1e6, 25e6, 1e9)
 OPS: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+ROUNDING = 1 + 1e-9
 BLOCKS = replace(in_blocks(perceptron([2048] * 5)), target="cuda")
 
 
@@ -51,6 +55,34 @@ def faster(profile: MachineProfile, ratio: float) -> MachineProfile:
         for name in ("links", "network")
     }
     return replace(profile, **rates)
+
+
+def over_network(profile: MachineProfile, ratio: float) -> MachineProfile:
+    """The machine with a network, and cards of it, that many times as fast."""
+    card = profile.hardware["nic_bit_per_s"]
+    assert isinstance(card, int | float)
+    hardware = {**profile.hardware, "nic_bit_per_s": card * ratio}
+    return replace(faster(profile, ratio), links=profile.links, hardware=hardware)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_no_step_or_collective_is_slower_over_a_faster_network(data: st.DataObject) -> None:
+    profile = data.draw(st.sampled_from(NETWORKED))
+    nodes = data.draw(st.sampled_from([2, 3, 4, 16, 64]))
+    where = f"{nodes}x{data.draw(st.integers(1, len(profile.devices)))}:{profile.name}"
+    ratio = 10 ** data.draw(st.floats(-1.3, 1.3))
+    wider = ratio * data.draw(st.floats(1.01, 4.0))
+    machines = [over_network(profile, each) for each in (ratio, wider)]
+    op, size = data.draw(st.sampled_from(OPS)), 10 ** data.draw(st.floats(3, 9.5))
+    slow_s, fast_s = (collective_s(each, op, where, size) for each in machines)
+    assert fast_s <= slow_s * ROUNDING
+    strategy = data.draw(st.sampled_from(["ddp", "fsdp", "zero1"]))
+    slow_s, fast_s = (
+        est.estimate(BLOCKS, where, strategy=strategy, profile=each).step_time_s
+        for each in machines
+    )
+    assert fast_s <= slow_s * ROUNDING
 
 
 @by_name(SEVERAL)
