@@ -61,6 +61,7 @@ def trace_model(
     clip_grad_norm: bool = False,
     checkpoint: str | None = None,
     float8: str | None = None,
+    recipe: str | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -82,7 +83,9 @@ def trace_model(
     a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``. `checkpoint` computes repeated
     blocks again in the backward pass: "full", "selective:2" or "selective:op" (all but attention
     and every other matmul). `float8` has the linear layers of a compiled model in float8, scaled as
-    torchao does: "tensorwise" or "rowwise". Raises ModelError, TraceError, ProbeError.
+    torchao does: "tensorwise" or "rowwise". A `recipe` such as "megatron:fp8=current" runs the step
+    as that framework's kernels do (`workload.recipe.Recipe`). Raises ModelError, TraceError,
+    ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
@@ -104,7 +107,7 @@ def trace_model(
     graph = replace(
         graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
     )
-    graph = _compiled(graph, compiled, float8, assumed)
+    graph = _compiled(graph, compiled, float8, assumed, recipe)
     return with_timings(graph, profile, report=report) if measure else graph
 
 
@@ -117,6 +120,7 @@ def with_recipe(
     grad_scaler: bool = False,
     clip_grad_norm: bool = False,
     float8: str | None = None,
+    recipe: str | None = None,
 ) -> OpGraph:
     """The graph that `trace_model` gives of the same model with other options, of those that its
     operators do not depend on; None and False leave it as it was traced.
@@ -130,22 +134,24 @@ def with_recipe(
         "clip_grad_norm": clip_grad_norm or graph.clip_grad_norm,
     }
     execution = _EXECUTIONS.get(compiled, compiled) if compiled else graph.execution
-    float8 = float8 or graph.float8
+    float8, recipe = float8 or graph.float8, recipe or graph.recipe
     is_cast = changed["precision"] != graph.precision
     if is_cast and (graph.timings or {graph.precision, changed["precision"]} != {"fp32", "tf32"}):
         raise ModelError(
             f"{graph.name} was traced in {graph.precision}, whose operators are not those of "
             f"{changed['precision']}; trace it again in that"
         )
-    is_compiled = execution != "eager"
+    is_compiled = execution != "eager" or recipe is not None
     _check_options(
         bool(graph.timings) and is_compiled, changed["grad_scaler"], changed["precision"]
     )
     eager = None if graph.eager is None else replace(graph.eager, **changed)
-    if (execution, float8, is_cast) == (graph.execution, graph.float8, False):
+    as_it_is = graph.execution, graph.float8, graph.recipe, False
+    if (execution, float8, recipe, is_cast) == as_it_is:
         return replace(graph, **changed, eager=eager)
     base = eager or replace(graph, **changed)
-    return _compiled(base, execution if is_compiled else None, float8, None)
+    compiles = execution if execution != "eager" else None
+    return _compiled(base, compiles, float8, None, recipe)
 
 
 def _compiled(
@@ -153,9 +159,17 @@ def _compiled(
     compiled: bool | str | None,
     float8: str | None,
     assumed: str | None,
+    recipe: str | None = None,
 ) -> OpGraph:
     if assumed is not None:
         graph = replace(graph, assumptions=(*graph.assumptions, assumed))
+    if recipe is not None:
+        from estimator.graph.compile.megatron import compiled_like
+
+        if float8 is not None:
+            raise ModelError("a recipe says itself what is in float8; leave float8 out")
+        like = replace(graph, execution="compiled", recipe=recipe)
+        return replace(compiled_like(graph, like), eager=graph)
     if compiled:
         from estimator.graph.compile.fusion import compile_graph
 

@@ -19,6 +19,8 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    # Two elements in a byte; a block's scale is a ninth of it.
+    "float4_e2m1fn_x2": 1,
     "complex64": 8,
     "complex128": 16,
     "int64": 8,

@@ -64,6 +64,7 @@ _LATER_FIELDS: dict[str, str | bool | int | None] = {
     "clip_grad_norm": False,
     "checkpoint": None,
     "float8": None,
+    "recipe": None,
     "function_calls": 0,
     "layout": None,
     "strategy": None,
@@ -371,7 +372,7 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     required = ("name", "target", "precision", "optimizer")
-    for name in (*required, "timed_on", "checkpoint", "float8"):
+    for name in (*required, "timed_on", "checkpoint", "float8", "recipe"):
         if graph[name] is not None or name in required:
             _text(graph[name])
     if graph["timings"] and graph["timed_on"] is None:

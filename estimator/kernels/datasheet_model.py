@@ -74,7 +74,8 @@ def chip_of(device: Device, dtype: str) -> Chip:
     peak = peak_flops_per_s(device, dtype)
     known = architecture_of(device)
     tensor_cores = "asynchronous" if known is None else known.tensor_cores
-    is_tensor = dtype != "float32" and dtype in device.peak_flops_per_s and tensor_cores != "none"
+    has_units = dtype in device.peak_flops_per_s or peak > device.peak_flops_per_s["float32"]
+    is_tensor = dtype != "float32" and has_units and tensor_cores != "none"
     clock_hz = _number(device, "boost_clock_hz")
     if is_tensor:
         clock_hz = _given(device, "tensor_clock_hz") or clock_hz
@@ -83,7 +84,8 @@ def chip_of(device: Device, dtype: str) -> Chip:
     # A product of narrower factors takes less energy, by the bytes that it moves through the units.
     watts_per_flop = _number(device, "power_w") / peak
     if dtype in ITEM_BYTES:
-        watts_per_flop *= max(_HALF_BYTES / ITEM_BYTES[dtype], 1.0)
+        element_bytes = ITEM_BYTES[dtype] / (2 if dtype.endswith("_x2") else 1)
+        watts_per_flop *= max(_HALF_BYTES / element_bytes, 1.0)
     return Chip(
         flops_per_s=peak,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s,
@@ -108,6 +110,9 @@ def assumed_of(device: Device) -> list[str]:
 def peak_flops_per_s(device: Device, dtype: str) -> float:
     """The dense peak in a dtype; that of fp32, in which the rest is computed, where it has none."""
     peaks = device.peak_flops_per_s
+    if dtype == "float4_e2m1fn_x2" and dtype not in peaks and "float8_e4m3fn" in peaks:
+        # Blackwell's tensor cores multiply twice as many.
+        return 2.0 * peaks["float8_e4m3fn"]
     return peaks.get(dtype) or peaks.get("float32") or max(peaks.values())
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from estimator.graph.costs.call_costs import Features, features_of
 from estimator.graph.costs.registry import Family
+from estimator.kernels.cudnn_attention import PREFIX, cudnn_seconds, has_rates
 from estimator.kernels.datasheet_model import (
     Chip,
     attention_seconds,
@@ -77,12 +78,13 @@ class Roofline:
     ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
         found: list[KernelPrediction | None] = [None] * len(calls)
-        alike: defaultdict[tuple[Family, str], list[int]] = defaultdict(list)
+        alike: defaultdict[tuple[Family, str, str], list[int]] = defaultdict(list)
         for number, each in enumerate(features):
             if each is not None:
-                alike[each.family, self._computed_in(each)].append(number)
+                own = PREFIX if each.target.startswith(PREFIX) else ""
+                alike[each.family, self._computed_in(each), own].append(number)
         errors, speedup = self.kernel_model.errors, self.kernel_model.memory_bound.cache_speedup
-        for (family, dtype), numbers in alike.items():
+        for (family, dtype, _), numbers in alike.items():
             some = [each for number in numbers if (each := features[number]) is not None]
             seconds = _COMPUTED.get(family, Roofline._memory_bound_s)
             warm_s, cold_s = (
@@ -144,6 +146,9 @@ class Roofline:
 
     def _attentions_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         kernel_model = self.kernel_model.attention
+        if some[0].target.startswith(PREFIX) and has_rates(self._device):
+            device = self._device
+            return [kernel_model.start_s + cudnn_seconds(each, device) for each in some]
         heads, queries, _, head_size = np.array([each.dims[:4] for each in some], dtype=float).T
         seconds = attention_seconds(
             kernel_model,
@@ -305,7 +310,7 @@ def phase_of(features: Features) -> str:
 
 
 # Kinds of operators whose kernels are unlike the rest of their family.
-_OWN_SHARES = ("batch_norm", "group_norm")
+_OWN_SHARES = ("batch_norm", "group_norm", "quantize")
 _COMPUTED: Mapping[Family, Callable[[Roofline, Sequence[Features], Chip, float], list[float]]] = {
     "matmul": Roofline._matmuls_s,
     "convolution": Roofline._convolutions_s,

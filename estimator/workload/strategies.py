@@ -355,7 +355,7 @@ class DistributedOptimizer(_Merged):
 
     name = "distributed-optimizer"
     keeps = Keeps("whole", "whole", "shard")
-    beside = frozenset({"pp"})
+    beside = frozenset({"pp", "ep"})
     searched = "layouts"
     cuts_tensors = True
 

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from estimator.graph.compile.float8 import with_float8
-from estimator.graph.compile.fusion import compile_graph
+from estimator.graph.compile.megatron import compiled_like
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Value
 from estimator.graph.ir.shards import UnitRun, unit_path, unit_runs
@@ -25,8 +24,7 @@ def with_checkpoints(graph: OpGraph) -> OpGraph | None:
         if eager is None:
             return None
         eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
-        made = replace(compile_graph(eager, graph.execution), eager=eager)
-        return made if graph.float8 is None else with_float8(made, graph.float8)
+        return replace(compiled_like(eager, graph), eager=eager)
     if graph.is_summary or GraphStructure.of(graph).checkpoints.size:
         return None
     runs = unit_runs(graph, _blocks(graph), "forward")

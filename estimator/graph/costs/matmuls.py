@@ -221,6 +221,10 @@ _ATTENTION = {
     "aten._scaled_dot_product_fused_attention_overrideable": (0, False, 5),
     "aten._scaled_dot_product_fused_attention_overrideable_backward": (1, True, 13),
 }
+# Transformer Engine's kernels stand for torch's, whose arguments they keep.
+_ATTENTION |= {
+    f"te.{target.removeprefix('aten.')}": places for target, places in _ATTENTION.items()
+}
 
 
 def attention_arguments(call: OpCall) -> tuple[int, bool, int]:

@@ -197,6 +197,8 @@ def _normalization_backward(call: OpCall) -> OpCost:
 
 
 @cost_of(
+    # Transformer Engine's casts to FP8, by rows and by columns.
+    "te.quantize",
     *named("clone copy _to_copy cat stack constant_pad_nd roll repeat flip pixel_shuffle"),
     *named("pixel_unshuffle tril triu im2col contiguous channel_shuffle native_channel_shuffle"),
     *named("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d rot90 hstack"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from estimator.graph.ir.op_graph import BoundGraph
@@ -15,10 +15,14 @@ from estimator.tensors import OpCall, TensorSpec
 # They go by the names of torch's functional collectives.
 _NAMESPACE = "_c10d_functional"
 _RING = f"{_NAMESPACE}.permute_tensor.default"
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
 
-# What a collective runs beside: the next attention, or the other product of its layer's gradients.
-Overlapped = Literal["attention", "product"]
+# Queries, keys and values are three products of one factor.
+_MOST_PIECES = 3
+
+# What a collective runs beside: the next attention, the other product of its layer's gradients, or
+# in pieces ("ring") the products that take what it gathers, or give what it scatters.
+Overlapped = Literal["attention", "product", "ring"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class Collective:
 
     `size_bytes` is what all ranks have together after a gather or before a scatter, and what each
     of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
-    `share` of the gather that all its hops make. It runs beside the operator `beside`, if any.
+    `share` of the gather that all its hops make, one of narrower numbers so much less. It runs
+    beside the operator `beside`, if any, and as a ring beside those of `pieces`.
     `of_update` is a sum that DTensor leaves to the operators of the update that read the gradient.
     """
 
@@ -39,6 +44,7 @@ class Collective:
     op_index: int
     share: float = 1.0
     beside: int | None = None
+    pieces: tuple[int, ...] = ()
     of_update: bool = False
 
 
@@ -83,12 +89,33 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
             beside[index] = next(iter(attentions[bisect(attentions, index) :]), None)
         elif kind == "product" and products:
             beside[index] = products.beside(index)
+    rings = [index for index, kind in overlaps.items() if kind == "ring"]
+    pieces = _ring_pieces(bound, rings) if rings else {}
     return tuple(
         [
-            _collective(calls[index], ops[index], index, beside.get(index), dtensors)
+            replace(
+                _collective(calls[index], ops[index], index, beside.get(index), dtensors),
+                pieces=pieces.get(index, ()),
+            )
             for index in found
         ]
     )
+
+
+def _ring_pieces(bound: BoundGraph, rings: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The products after each gather that share a factor, or the one before each scatter."""
+    ops = bound.graph.ops
+    products = [index for index, call in enumerate(bound.calls) if call.target in _PRODUCTS]
+    found = {}
+    for index in rings:
+        place = bisect(products, index)
+        if "reduce" in bound.calls[index].target:
+            found[index] = tuple(products[max(place - 1, 0) : place])
+            continue
+        after = products[place : place + _MOST_PIECES]
+        shared = [each for each in after if set(ops[each].inputs) & set(ops[after[0]].inputs)]
+        found[index] = tuple(shared)
+    return found
 
 
 class _Products:
@@ -131,7 +158,7 @@ def _collective(
     call: OpCall, op: Op, index: int, beside: int | None, dtensors: Set[int | None]
 ) -> Collective:
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
-    name, share = call.target.split(".")[1], 1.0
+    name, share = call.target.split(".")[1], float(dict(call.keywords).get("share", 1.0))
     if call.target == _RING:
         # The hops of a ring of n ranks, n - 1 of them, gather what all have.
         degree = call.arguments[2]

@@ -46,9 +46,10 @@ class OpGraph:
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
     `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
     they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
-    asked for; what it computes again is among `ops`, as is what `float8` casts. A compiled step
-    keeps its `eager` one, which is what a layout divides; `tp_plan` and
-    `ep_plan` have the styles by name that its config says to divide layers and experts by.
+    asked for; what it computes again is among `ops`, as is what `float8` casts. `recipe` is
+    that of the framework whose kernels its operators are. A compiled step keeps its `eager` one,
+    which is what a layout divides; `tp_plan` and `ep_plan` have the styles by name that its config
+    says to divide layers and experts by.
     `function_calls` are those of ``torch.autograd.Function`` in the forward pass.
     A module that was divided over ranks before it was traced gives the graph of one of them, which
     has the `layout` and `strategy` that it was divided by. `timings` holds the calls measured on
@@ -69,6 +70,7 @@ class OpGraph:
     clip_grad_norm: bool = False
     checkpoint: str | None = None
     float8: str | None = None
+    recipe: str | None = None
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
@@ -116,6 +118,7 @@ class OpGraph:
             ("gradients clipped",) if self.clip_grad_norm else (),
             (f"checkpoint {self.checkpoint}",) if self.checkpoint else (),
             (f"float8 {self.float8}",) if self.float8 else (),
+            (self.recipe,) if self.recipe else (),
         )
         return ", ".join((self.precision, *(word for words in more for word in words)))
 

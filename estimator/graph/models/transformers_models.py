@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from estimator.errors import ModelError, quoted
 from estimator.files import parse_json, read_text
@@ -350,6 +351,8 @@ def build_transformers_model(
         _prepare(config, head)
         model, filled = _build_completed(auto_class, config, text, weights=weights)
         set_here.update(filled)
+        if "attn_implementation" not in overrides:
+            set_here.update(_fuse_attention(transformers, model))
         if type(model).forward is torch.nn.Module.forward:
             raise ModelError(
                 f"transformers' '{kind}' has no head to train; write a function that adds a loss"
@@ -367,6 +370,63 @@ def build_transformers_model(
     if pictured and not any(key.startswith("pixel_values") for key in example):
         name += " (text alone)"
     return model, example, None, name
+
+
+_FUSED_ATTENTION = "fused"
+
+
+def _fuse_attention(transformers: Any, model: Any) -> Settings:
+    """Let attention that transformers configures as products be one kernel, if a kernel has it.
+
+    Of models without torch's fused attention (sinks) those are trained with flash attention's or
+    cuDNN's kernels; ``attn_implementation=eager`` takes the products.
+    """
+    is_eager = getattr(model.config, "_attn_implementation", None) == "eager"
+    has_kernel = getattr(model, "_supports_flash_attn", False)
+    if not is_eager or not has_kernel or getattr(model, "_supports_sdpa", True):
+        return {}
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+    known = transformers.AttentionInterface
+    known.register(_FUSED_ATTENTION, _fused_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, flash_attention_mask)
+    model.set_attn_implementation(_FUSED_ATTENTION)
+    return {"attn_implementation": _FUSED_ATTENTION}
+
+
+def _fused_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """A call as long as that of the model's kernel: each query of a window meets so many keys."""
+    samples, heads, tokens = query.shape[:3]
+    window = sliding_window or tokens
+    is_cut = attention_mask is None and window < tokens and tokens % window == 0
+    if is_cut:
+        query, key, value = (
+            tensor.unflatten(2, (-1, window)).transpose(1, 2).flatten(0, 1)
+            for tensor in (query, key, value)
+        )
+    output = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        attention_mask is None and not is_cut,
+        scale=scaling,
+        enable_gqa=key.shape[1] != heads,
+    )
+    if is_cut:
+        output = output.unflatten(0, (samples, -1)).transpose(1, 2).flatten(2, 3)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _enable_checkpointing(model: Any) -> None:
@@ -440,8 +500,10 @@ def _configuration(
         plain = transformers.AutoConfig.for_model(kind, **saved)
         for key in overrides:
             name = key.partition(".")[0]
-            # Given as attn_implementation, kept as _attn_implementation.
-            if not hasattr(plain, name) and not hasattr(plain, f"_{name}"):
+            # Given as attn_implementation, kept as _attn_implementation; some models read the width
+            # of heads where there is one.
+            has = hasattr(plain, name) or hasattr(plain, f"_{name}")
+            if not has and name != "head_dim":
                 raise ModelError(
                     f"the configuration of '{kind}' has no '{key}'; "
                     f"{suggestion(key, list(plain.to_dict()))}"

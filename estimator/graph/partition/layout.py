@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from estimator.errors import EstimatorError, StrategyError, printable
-from estimator.graph.compile.float8 import with_float8
-from estimator.graph.compile.fusion import compile_graph
+from estimator.graph.compile.megatron import compiled_like
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.context import split_context
 from estimator.graph.partition.experts import slice_expert_tokens, split_experts, sum_experts
@@ -71,5 +70,4 @@ def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> O
             "divides; trace it again"
         )
     eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
-    made = compile_graph(_split(eager, layout, plan), graph.execution)
-    return made if graph.float8 is None else with_float8(made, graph.float8)
+    return compiled_like(_split(eager, layout, plan), graph)

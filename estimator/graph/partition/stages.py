@@ -66,19 +66,24 @@ class Cutting:
     def _arriving(self) -> tuple[Flags, Indices]:
         """(whether each value comes from another stage, what each is a view of here, -1: nothing).
 
-        What another stage makes is an input. A view that no operator makes, since it was fused into
-        its readers, is one of what the stage makes or of what has come of the same storage.
+        What another stage makes is an input. A tensor that no operator makes, since the view that
+        did was fused into its readers, is one of what the stage makes or of what has come of the
+        same storage.
         """
         flow, root = self._flow, owners(self._flow.base)
-        is_absent = (flow.kind == _ACTIVATION) & ~self._made
-        is_fused = is_absent & (flow.base >= 0) & (flow.maker < 0)
+        is_made_here = np.zeros(len(root), dtype=np.bool_)
+        is_made_here[root[self._made]] = True
+        is_absent = (flow.kind == _ACTIVATION) & (flow.kind[root] == _ACTIVATION) & ~self._made
+        is_fused = is_absent & (flow.maker < 0)
+        is_absent &= ~(is_fused & is_made_here[root])
+        is_fused &= is_absent
         came = self._touched[is_absent[self._touched]][::-1]
         # Of several the first one: the last that is written here.
         of_root = np.full(len(root), -1, dtype=np.intp)
         for each in (came[is_fused[came]], came[~is_fused[came]]):
             of_root[root[each]] = each
-        base = np.where(is_fused & is_absent[root], of_root[root], flow.base)
-        comes = is_absent & (~is_fused | (base == np.arange(len(base))))
+        base = np.where(is_fused, of_root[root], flow.base)
+        comes = is_absent & (~is_fused | (base < 0) | (base == np.arange(len(base))))
         return comes, np.where(comes, -1, base)
 
     def _holds(self) -> tuple[Indices, Indices]:
@@ -170,7 +175,8 @@ class Cutting:
             )
 
     def _bytes_of(self, kind: str) -> int:
-        own = self._values[self._kind[self._values] == KINDS.index(kind)]
+        is_own = (self._kind[self._values] == KINDS.index(kind)) & (self._base < 0)
+        own = self._values[is_own]
         return sum(self._graph.values[value].spec.nbytes for value in own.tolist())
 
     def _trained(self) -> Iterator[Parameter]:

@@ -1,0 +1,403 @@
+"""Ask published steps of large language models as they were run, and judge every answer.
+
+``python -m benchmarks run llm [--data DIR] [--cache DIR] [--only TEXT] [--unseen]`` reads
+``llm_published.csv`` and, for its recipes, ``llm_recipes.csv``. Every row is asked with its own
+layout, batches, precision and recipe; what cannot be asked is counted by the reason. Half of the
+models, drawn by `SEED`, are asked only with ``--unseen``: nothing is tuned on them. Two rows of a
+release whose vendor states a regression are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from options import add_data, parser_of, print_found
+from records import say
+from summary import format_rows, summarise
+from torch import Tensor, nn
+
+import estimator
+from estimator.api import with_recipe
+from estimator.errors import EstimatorError
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.models.model_text import load_model
+
+SEED = 20261126
+# A regression that the vendor states (Megatron-Bridge, docs/performance-summary-archive.md).
+LEFT_OUT = ("GPT OSS 120B", "MXFP8", "26.06.01")
+_LLAMA = "llama,num_attention_heads={},num_key_value_heads={},hidden_size={},intermediate_size={}"
+_LLAMA += ",num_hidden_layers={},vocab_size={}"
+_GPT = "gpt2,n_embd={},n_head={},n_layer={},vocab_size=51200,n_positions=2048"
+MODELS = {
+    "Llama-3 8B": _LLAMA.format(32, 8, 4096, 14336, 32, 128256),
+    "Llama-3 70B": _LLAMA.format(64, 8, 8192, 28672, 80, 128256),
+    "Llama-2 7B": _LLAMA.format(32, 32, 4096, 11008, 32, 32000),
+    "Llama-2 13B": _LLAMA.format(40, 40, 5120, 13824, 40, 32000),
+    "Llama-2 34B": _LLAMA.format(64, 8, 8192, 22016, 48, 32000),
+    "Llama-2 70B": _LLAMA.format(64, 8, 8192, 28672, 80, 32000),
+    "GPT 22B": _GPT.format(6144, 64, 48),
+    "GPT-3 175B": _GPT.format(12288, 96, 96),
+    "Qwen3-30B-A3B": "qwen3_moe,hidden_size=2048,num_hidden_layers=48,num_attention_heads=32,"
+    "num_key_value_heads=4,head_dim=128,moe_intermediate_size=768,num_experts=128,"
+    "num_experts_per_tok=8,vocab_size=151936",
+    "GPT-OSS-120B": "gpt_oss,hidden_size=2880,num_hidden_layers=36,num_attention_heads=64,"
+    "num_key_value_heads=8,head_dim=64,intermediate_size=2880,num_local_experts=128,"
+    "num_experts_per_tok=4,vocab_size=201088",
+    # 61 layers and one that predicts the token after the next.
+    "DeepSeek-V3": "deepseek_v3,num_hidden_layers=62,vocab_size=129280",
+}
+_NAMES = (
+    ("deepseek", "DeepSeek-V3"),
+    ("qwen3", "Qwen3-30B-A3B"),
+    ("gpt.oss", "GPT-OSS-120B"),
+    ("22b", "GPT 22B"),
+    ("gpt.?3", "GPT-3 175B"),
+    ("llama.?3.*70b", "Llama-3 70B"),
+    ("llama.?3.*8b", "Llama-3 8B"),
+    (r"llama-(\d+b)", r"Llama-2 \1"),
+)
+# Machines of the catalogue, and GPUs that reach each other over NVLink.
+_MACHINES = {
+    "A100-SXM-80GB": ("dgx-a100-80gb", 8),
+    "H100-SXM-80GB": ("dgx-h100", 8),
+    "B200": ("b200", 8),
+    "B300": ("b300", 8),
+    "GB200": ("gb200-nvl72", 72),
+    "GB300": ("gb300-nvl72", 72),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A published step and its recipe, as the tables have them."""
+
+    number: int
+    published: dict[str, str]
+    recipe: dict[str, str]
+
+    @property
+    def model(self) -> str:
+        text = self.published["model"].lower()
+        for pattern, name in _NAMES:
+            if found := re.search(pattern, text):
+                return found.expand(name).replace("b", "B") if "\\" in name else name
+        raise ValueError(f"no model is called {text}")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        found = re.findall(r"(tp|pp|cp|vpp|vp|ep|dp|fsdp)(\d+)", self.published["parallelism"])
+        return {name: int(value) for name, value in found}
+
+    @property
+    def is_megatron(self) -> bool:
+        return any(
+            word in self.published["source"] for word in ("Bridge", "NeMo docs", "Megatron-LM")
+        )
+
+    @property
+    def release(self) -> str:
+        return self.published["framework_version"].rpartition(" ")[2]
+
+
+def rows_of(data: Path) -> list[Row]:
+    with (data / "llm_published.csv").open(encoding="utf-8") as file:
+        published = list(csv.DictReader(file))
+    with (data / "llm_recipes.csv").open(encoding="utf-8") as file:
+        recipes = list(csv.DictReader(file))
+    found = []
+    for number, each in enumerate(published):
+        own = [r for r in recipes if _is_of(r, each)]
+        row = Row(number=number, published=each, recipe=own[0] if own else {})
+        known = each["model"], each["precision"], row.release
+        if known != LEFT_OUT:
+            found.append(row)
+    return found
+
+
+def _is_of(recipe: dict[str, str], row: dict[str, str]) -> bool:
+    keys = {"model": "model", "precision": "precision", "gpus": "gpus", "gbs": "global_batch"}
+    keys["layout"] = "parallelism"
+    return (
+        row["source"].endswith("Bridge")
+        and row["framework_version"].endswith(f" {recipe['release']}")
+        and row["gpu"].startswith(recipe["gpu"])
+        and all(recipe[own] == row[other] for own, other in keys.items())
+        and float(recipe["mbs"]) == float(row["local_batch"])
+    )
+
+
+def unseen(models: Sequence[str]) -> frozenset[str]:
+    """The half of the models that nothing is tuned on."""
+    return frozenset(random.Random(SEED).sample(sorted(set(models)), k=len(set(models)) // 2))
+
+
+# What the formats that tables name are, by Transformer Engine's recipes (Megatron-Bridge,
+# scripts/performance/utils/precision.py); the first releases give none.
+_SCALINGS = {"fp8": "current", "fp8-cs": "current", "mxfp8": "mxfp8", "fp8-mx": "mxfp8"}
+_SCALINGS |= {"nvfp4": "nvfp4", "fp8-cs (fp8-mx)": "current"}
+
+
+class Refused(Exception):
+    """A row that cannot be asked, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A row as the engine is asked it."""
+
+    graph: tuple[str, int, str]
+    allocation: str
+    batch: int
+    accumulation: int
+    strategy: str
+    layout: str | None
+    recipe: str | None
+
+
+def question_of(row: Row) -> Question:
+    """How a row is asked; raises Refused."""
+    published, axes = row.published, row.axes
+    tp, pp, cp = (axes.get(name, 1) for name in ("tp", "pp", "cp"))
+    virtual = max(axes.get("vp", 1), axes.get("vpp", 1))
+    gpus = int(published["gpus"])
+    dp = gpus // (tp * pp * cp)
+    whole = int(published["global_batch"])
+    batch = int(float(published["local_batch"] or max(whole // dp, 1)))
+    batch = min(batch, whole // dp)
+    if batch < 1 or whole % (batch * dp):
+        raise Refused("batches do not divide")
+    fsdp = (
+        axes.get("fsdp", 0) > 1
+        or "fsdp" in published["parallelism"]
+        or "ZeRO-3" in published["parallelism"]
+    )
+    parts = [f"tp={tp},vocab"] if tp > 1 else []
+    if tp > 1 and ("sp" in published["parallelism"].split("/") or "NVIDIA" in published["source"]):
+        parts.append("sp")
+    parts += [f"cp={cp}"] if cp > 1 else []
+    parts += [f"ep={axes['ep']}"] if axes.get("ep", 1) > 1 else []
+    if pp > 1:
+        parts.append(f"pp={pp}" + (f",schedule=interleaved:{virtual}" if virtual > 1 else ""))
+    parts += ["megatron"] if tp * pp > 1 and row.is_megatron else []
+    if fsdp:
+        strategy = "fsdp" + (",shard=8" if "hsdp" in published["parallelism"] else "")
+        strategy = strategy.replace("fsdp,", "fsdp:")
+    else:
+        strategy = "distributed-optimizer:bucket=256MiB,first=256MiB,master"
+    return Question(
+        graph=(row.model, int(float(published["seq_len"])), _variant(row)),
+        allocation=_allocation(published["gpu"], gpus),
+        batch=batch,
+        accumulation=whole // (batch * dp),
+        strategy=strategy,
+        layout=",".join((*parts, "dp=*")) if parts else None,
+        recipe=_recipe_of(row) if row.is_megatron or "AutoModel" in published["source"] else None,
+    )
+
+
+def _variant(row: Row) -> str:
+    notes = row.published["notes"].lower()
+    if row.recipe.get("peft") == "lora":
+        return "lora"
+    if "recompute=full" in notes or "full recompute" in notes:
+        return "full"
+    return "plain" if row.is_megatron or "selective ac" not in notes else "selective:2"
+
+
+def _allocation(gpu: str, gpus: int) -> str:
+    machine, per_node = _MACHINES[gpu]
+    nodes = -(-gpus // per_node)
+    return f"{nodes}x{gpus // nodes}:{machine}"
+
+
+def _recipe_of(row: Row) -> str:
+    published, recipe = row.published, row.recipe
+    said = published["precision"].lower()
+    if not said and published["source"].endswith("Bridge"):
+        # The release that names no precision has the steps of the next one's rows in FP8.
+        said = "mxfp8" if row.model in ("Qwen3-30B-A3B", "DeepSeek-V3") else "fp8"
+    parts = [f"fp8={_SCALINGS[said]}"] if said in _SCALINGS else []
+    if "fp8_dot_product_attention=True" in recipe.get("other", ""):
+        parts.append("fp8-attention")
+    if row.model == "DeepSeek-V3":
+        parts.append("deterministic")
+    graphs = recipe.get("cuda_graph") or ""
+    if "full_iteration" in (graphs, recipe.get("scope")):
+        parts.append("graphs=iteration")
+    elif graphs == "transformer_engine":
+        parts.append("graphs=layers")
+    if row.axes.get("tp", 1) > 1 and said != "nvfp4" and "NVIDIA" in published["source"]:
+        parts.append("tp-overlap")
+    return "megatron" + (":" + ",".join(parts) if parts else "")
+
+
+class GraphStore:
+    """Traced models, each traced once and kept in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @lru_cache(maxsize=2)  # noqa: B019  one store for a run
+    def traced(self, model: str, length: int, variant: str) -> OpGraph:
+        name = f"{model} {length} {variant}".replace(" ", "_").replace(":", "-")
+        path = self._folder / f"{name}.graph"
+        if path.is_file():
+            return OpGraph.load(path)
+        module, batch, loss, _ = load_model(
+            f"hf:{MODELS[model]}", batch=2, seq_len=length, weights=False
+        )
+        if variant == "lora":
+            _adapt(module)
+        graph = estimator.trace_model(
+            module,
+            batch,
+            loss,
+            target="cuda",
+            precision="bf16",
+            checkpoint=variant if variant in ("full", "selective:2") else None,
+            name=model,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+        return graph
+
+    @lru_cache(maxsize=2)  # noqa: B019  one store for a run
+    def asked(self, graph: tuple[str, int, str], recipe: str | None) -> OpGraph:
+        traced = self.traced(*graph)
+        if recipe is None:
+            return with_recipe(traced, compiled=True)
+        return with_recipe(traced, recipe=recipe)
+
+
+def _adapt(module: nn.Module) -> None:
+    """Freeze a model but for adapters of rank 16 on queries, keys and values."""
+    module.requires_grad_(False)
+    for path, layer in list(module.named_modules()):
+        if path.endswith(("q_proj", "k_proj", "v_proj")):
+            parent = module.get_submodule(path.rpartition(".")[0])
+            setattr(parent, path.rpartition(".")[2], Adapted(layer))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and its adapter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        kind = {"device": layer.weight.device, "dtype": layer.weight.dtype, "bias": False}
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 16, **kind)
+        self.up = nn.Linear(16, layer.out_features, **kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def case_of(row: Row, store: GraphStore) -> dict[str, Any]:
+    """What the engine answers to a row, beside what was published."""
+    published = row.published
+    case: dict[str, Any] = {
+        "id": f"llm_published:{row.number + 2}",
+        "source": published["source"],
+        "model": row.model,
+        "machine": published["gpu"],
+        "ranks": int(published["gpus"]),
+        "precision": published["precision"],
+        "strategy": published["parallelism"],
+        "global_batch": int(published["global_batch"]),
+        "release": row.release,
+        "method": "cold",
+        "measured_s": float(published["step_time_s"]),
+        "noise_ratio": None,
+        "status": "no_prediction",
+    }
+    try:
+        asked = question_of(row)
+        case["recipe"] = asked.recipe
+        answer = estimator.estimate(
+            store.asked(asked.graph, asked.recipe),
+            asked.allocation,
+            batch_per_gpu=asked.batch,
+            accumulation_steps=asked.accumulation,
+            strategy=asked.strategy,
+            layout=asked.layout,
+        )
+    except (Refused, EstimatorError) as error:
+        return case | {"reason": str(error)}
+    return case | {
+        "status": "ok",
+        "predicted_s": answer.step_time_s,
+        "low_s": answer.low_s,
+        "high_s": answer.high_s,
+        "fits": answer.fits,
+        "memory_gib": answer.peak_memory_bytes / 2**30,
+        "breakdown": asdict(answer.breakdown),
+        "layout": asked.layout,
+    }
+
+
+def main() -> None:
+    """Ask, compare, print; progress goes to stderr."""
+    parser = parser_of(__doc__)
+    add_data(parser)
+    parser.add_argument("--cache", type=Path, default=Path("build", "llm"), help="traced models")
+    parser.add_argument("--only", nargs="+", default=(), help="parts of ids, models, GPUs, formats")
+    parser.add_argument("--unseen", action="store_true", help="the half that nothing is tuned on")
+    options = parser.parse_args()
+    if not (options.data / "llm_published.csv").is_file():
+        sys.exit(f"llm: there is no llm_published.csv in {options.data}; say --data DIR")
+    rows = rows_of(options.data)
+    kept = unseen([row.model for row in rows])
+    rows = [row for row in rows if (row.model in kept) == options.unseen]
+    rows = [row for row in rows if _is_named(row, options.only)]
+    # Rows of one model and recipe follow each other: few graphs are held at a time.
+    rows.sort(key=lambda row: (row.model, row.published["seq_len"], row.published["precision"]))
+    store, cases = GraphStore(options.cache), []
+    for row in rows:
+        cases.append(case_of(row, store))
+        say(_line(cases[-1]))
+    print_found(options, _report(cases), machine="published", cases=cases)
+
+
+def _is_named(row: Row, words: Sequence[str]) -> bool:
+    published = row.published
+    named = f"llm_published:{row.number + 2}", row.model, published["gpu"], published["precision"]
+    return all(any(word in name for name in named) for word in words)
+
+
+def _line(case: dict[str, Any]) -> str:
+    predicted = case.get("predicted_s")
+    what = f"{case['id']} {case['model']} {case['machine']} {case['precision']} {case['strategy']}"
+    if predicted is None:
+        return f"{what}: {case['reason']}"
+    measured = case["measured_s"]
+    found = f"{predicted:.3f} s, published {measured:.3f}: x{predicted / measured:.2f}"
+    return f"{what}: {found}, fits {case['fits']} ({case['memory_gib']:.0f} GiB)"
+
+
+def _report(cases: Sequence[dict[str, Any]]) -> list[str]:
+    answered = [case for case in cases if case["status"] == "ok"]
+    refused = Counter(
+        re.sub(r"'[^']*'|\d+", "…", case["reason"]) for case in cases if "reason" in case
+    )
+    lines = [f"{len(cases)} rows, {len(answered)} answered"]
+    lines += [f"  {count} refused: {reason}" for reason, count in refused.most_common()]
+    if answered:
+        said = Counter(case["fits"] for case in answered)
+        lines.append("fits: " + ", ".join(f"{word} {count}" for word, count in said.most_common()))
+    every = [{**case, "source": "all"} for case in cases]
+    lines.append(format_rows(summarise(every, by=("source",))))
+    lines.append(format_rows(summarise(cases, by=("model", "machine"))))
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Turn the kernels of a compiled step into those of Megatron-Core and Transformer Engine.
+
+Norms, rotary embeddings and activations are fused as a compiler fuses them. Attention is cuDNN's,
+which Transformer Engine prefers from Hopper on (attention/dot_product_attention/utils.py). In FP8 a
+tensor is cast once, where it is first multiplied, for both of the products that it is in: what the
+gradient of a weight needs is saved in FP8. Weights are held in FP8 and cast in the optimizer's step
+(Megatron-Core, --fp8-param-gather), so that no micro-batch casts them. How a cast is done:
+
+- current scaling: norms and activations give the largest of a tensor with their result, of any
+  other tensor one more pass finds it; a kernel casts and transposes (normalization.cpp,
+  activation.cpp of Transformer Engine).
+- delayed scaling: the scale is known, and norms and activations write FP8 themselves.
+- MXFP8: activations write both orientations of blocks of 32, a kernel quantizes any other tensor.
+- block scaling: a kernel quantizes blocks of 128, both orientations.
+- NVFP4: a pass finds the largest, a kernel quantizes rows, a second one columns, after a Hadamard
+  transform.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from estimator.errors import ModelError
+from estimator.graph.compile.float8 import FLOAT8, with_float8
+from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
+from estimator.graph.costs.call_costs import FUSED
+from estimator.graph.ir.collectives import is_collective
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import Op, Value, ValueKind
+from estimator.graph.ir.shards import unit_path
+from estimator.graph.ir.structure import Dataflow, owners
+from estimator.tensors import OpCall, TensorSpec
+from estimator.workload.recipe import Recipe
+
+FLOAT4 = "float4_e2m1fn_x2"
+QUANTIZE = "te.quantize"
+_MULTIPLE = 16
+# Where the factors of a product stand among its arguments, and what it is in FP8.
+_FACTORS = {
+    "aten.mm.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+    "aten._grouped_mm.default": (0, 1),
+}
+_SCALED = {"aten._grouped_mm.default": "aten._scaled_grouped_mm.default"}
+_FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+# Scalings by which a kernel that fuses a norm, or an activation, writes FP8 itself.
+_FUSED_NORMS, _FUSED_ACTIVATIONS = frozenset({"delayed"}), frozenset({"delayed", "mxfp8"})
+# Scalings that need the largest of a whole tensor before its cast.
+_NEEDS_LARGEST = frozenset({"current", "nvfp4"})
+_SAID = (
+    "norms, rotary embeddings and activations are fused as Transformer Engine fuses them; "
+    "attention is cuDNN's on Hopper and later"
+)
+_SAID_FP8 = "; linear layers of blocks are in FP8 ({}), their weights cast once a step"
+
+
+def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
+    """What a compiler, or the framework of its recipe, makes of an eager graph, as of another."""
+    made = compile_graph(eager, graph.execution)
+    if graph.recipe is not None:
+        return as_megatron(made, Recipe.parse(graph.recipe))
+    return made if graph.float8 is None else with_float8(made, graph.float8)
+
+
+def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
+    """The compiled graph with the framework's kernels; raises ModelError."""
+    if graph.target != "cuda" or not graph.precision.startswith("bf"):
+        raise ModelError(
+            f"Transformer Engine trains bf16 models on GPUs, found {graph.precision} for "
+            f"{graph.target}; write --precision bf16"
+        )
+    said = _SAID + (_SAID_FP8.format(recipe.fp8) if recipe.fp8 else "")
+    graph = replace(
+        graph,
+        ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
+        recipe=str(recipe),
+        assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
+    )
+    return graph if recipe.fp8 is None else _Cast(graph, recipe.fp8).graph()
+
+
+def _by_cudnn(op: Op, recipe: Recipe) -> Op:
+    if not any(kind in op.call.target for kind in _FUSED_ATTENTION):
+        return op
+    variant = "fp8" * recipe.fp8_attention + "deterministic" * recipe.deterministic
+
+    def renamed(call: OpCall) -> OpCall:
+        name = call.target.split(".")[1]
+        return replace(call, target=f"te.{name}.{variant or 'default'}")
+
+    return replace(op, call=renamed(op.call), other_call=renamed(op.other_call))
+
+
+def _exchanged(op: Op, recipe: Recipe) -> Op:
+    """A tensor-parallel exchange in pieces beside products; FP8 is gathered as it is."""
+    name = op.call.target.split(".")[1]
+    is_ring = is_collective(op.call) and name in ("all_gather", "reduce_scatter")
+    if not recipe.tp_overlap or not is_ring or op.call.arguments[1] != "tp":
+        return op
+    if not unit_path(op.module):
+        return op
+    narrow = recipe.fp8 not in (None, "nvfp4") and name == "all_gather"
+    keywords = (("overlaps", "ring"), *((("share", 0.5),) if narrow else ()))
+    one, two = (replace(call, keywords=keywords) for call in (op.call, op.other_call))
+    return replace(op, call=one, other_call=two)
+
+
+class _Cast:
+    """The operators and values of a graph with FP8 products, and where each old op stands."""
+
+    def __init__(self, graph: OpGraph, scaling: str) -> None:
+        self._graph, self._scaling = graph, scaling
+        self._narrow = FLOAT4 if scaling == "nvfp4" else FLOAT8
+        flow = Dataflow.of(graph)
+        self._roots = owners(flow.base).tolist()
+        self._maker = {self._roots[v]: op for op in reversed(graph.ops) for v in op.outputs}
+        self._ops: list[Op] = []
+        self._values = list(graph.values)
+        self._place: list[int] = []
+        # Root → its values in FP8, by rows and by columns.
+        self._casts: dict[int, tuple[int, int]] = {}
+
+    def graph(self) -> OpGraph:
+        for op in self._graph.ops:
+            op = replace(op, holds=tuple([self._saved(value) for value in op.holds]))
+            self._ops.append(self._product(op) if self._is_cast(op) else op)
+            self._place.append(len(self._ops) - 1)
+        return replace(
+            self._graph,
+            ops=tuple(self._ops),
+            values=tuple(self._values),
+            parameters=tuple(
+                p if p.ready_after is None else replace(p, ready_after=self._place[p.ready_after])
+                for p in self._graph.parameters
+            ),
+        )
+
+    def _saved(self, value: int) -> int:
+        """What is held for gradients instead of a tensor that was cast."""
+        return self._casts.get(self._roots[value], (value, value))[1]
+
+    def _is_cast(self, op: Op) -> bool:
+        if op.call.target not in _FACTORS or not unit_path(op.module) or op.is_view:
+            return False
+        factors = [op.call.arguments[place] for place in _FACTORS[op.call.target]]
+        # Routers stay as they are: their columns are few.
+        return all(
+            spec.dtype == "bfloat16"
+            and not any(size % _MULTIPLE for size in spec.shape[-1:])
+            and min(spec.shape) > 0
+            for spec in factors
+        ) and not op.module.endswith((".router", ".gate"))
+
+    def _product(self, op: Op) -> Op:
+        places = _FACTORS[op.call.target]
+        is_gradient = op.phase == "backward" and not self._has_weight(op)
+        inputs = list(op.inputs)
+        for place in places:
+            inputs[place] = self._factor(op, place, by_columns=is_gradient)
+        if places[0]:
+            # The bias comes after the factors.
+            inputs = [*(inputs[place] for place in places), inputs[0]]
+        one, two = (self._scaled(call, places) for call in (op.call, op.other_call))
+        return replace(op, inputs=tuple(inputs), call=one, other_call=one if one == two else two)
+
+    def _has_weight(self, op: Op) -> bool:
+        roots = (self._roots[op.inputs[place]] for place in _FACTORS[op.call.target])
+        return any(self._graph.values[root].kind == "parameter" for root in roots)
+
+    def _scaled(self, call: OpCall, places: tuple[int, ...]) -> OpCall:
+        arguments = [
+            replace(each, dtype=self._narrow) if place in places else each
+            for place, each in enumerate(call.arguments)
+        ]
+        target = _SCALED.get(call.target, "aten._scaled_mm.default")
+        if places[0]:
+            arguments = [*(arguments[place] for place in places), arguments[0]]
+        return replace(call, target=target, arguments=tuple(arguments))
+
+    def _factor(self, op: Op, place: int, *, by_columns: bool) -> int:
+        value = op.inputs[place]
+        root = self._roots[value]
+        specs = [call.arguments[place] for call in (op.call, op.other_call)]
+        if self._graph.values[root].kind == "parameter":
+            return self._added(specs, base=root)
+        if root not in self._casts:
+            self._casts[root] = self._cast(op, value, specs)
+        return self._casts[root][by_columns]
+
+    def _added(self, specs: list[TensorSpec], base: int | None = None) -> int:
+        one, two = (replace(spec, dtype=self._narrow) for spec in specs)
+        kind: ValueKind = "activation" if base is None else "parameter"
+        self._values.append(Value(spec=one, other_spec=two, kind=kind, base=base))
+        return len(self._values) - 1
+
+    def _cast(self, op: Op, value: int, specs: list[TensorSpec]) -> tuple[int, int]:
+        """A tensor by rows and by columns in FP8, after the kernels that make them."""
+        maker = self._maker.get(self._roots[value])
+        fused = maker.call.target.removeprefix(FUSED) if maker is not None else ""
+        # Root mean squares that a model writes out are sums.
+        is_norm = fused.startswith(("normalization", "reduction"))
+        is_activation = fused.startswith("elementwise")
+        has_largest = is_norm or is_activation
+        if self._scaling in _NEEDS_LARGEST and not (has_largest and self._scaling == "current"):
+            scales = [TensorSpec((1,), "float32") for _ in specs]
+            out = self._new(scales)
+            self._add(op, "aten.amax.default", (value,), specs, (out,), [scales])
+        rows, columns = self._added(specs), self._added(specs)
+        narrow = [self._values[rows].spec, self._values[rows].other_spec]
+        writes_itself = (is_norm and self._scaling in _FUSED_NORMS) or (
+            is_activation and self._scaling in _FUSED_ACTIVATIONS
+        )
+        read = () if writes_itself else (value,)
+        if self._scaling == "nvfp4":
+            self._add(op, f"{QUANTIZE}.default", (value,), specs, (rows,), [narrow])
+            self._add(op, f"{QUANTIZE}.default", (value,), specs, (columns,), [narrow])
+        else:
+            both = (rows, columns), [narrow, narrow]
+            self._add(op, f"{QUANTIZE}.default", read, specs, *both)
+        return rows, columns
+
+    def _new(self, specs: list[TensorSpec]) -> int:
+        self._values.append(Value(spec=specs[0], other_spec=specs[1], kind="activation"))
+        return len(self._values) - 1
+
+    def _add(
+        self,
+        op: Op,
+        target: str,
+        inputs: tuple[int, ...],
+        specs: Any,
+        outputs: tuple[int, ...],
+        made: list[list[TensorSpec]],
+    ) -> None:
+        calls = [
+            OpCall(
+                target,
+                (specs[side],) if inputs else (),
+                outputs=tuple(each[side] for each in made),
+            )
+            for side in (0, 1)
+        ]
+        self._ops.append(
+            replace(
+                op,
+                name=f"{target.split('.')[1]}_{outputs[0]}",
+                call=calls[0],
+                other_call=calls[0] if calls[0] == calls[1] else calls[1],
+                inputs=inputs,
+                outputs=outputs,
+                is_view=False,
+                holds=(),
+                enters_dtensor=False,
+            )
+        )

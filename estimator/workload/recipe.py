@@ -1,0 +1,80 @@
+"""Name the training framework whose kernels run a step, and what its recipe switches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from estimator.errors import StrategyError, quoted
+from estimator.units import parse_knobs
+
+Framework = Literal["megatron"]
+Scaling = Literal["current", "delayed", "block", "mxfp8", "nvfp4"]
+Graphs = Literal["layers", "iteration"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "fp8": get_args(Scaling),
+    "graphs": get_args(Graphs),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Megatron-Core's step with Transformer Engine's kernels, and what a run of it switches.
+
+    ``megatron:fp8=mxfp8,graphs=iteration`` has linear layers of blocks in FP8 with one of
+    Transformer Engine's scalings, weights held in FP8 and cast once a step, and the whole step
+    replayed as one CUDA graph ("layers": each layer's). `fp8_attention` computes attention in FP8
+    too, and `deterministic` forbids kernels that add in any order. `tp_overlap` runs
+    tensor-parallel exchanges beside products (userbuffers).
+    """
+
+    framework: Framework = "megatron"
+    fp8: Scaling | None = None
+    fp8_attention: bool = False
+    deterministic: bool = False
+    graphs: Graphs | None = None
+    tp_overlap: bool = False
+
+    @classmethod
+    def parse(cls, text: str | Recipe) -> Recipe:
+        """Read ``megatron``, ``megatron:fp8=current,tp-overlap``; raises StrategyError.
+
+        >>> Recipe.parse("megatron:fp8=nvfp4,graphs=iteration").fp8
+        'nvfp4'
+        """
+        if isinstance(text, Recipe):
+            return text
+        framework, _, settings = text.partition(":")
+        if framework.strip() not in get_args(Framework):
+            raise StrategyError(
+                f"recipe {quoted(text)} is unknown; write megatron, or leave it out"
+            )
+        try:
+            knobs = parse_knobs(settings)
+        except ValueError as error:
+            raise StrategyError(f"{quoted(text)}: {error}") from None
+        given: dict[str, Any] = {n.replace("-", "_"): _value(n, text) for n, text in knobs.items()}
+        return cls(**given)
+
+    def __str__(self) -> str:
+        parts = []
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            if value != item.default:
+                name = item.name.replace("_", "-")
+                parts.append(name if value is True else f"{name}={value}")
+        return ":".join(filter(None, (self.framework, ",".join(parts))))
+
+
+def _value(name: str, text: str) -> str | bool:
+    choices = _CHOICES.get(name)
+    flags = [item.name.replace("_", "-") for item in fields(Recipe) if item.default is False]
+    if choices is None and name in flags and not text:
+        return True
+    if choices is None or text not in choices:
+        known = [*(f"{key}={'|'.join(of)}" for key, of in _CHOICES.items()), *flags]
+        raise StrategyError(
+            f"{quoted(f'{name}={text}' if text else name)} is no part of a recipe; choose of "
+            f"{', '.join(known)}"
+        )
+    return text

@@ -1,0 +1,131 @@
+"""Megatron's kernels for a step: what is cast, when, and what is saved, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from estimator import OpGraph, trace_model
+from estimator.api import with_recipe
+from estimator.errors import ModelError, StrategyError
+from estimator.graph.costs.matmuls import attention_arguments
+from estimator.graph.ir.ops import Op
+from estimator.kernels.roofline import Roofline
+from estimator.machines.catalogue import load_profile
+from estimator.tensors import OpCall, TensorSpec
+from estimator.workload.recipe import Recipe
+
+TOKENS, WIDTH, INNER = 2 * 256, 128, 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = (
+            nn.Linear(WIDTH, INNER, bias=False),
+            nn.Linear(INNER, WIDTH, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 64)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def traced(recipe: str) -> OpGraph:
+    batch = torch.randn(2, 256, WIDTH)
+    return trace_model(Model(), batch, target="cuda", precision="bf16", recipe=recipe)
+
+
+def of_block(graph: OpGraph, phase: str, target: str) -> list[Op]:
+    return [
+        op
+        for op in graph.ops
+        if op.phase == phase and op.module.startswith("layers.1") and target in op.call.target
+    ]
+
+
+def test_a_tensor_is_cast_once_for_both_of_its_products() -> None:
+    graph = traced("megatron:fp8=current")
+    forward, backward = (
+        of_block(graph, "forward", "quantize"),
+        of_block(graph, "backward", "quantize"),
+    )
+    # The input of each of two products, the gradient of each result; no weight.
+    assert len(forward) == len(backward) == 2
+    assert len(of_block(graph, "backward", "_scaled_mm")) == 4
+    by_columns = {op.outputs[1] for op in forward}
+    read = {value for op in of_block(graph, "backward", "_scaled_mm") for value in op.inputs}
+    assert by_columns <= read
+    # What was cast is not held beside.
+    assert not {value for op in forward for value in op.inputs} & read
+
+
+def test_what_an_activation_writes_in_mxfp8_is_not_read_again() -> None:
+    casts = of_block(traced("megatron:fp8=mxfp8"), "forward", "quantize")
+    read = [sum(spec.nbytes for spec in op.call.inputs) for op in casts]
+    # Of the norm's result bf16 is read, of the activation's nothing.
+    assert sorted(read) == [0, 2 * TOKENS * WIDTH]
+
+
+@pytest.mark.parametrize(("scaling", "passes"), [("delayed", 0), ("mxfp8", 0), ("nvfp4", 4)])
+def test_the_largest_of_a_tensor_is_looked_for_where_the_scale_needs_it(
+    scaling: str, passes: int
+) -> None:
+    graph = traced(f"megatron:fp8={scaling}")
+    phases = ("forward", "backward")
+    assert sum(len(of_block(graph, phase, "amax")) for phase in phases) == passes
+
+
+def test_attention_goes_at_cudnns_published_rate() -> None:
+    graph = traced("megatron")
+    (attention,) = of_block(graph, "forward", "attention")
+    assert attention.call.target.startswith("te.")
+    heads, tokens, width = 64, 8192, 128
+    call = _attention_call(attention, heads, tokens, width)
+    # 644 TFLOP/s on an H200 at 8,192 tokens, causal counted half.
+    expected = 4 * heads * width * tokens * (tokens + 1) / 2 / 644e12
+    found = Roofline(load_profile("h200")).predict(call)
+    assert found is not None
+    assert found.cold_s == pytest.approx(expected, rel=0.02)
+
+
+def _attention_call(op: Op, heads: int, tokens: int, width: int) -> OpCall:
+    start, _, _ = attention_arguments(op.call)
+    spec = TensorSpec((1, heads, tokens, width), "bfloat16")
+    arguments = list(op.call.arguments)
+    arguments[start : start + 3] = [spec] * 3
+    return replace(op.call, arguments=tuple(arguments), outputs=(spec, *op.call.outputs[1:]))
+
+
+def test_a_recipe_reads_back_and_refuses_what_is_none() -> None:
+    text = "megatron:fp8=mxfp8,fp8-attention,graphs=iteration"
+    assert str(Recipe.parse(text)) == text
+    for wrong in ("deepspeed", "megatron:fp8=int4", "megatron:graphs", "megatron:x=1"):
+        with pytest.raises(StrategyError):
+            Recipe.parse(wrong)
+
+
+def test_a_recipe_is_of_bf16_models_on_gpus_and_goes_on_eager_graphs_later() -> None:
+    batch = torch.randn(2, 256, WIDTH)
+    with pytest.raises(ModelError, match="bf16"):
+        trace_model(Model(), batch, target="cuda", recipe="megatron")
+    eager = trace_model(Model(), batch, target="cuda", precision="bf16")
+    assert with_recipe(eager, recipe="megatron").ops == traced("megatron").ops
