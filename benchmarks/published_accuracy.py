@@ -51,7 +51,7 @@ def main() -> None:
     if options.picture:
         draw(cases, options.picture)
     rows, counts = summaries(cases), counted(found)
-    lines = [format_table([_COLUMNS, *counts]), "", format_rows(rows), "", *_reasons(found)]
+    lines = [format_table([_COLUMNS, *counts]), "", *tables_of(rows), *_reasons(found)]
     tables = [{"title": "Rows", "columns": _COLUMNS, "rows": counts}]
     print_found(options, lines, cases=cases, summary=rows, tables=tables)
 
@@ -97,6 +97,12 @@ def summaries(cases: Sequence[Case]) -> list[SummaryRow]:
         *summarise(ordered, by=("source", "method")),
         *summarise(cold, by=("place", "source", "method")),
     ]
+
+
+def tables_of(rows: Sequence[SummaryRow]) -> Iterator[str]:
+    """A table of the sources, and one of their places."""
+    for _, alike in groupby(rows, key=lambda row: tuple(row.group)):
+        yield format_rows(list(alike)) + "\n"
 
 
 def counted(found: Sequence[Verdict]) -> list[list[str]]:
