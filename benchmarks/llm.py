@@ -171,7 +171,8 @@ def question_of(row: Row) -> Question:
     gpus = int(published["gpus"])
     dp = gpus // (tp * pp * cp)
     whole = int(published["global_batch"])
-    batch = int(float(published["local_batch"] or max(whole // dp, 1)))
+    # A pipeline whose micro-batch is not said has the smallest.
+    batch = int(float(published["local_batch"] or (1 if pp > 1 else max(whole // dp, 1))))
     batch = min(batch, whole // dp)
     if batch < 1 or whole % (batch * dp):
         raise Refused("batches do not divide")

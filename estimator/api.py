@@ -76,16 +76,15 @@ def trace_model(
     step(models, batch), which may call backward(). With `measure`, the distinct ops of the step are
     timed on this machine, that of `profile`, and kept in the user's store.
 
-    The optimizer is one of torch.optim or its name, by default what the step or
-    ``configure_optimizers()`` has, else "adamw". The step is eager unless `compiled` (by default as
-    `model` is): fused by `torch.compile`, in each repeated block alone ("blocks"), or replayed as
-    CUDA graphs ("cuda-graphs"). `channels_last` lays images and filters out so, `grad_scaler` adds
-    a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``. `checkpoint` computes repeated
-    blocks again in the backward pass: "full", "selective:2" or "selective:op" (all but attention
-    and every other matmul). `float8` has the linear layers of a compiled model in float8, scaled as
-    torchao does: "tensorwise" or "rowwise". A `recipe` such as "megatron:fp8=current" runs the step
-    as that framework's kernels do (`workload.recipe.Recipe`). Raises ModelError, TraceError,
-    ProbeError.
+    The optimizer, one of torch.optim or its name, is by default the step's own, else "adamw". The
+    step is eager unless `compiled` (by default as `model` is): fused by `torch.compile`, in each
+    repeated block alone ("blocks"), or replayed as CUDA graphs ("cuda-graphs"). `channels_last`
+    lays images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
+    ``clip_grad_norm_``. `checkpoint` computes repeated blocks again in the backward pass: "full",
+    "selective:2" or "selective:op" (all but attention and every other matmul). `float8` has the
+    linear layers of a compiled model in float8, scaled as torchao does: "tensorwise" or "rowwise".
+    `recipe` ("megatron:fp8=current") has a framework's kernels (`workload.recipe`). Raises
+    ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
