@@ -73,18 +73,16 @@ def trace_model(
     `loss` is called with (output, batch), or with (output, targets) where the batch holds what
     ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
     else ``output.loss``, else the mean of the floating outputs; of a list of models it is
-    step(models, batch), which may call backward(). With `measure`, the distinct ops of the step are
-    timed on this machine, that of `profile`, and kept in the user's store.
+    step(models, batch). With `measure` distinct ops are timed here (`profile`) and kept.
 
     The optimizer, one of torch.optim or its name, is by default the step's own, else "adamw". The
     step is eager unless `compiled` (by default as `model` is): fused by `torch.compile`, in each
     repeated block alone ("blocks"), or replayed as CUDA graphs ("cuda-graphs"). `channels_last`
     lays images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
-    ``clip_grad_norm_``. `checkpoint` computes repeated blocks again in the backward pass: "full",
-    "selective:2" or "selective:op" (all but attention and every other matmul). `float8` has the
-    linear layers of a compiled model in float8, scaled as torchao does: "tensorwise" or "rowwise".
-    `recipe` ("megatron:fp8=current") has a framework's kernels (`workload.recipe`). Raises
-    ModelError, TraceError, ProbeError.
+    ``clip_grad_norm_``. `checkpoint` recomputes repeated blocks: "full", "selective:2" or
+    "selective:op" (all but attention and every other matmul). `float8` has linear layers of a
+    compiled model in float8 as torchao does: "tensorwise" or "rowwise". `recipe` has a framework's
+    kernels ("megatron:fp8=current"). Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
