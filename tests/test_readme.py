@@ -40,7 +40,7 @@ def test_the_readme_counts_the_machines_that_ship() -> None:
 
 @pytest.mark.parametrize("text", COMMANDS)
 def test_a_command_of_the_readme_is_one(text: str) -> None:
-    # Without the other commands of a row: "profile list, show NAME".
+    # Without the other commands of a row: "machines list, show NAME".
     words = shlex.split(text)[1:]
     command: click.Command = commands
     while isinstance(command, click.Group):

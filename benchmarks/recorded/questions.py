@@ -321,7 +321,7 @@ def _others() -> Iterator[str]:
         yield f"report {graph}.graph --on 1x8:h100-sxm {more} -o page.html --json"
     yield "slurm gpt2-amp.graph --on 2x4:t4-g4dn --samples 1e6"
     for name in ("h100-sxm", "t4-g4dn", "slow", "jammed", "railed-gpu"):
-        yield f"profile show {name} --json"
-    yield "profile compare h100-sxm a100-sxm-80gb --json"
-    yield "profile compare slow fast jammed --json"
+        yield f"machines show {name} --json"
+    yield "machines compare h100-sxm a100-sxm-80gb --json"
+    yield "machines compare slow fast jammed --json"
     yield "machines list --json"

@@ -39,7 +39,7 @@ class Options(TypedDict, total=False):
     calibration: Calibration | None
 
 
-class Changes(Options, total=False):
+class ChangedOptions(Options, total=False):
     """What may differ between two requests."""
 
     graph: OpGraph
@@ -110,7 +110,7 @@ class EstimateRequest:
         nouns["layout"] = agreed_layout(graph, nouns.get("layout"))
         return cls(graph=graph, allocation=allocation, **nouns)
 
-    def changed(self, **changes: Unpack[Changes]) -> EstimateRequest:
+    def changed(self, **changes: Unpack[ChangedOptions]) -> EstimateRequest:
         """The same question but for some of it, which is parsed as `of` parses it."""
         if changes.keys() <= _PLAIN:
             nouns: Any = changes

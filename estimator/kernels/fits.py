@@ -271,6 +271,8 @@ class FamilyFit:
 
     def _fit(self, mine: NDArray[np.bool_]) -> _Form:
         rows = self.rows[mine]
+        # What one call alone has takes up all that is odd about that call, and grows without bound.
+        rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
         return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
 
     def _scaled(self, form: _Form, mine: NDArray[np.bool_]) -> _Form:

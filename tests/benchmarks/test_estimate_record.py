@@ -133,13 +133,13 @@ def test_every_layout_schedule_loader_policy_and_strategy_is_asked_about() -> No
 def test_an_answer_is_the_same_in_any_process() -> None:
     asked = {
         "estimate flops.json --on 4x4:t4-g4dn --strategy fsdp --json",
-        "profile show slow --json",
+        "machines show slow --json",
         "transient",
     }
     answers = recorded(asked.__contains__)
     assert set(answers) == asked
     assert not [*differences(answers, recorded(asked.__contains__), tolerance=0.0)]
-    assert answers["profile show slow --json"]["out"]["name"] == "slow"
+    assert answers["machines show slow --json"]["out"]["name"] == "slow"
 
 
 def test_numbers_are_kept_to_twelve_digits() -> None:

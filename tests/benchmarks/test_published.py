@@ -137,7 +137,7 @@ def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
     assert verdict.outcome == "mapped", verdict.reason
     assert verdict.question is not None
     assert verdict.question.workload.layout == layout
-    assert verdict.question.allocation == "4x8:a100-sxm-80gb"
+    assert verdict.question.allocation == "4x8:dgx-a100-80gb"
 
 
 @pytest.mark.parametrize(("parallelism", "run_again"), [("dp32", 0), ("tp4/dp2/pp4", 15)])

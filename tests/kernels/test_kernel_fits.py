@@ -63,6 +63,21 @@ def test_of_very_many_points_some_are_fitted() -> None:
     assert found.warm_s == pytest.approx(expected.warm_s, rel=0.05)
 
 
+def test_what_one_call_alone_has_does_not_grow_without_bound() -> None:
+    def total(shape: tuple[int, ...], over: tuple[int, ...]) -> OpCall:
+        kept = tuple(size for axis, size in enumerate(shape) if axis not in over)
+        return OpCall("aten.sum.dim_IntList", (TensorSpec(shape), over), (), (TensorSpec(kept),))
+
+    # Across rows at 3 TB/s; one sum along them, 18 µs for 40 rows, which is its launch.
+    sizes = ((16_000, 640), (6_000, 800), (25_000, 384), (8_192, 2_560), (2_000, 1_200))
+    calls = [(total(shape, (0,)), 5e-6 + 4 * shape[0] * shape[1] / 3e12) for shape in sizes]
+    calls.append((total((4, 40, 30, 30), (0, 2, 3)), 1.8e-5))
+    found = KernelFits(_profile(calls)).predict(total((128, 1_152, 7, 7), (2, 3)))
+    assert found is not None
+    # 147,456 rows, 29 MB: not 18 µs for every 40 of them, which is 66 ms.
+    assert found.warm_s < 1e-3
+
+
 def test_few_noisy_calls_of_an_operator_do_not_tell_what_far_larger_ones_take() -> None:
     def seconds(side: int) -> float:
         return 1e-6 + 2 * side**3 / 1e11

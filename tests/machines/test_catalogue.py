@@ -193,3 +193,15 @@ def test_a_price_is_of_a_known_machine_and_dated(row: dict[str, str]) -> None:
         machine = PROFILES[row["Machine"]]
         assert int(row["AcceleratorCount"]) == len(machine.devices)
         assert row["InstanceType"] == machine.hardware["instance_type"]
+
+
+def test_the_measured_h100_says_what_was_measured_and_is_near_its_datasheet() -> None:
+    measured, promised = (
+        load_profile(name) for name in (DATA / "measured" / "h100-80gb.json", "h100-sxm")
+    )
+    assert measured.provenance.source == "measured"
+    for dtype, rate in promised.devices[0].peak_flops_per_s.items():
+        best = measured.devices[0].peak_flops_per_s.get(dtype, rate)
+        assert 0.6 * rate < best <= rate, dtype
+    bandwidth = promised.devices[0].memory_bandwidth_bytes_per_s
+    assert 0.8 * bandwidth < measured.devices[0].memory_bandwidth_bytes_per_s < bandwidth

@@ -397,7 +397,7 @@ def lookups() -> list[GridCall]:
         calls += picking(count, height, width)
         calls += [
             grid_call("index_add.default", table, 0, picked, rows, index_high=height),
-            embedding_bag(table, picked, indices(count // 4)),
+            embedding_bag(table, picked, picked),
         ]
     for count, classes in _WIDE_ROWS:
         calls += likelihood(count, classes)

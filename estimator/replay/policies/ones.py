@@ -25,7 +25,7 @@ NOBODY = -1
 Holders = NDArray[np.int64]
 
 
-class Schedule(NamedTuple):
+class Genome(NamedTuple):
     """A genome: the job of each device, and the global batch of each job whose batch may change."""
 
     holders: Holders
@@ -56,7 +56,7 @@ class Ones(Pools):
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
         self._numbers: dict[str, int] = {}
-        self._populations: dict[str, list[Schedule]] = {}
+        self._populations: dict[str, list[Genome]] = {}
         # By the name of an unfinished job: all its epochs, and (epochs done, samples left).
         self._epochs: dict[str, float] = {}
         self._reports: dict[str, tuple[int, float]] = {}
@@ -77,13 +77,13 @@ class Ones(Pools):
         }
         known = self._populations.get(view.machine, [])
         parents = [self._refreshed(one, view, jobs) for one in known]
-        parents = parents or [Schedule(np.full(view.nodes.total(view.machine), NOBODY), {})]
+        parents = parents or [Genome(np.full(view.nodes.total(view.machine), NOBODY), {})]
         candidates = [self._refilled(one, jobs) for one in parents]
         for _ in range(POPULATION):
             first, second = (parents[i] for i in self._rng.integers(len(parents), size=2))
             child = self._refilled(self._child(first, second, jobs), jobs)
             ordered = reordered(child.holders, parents[0].holders)
-            candidates.append(Schedule(ordered, child.batches))
+            candidates.append(Genome(ordered, child.batches))
         scores = [self._score(one, jobs, view) for one in candidates]
         fittest = np.argsort(scores, kind="stable")[:POPULATION]
         self._populations[view.machine] = [candidates[i] for i in fittest]
@@ -93,7 +93,7 @@ class Ones(Pools):
             for number, count in _counts(holders).items()
         }
 
-    def _child(self, first: Schedule, second: Schedule, jobs: Mapping[int, _Contender]) -> Schedule:
+    def _child(self, first: Genome, second: Genome, jobs: Mapping[int, _Contender]) -> Genome:
         """Crossover of two schedules; some jobs dropped, some batches halved or doubled."""
         of_first = self._rng.random(len(first.holders)) < 0.5
         holders = np.where(of_first, first.holders, second.holders)
@@ -107,7 +107,7 @@ class Ones(Pools):
                 if self._rng.random() < MUTATION_PROBABILITY:
                     batch = batch * 2 if self._rng.random() < 0.5 else max(batch // 2, 1)
                 batches[number] = batch
-        return Schedule(holders, batches)
+        return Genome(holders, batches)
 
     def _learn(self, view: View) -> None:
         """Remember how many epochs the jobs took that have ended since the last plan."""
@@ -126,17 +126,15 @@ class Ones(Pools):
             self._reports[name] = done, left
         return left
 
-    def _refreshed(
-        self, schedule: Schedule, view: View, alive: Mapping[int, _Contender]
-    ) -> Schedule:
+    def _refreshed(self, schedule: Genome, view: View, alive: Mapping[int, _Contender]) -> Genome:
         """Without jobs that have ended, for the devices there are now."""
         devices = view.nodes.total(view.machine)
         fresh = np.full(devices, NOBODY)
         known = schedule.holders[:devices]
         fresh[: len(known)] = np.where(np.isin(known, list(alive)), known, NOBODY)
-        return Schedule(fresh, {n: b for n, b in schedule.batches.items() if n in alive})
+        return Genome(fresh, {n: b for n, b in schedule.batches.items() if n in alive})
 
-    def _refilled(self, schedule: Schedule, jobs: Mapping[int, _Contender]) -> Schedule:
+    def _refilled(self, schedule: Genome, jobs: Mapping[int, _Contender]) -> Genome:
         """Free devices go to new jobs, then to those with the least left; batches fit them."""
         filled = schedule.holders.copy()
         counts = _counts(filled)
@@ -159,9 +157,9 @@ class Ones(Pools):
             for number, count in counts.items()
             if count and jobs[number].job.most_global_batch
         }
-        return Schedule(filled, batches)
+        return Genome(filled, batches)
 
-    def _score(self, schedule: Schedule, jobs: Mapping[int, _Contender], view: View) -> float:
+    def _score(self, schedule: Genome, jobs: Mapping[int, _Contender], view: View) -> float:
         """Device time that the scheduled jobs still need; the lower the better."""
         total = 0.0
         for number, count in _counts(schedule.holders).items():

@@ -130,7 +130,7 @@ def test_experts_are_proposed_divided_in_both_forms_where_degrees_allow() -> Non
     assert expected <= layouts
     # Only these strategies can reduce gradients of experts apart.
     divided = {row.strategy for row in found.rows if "ep=" in row.layout}
-    assert {each.partition(":")[0] for each in divided} == {"ddp", "fsdp"}
+    assert {each.partition(":")[0] for each in divided} == {"ddp", "distributed-optimizer", "fsdp"}
 
 
 def test_experts_that_fit_on_no_rank_are_divided() -> None:

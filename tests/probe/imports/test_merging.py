@@ -145,11 +145,11 @@ def test_the_drivers_name_fits_one_chip_of_the_catalogue(machine: str) -> None:
 
 def test_a_machine_of_the_catalogue_with_imports_says_so(store: Path, command: Any) -> None:
     log = SAMPLES / "nccl_tests_2x8_h100.txt"
-    assert command("profile", "import", log, "--into", "h100-sxm").code == 0
-    listed = " ".join(command("profile", "list").out.split())
+    assert command("machines", "import", log, "--into", "h100-sxm").code == 0
+    listed = " ".join(command("machines", "list").out.split())
     assert "in your store" in listed
     assert "catalogue with imported measurements" in listed
-    shown = command("profile", "show", "h100-sxm").out
+    shown = command("machines", "show", "h100-sxm").out
     assert "catalogue with imported measurements" in shown
 
 
@@ -164,12 +164,12 @@ def test_import_writes_a_machine_that_merge_takes(
     store: Path, tmp_path: Path, command: Any
 ) -> None:
     log = SAMPLES / "nccl_tests_2x8_h100.txt"
-    assert command("profile", "import", log, "--name", "h100").code == 0
+    assert command("machines", "import", log, "--name", "h100").code == 0
     imported = load_profile("h100")
     assert [type(cost) for cost in imported.collectives] == [CollectiveCost]
     machine(devices=8, links=(link(50),)).save(tmp_path / "probed.json")
     merged = command(
-        "profile", "merge", tmp_path / "probed.json", store / "machines" / "h100.json",
+        "machines", "merge", tmp_path / "probed.json", store / "machines" / "h100.json",
         "--out", tmp_path / "both.json",
     )  # fmt: skip
     assert merged.code == 0
@@ -180,7 +180,7 @@ def test_import_writes_a_machine_that_merge_takes(
 def test_a_damaged_file_changes_nothing(store: Path, tmp_path: Path, command: Any) -> None:
     before = (store / "machines" / "local.json").read_bytes()
     (tmp_path / "cut.txt").write_text("# nThread 1 nGpus 8\n#  Rank  0")
-    answer = command("profile", "import", tmp_path / "cut.txt", "--into", "local")
+    answer = command("machines", "import", tmp_path / "cut.txt", "--into", "local")
     assert answer.code == 2
     assert answer.err.startswith(f"estimator: {tmp_path / 'cut.txt'}: ")
     assert (store / "machines" / "local.json").read_bytes() == before
@@ -189,7 +189,7 @@ def test_a_damaged_file_changes_nothing(store: Path, tmp_path: Path, command: An
 def test_a_slurm_topology_becomes_a_cluster_file(tmp_path: Path, command: Any) -> None:
     path = tmp_path / "cluster.toml"
     answer = command(
-        "profile", "import", SAMPLES / "topology.conf", "--name", "h100", "--out", path
+        "machines", "import", SAMPLES / "topology.conf", "--name", "h100", "--out", path
     )
     assert answer.code == 0
     cluster = Cluster.load(path)
