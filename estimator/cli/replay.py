@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +19,14 @@ from estimator.cli.console import (
 )
 from estimator.cli.options import cluster_option
 from estimator.cli.request import Request
+from estimator.files import check_writable, write_text_atomically
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
     from estimator.placement.topology import Cluster
     from estimator.replay.jobs import Job
     from estimator.replay.nodes import Nodes, PlacementRule
-    from estimator.replay.replay import Costs, Ran
+    from estimator.replay.replay import Costs, Replay
     from estimator.replay.speeds import Speeds
     from estimator.replay.view import Policy
 
@@ -73,6 +75,11 @@ BELIEFS = ("engine", "calibrated", "perfect")
 )
 @click.option("--allow-code", is_flag=True, help="Run functions that JOBS names as models.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option(
+    "--schedule",
+    type=click.Path(path_type=Path),
+    help="Write each job's life under each policy to this file, as JSON.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(
     jobs_path: Path,
@@ -88,11 +95,13 @@ def replay(
     node_mtbf: float | None,
     allow_code: bool,
     picture: Path | None,
+    schedule: Path | None,
     as_json: bool,
 ) -> None:
     """Replay JOBS on a cluster under scheduling policies and print what each was worth.
 
-    JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, or a trace
+    JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, with what
+    else each job has (strategy, layout, loader, least_devices, restart_s, ...), or a trace
     in the form of Philly, Helios, Alibaba PAI or Pollux, whose jobs take a model of --model each.
     The model of a job is a saved graph, a summary or an hf: type.
     Jobs advance at the engine's speeds times hidden factors (computing 12 %, network 25 %, each
@@ -100,41 +109,48 @@ def replay(
     """
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
-    from estimator.replay.replay import Costs, outcome
+    from estimator.replay.replay import Costs, outcome, schedule_of
     from estimator.replay.speeds import TrueSpeeds
 
-    if picture is not None:
-        from estimator.files import check_writable
-
-        check_writable(picture)
+    for path in (picture, schedule):
+        if path is not None:
+            check_writable(path)
     nodes = Nodes.parse(on, cluster=cluster)
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
     jobs = _jobs(jobs_path, nodes, models, seed, allow_code=allow_code)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
-    ran = {
-        name: _played(
+    replays = {
+        name: _simulated(
             *(name, policy, jobs, Nodes.parse(on, placement, cluster)),
             *(true, _believed(believed, true, cluster), costs, seed),
         )
         for name, policy in chosen.items()
     }
-    found = {name: outcome(each, nodes, true) for name, each in ran.items()}
+    ran = {name: list(each.ran.values()) for name, each in replays.items()}
+    outcomes = {name: outcome(each, nodes, true) for name, each in ran.items()}
     if picture is not None:
         from estimator.report.pictures import draw_replays
 
         draw_replays(ran, picture)
-    if as_json:
-        about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
-        print_json(about | {"policies": {name: asdict(each) for name, each in found.items()}})
-    else:
+    if not as_json:
         from estimator.cli.render.plans import replay_report
 
-        print_tables(replay_report(on, found))
+        print_tables(replay_report(on, outcomes))
+    if as_json or schedule is not None:
+        about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
+        lives = {name: schedule_of(ran[name], each.outages) for name, each in replays.items()}
+        if schedule is not None:
+            write_text_atomically(
+                schedule, json.dumps(about | {"policies": lives}, indent=1) + "\n"
+            )
+        if as_json:
+            numbers = {name: asdict(each) | lives[name] for name, each in outcomes.items()}
+            print_json(about | {"policies": numbers})
 
 
-def _played(
+def _simulated(
     name: str,
     policy: Policy,
     jobs: list[Job],
@@ -143,11 +159,11 @@ def _played(
     believed: Speeds,
     costs: Costs,
     seed: int,
-) -> list[Ran]:
+) -> Replay:
     from estimator.replay.replay import Replay
 
     with progress(name) as report, printing_to_stderr():
-        replaying = Replay(
+        replay = Replay(
             jobs,
             nodes,
             policy,
@@ -157,7 +173,8 @@ def _played(
             seed=seed,
             report=report,
         )
-        return replaying.run()
+        replay.run()
+    return replay
 
 
 def _jobs(

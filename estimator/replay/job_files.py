@@ -22,7 +22,7 @@ from estimator.replay.nodes import Nodes
 from estimator.replay.speeds import EngineSpeeds, Speeds
 
 Row = Mapping[str, str]
-# More than a replay plays in a day.
+# More than a replay gets through in a day.
 _MOST_JOBS = 500_000
 
 
@@ -222,11 +222,15 @@ def job_of_run_time(
     )
 
 
-_NUMBERS = {
-    *("arrival_s", "samples", "devices", "global_batch", "most_devices", "most_batch_per_gpu"),
-    *("most_global_batch", "gradient_noise_samples", "epoch_samples"),
+_WHOLE = {
+    *("devices", "global_batch", "least_devices", "most_devices", "most_batch_per_gpu"),
+    "most_global_batch",
 }
-_WHOLE = {"devices", "global_batch", "most_devices", "most_batch_per_gpu", "most_global_batch"}
+_NUMBERS = _WHOLE | {
+    *("arrival_s", "samples", "gradient_noise_samples", "epoch_samples"),
+    *("restart_s", "checkpoint_s"),
+}
+_TEXTS = ("name", "model", "strategy", "layout", "loader")
 
 
 def is_job_file(path: Path) -> bool:
@@ -326,7 +330,7 @@ def _checked_entry(entry: Any, number: int, path: Path) -> str:
     where = f"{path}, job {number}"
     if not isinstance(entry, dict):
         raise WorkloadError(f"{where} is not an object; write {{'name': …, 'model': …}}")
-    unknown = set(entry) - _NUMBERS - {"name", "model"}
+    unknown = set(entry) - _NUMBERS - {*_TEXTS}
     if unknown:
         raise WorkloadError(
             f"{where} has an unknown key '{min(unknown)}'; see `estimator replay -h`"
@@ -340,7 +344,7 @@ def _checked_entry(entry: Any, number: int, path: Path) -> str:
         if isinstance(value, bool) or not isinstance(value, kinds):
             noun = "a whole number" if key in _WHOLE else "a number"
             raise WorkloadError(f"{where}: {key} must be {noun}, found {quoted(value)}")
-    for key in ("name", "model"):
+    for key in _TEXTS:
         if not isinstance(entry.get(key, ""), str):
             raise WorkloadError(f"{where}: {key} must be text, found {quoted(entry[key])}")
     model: str = entry["model"]

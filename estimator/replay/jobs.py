@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from estimator.errors import WorkloadError, quoted
+from estimator.errors import EstimatorError, WorkloadError, quoted
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.workload import Strategy
+from estimator.workload.layouts import Layout
+from estimator.workload.loader import Loader
 
 _POSITIVE = (
-    *("devices", "global_batch", "most_devices", "most_batch_per_gpu", "most_global_batch"),
-    *("gradient_noise_samples", "epoch_samples"),
+    *("devices", "global_batch", "least_devices", "most_devices", "most_batch_per_gpu"),
+    *("most_global_batch", "gradient_noise_samples", "epoch_samples"),
 )
-_NUMBERS = ("arrival_s", "samples", *_POSITIVE)
+_NUMBERS = ("arrival_s", "samples", "restart_s", "checkpoint_s", *_POSITIVE)
 # More of anything no job has; computing with as much stays exact.
 _MOST = 1e15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """One training job.
 
-    `devices` is the count asked for; a policy may give from one to `most_devices` (None: no limit
-    but the global batch). The global batch stays the same on any count, in micro-batches of at most
-    `most_batch_per_gpu` samples (None: what was traced). `gradient_noise_samples` is Pollux's φ,
-    for policies that choose the global batch, then at most `most_global_batch`. `epoch_samples` is
-    one pass over the data.
+    `devices` is the count asked for; a policy may give from `least_devices` (None: one) to
+    `most_devices` (None: no limit but the global batch), a fixed job as many as it asks for: both
+    are that. The global batch stays the same on any count, in micro-batches of at most
+    `most_batch_per_gpu` samples (None: what was traced), unless `most_global_batch` lets policies
+    choose it; `gradient_noise_samples` is Pollux's φ, by which they do. `epoch_samples` is one pass
+    over the data. Ranks train by `strategy` in a `layout` (None: data-parallel), each fed by a
+    `loader` (None: never waited for). `restart_s` and `checkpoint_s` go before those of the replay.
     """
 
     name: str
@@ -34,11 +40,17 @@ class Job:
     samples: float
     devices: int
     global_batch: int
+    least_devices: int | None = None
     most_devices: int | None = None
     most_batch_per_gpu: int | None = None
     most_global_batch: int | None = None
     gradient_noise_samples: float | None = None
     epoch_samples: float | None = None
+    strategy: str = "ddp"
+    layout: str | None = None
+    loader: str | None = None
+    restart_s: float | None = None
+    checkpoint_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in _NUMBERS:
@@ -55,6 +67,9 @@ class Job:
             raise WorkloadError(
                 f"job '{self.name}' trains {self.samples} samples; give a number above 0"
             )
+        for field in ("restart_s", "checkpoint_s"):
+            if (getattr(self, field) or 0.0) < 0:
+                raise WorkloadError(f"job '{self.name}' has a negative {field}; give 0 or more")
         for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and value <= 0:
@@ -64,16 +79,63 @@ class Job:
                 f"job '{self.name}' has a graph of a fixed batch, which cannot be split over other "
                 "counts of devices; trace its model with a batch dimension"
             )
-        if self.devices > self.highest_count:
+        for read, text in (
+            (Strategy.parse, self.strategy),
+            (Layout.parse, self.layout),
+            (Loader.parse, self.loader),
+        ):
+            if text is not None:
+                try:
+                    read(text)
+                except EstimatorError as error:
+                    raise WorkloadError(f"job '{self.name}': {error}") from None
+        if self.devices % self.replica_ranks:
             raise WorkloadError(
-                f"job '{self.name}' asks for {self.devices} devices and can use at most "
-                f"{self.highest_count}; raise global_batch or most_devices"
+                f"job '{self.name}' asks for {self.devices} devices and its layout takes "
+                f"multiples of {self.replica_ranks}; change devices or layout"
             )
+        if not self.lowest_count <= self.devices <= self.highest_count:
+            raise WorkloadError(
+                f"job '{self.name}' asks for {self.devices} devices and can use "
+                f"{self.lowest_count} to {self.highest_count}; change global_batch, least_devices "
+                "or most_devices"
+            )
+
+    @cached_property
+    def replica_ranks(self) -> int:
+        """Ranks that share a model: 1 where all are data-parallel."""
+        layout = Layout.parse(self.layout) if self.layout is not None else Layout()
+        return layout.tp * layout.cp * layout.pp
+
+    @cached_property
+    def speed_key(self) -> Hashable:
+        """What its step times depend on, beside the batch and the devices."""
+        how = self.strategy, self.layout, self.loader
+        return id(self.graph), self.most_batch_per_gpu, *how
+
+    @property
+    def lowest_count(self) -> int:
+        """The fewest devices that the job takes."""
+        return max(self.least_devices or 1, self.replica_ranks)
 
     @property
     def highest_count(self) -> int:
-        """The most devices that the job can use: every rank has a sample."""
-        return min(self.most_devices or self.global_batch, self.global_batch)
+        """The most devices that the job can use: every replica has a sample."""
+        most = self.global_batch * self.replica_ranks
+        return min(self.most_devices or most, most)
+
+    def counts(self, most: int) -> list[int]:
+        """Counts worth considering up to `most`: powers of two of replicas, and what was asked for.
+
+        Every policy gives one of these; on twenty devices a job that asks for six may have 1, 2, 4,
+        6, 8 or 16.
+        """
+        lowest, highest = self.lowest_count, min(most, self.highest_count)
+        replicas = highest // self.replica_ranks
+        counts = {self.replica_ranks << power for power in range(replicas.bit_length())}
+        ends = {self.devices, self.least_devices or self.devices, self.most_devices or self.devices}
+        counts |= {count for count in ends if count % self.replica_ranks == 0}
+        return sorted(count for count in counts if lowest <= count <= highest)
 
     def useful_samples(self, global_batch: int | None) -> float:
         """What a step of another global batch B is worth in samples of the job's own batch B₀.
@@ -86,9 +148,9 @@ class Job:
         return global_batch * (noise + self.global_batch) / (noise + global_batch)
 
     def split(self, ranks: int, global_batch: int | None = None) -> tuple[int, int]:
-        """Samples per device and micro-batch, and micro-batches of a step; the largest share."""
+        """Samples per replica and micro-batch, and micro-batches of a step; the largest share."""
         most = self.most_batch_per_gpu or self.graph.batch or 1
-        per_rank = -(-(global_batch or self.global_batch) // ranks)
+        per_rank = -(-(global_batch or self.global_batch) * self.replica_ranks // ranks)
         micro_batches = -(-per_rank // most)
         return -(-per_rank // micro_batches), micro_batches
 

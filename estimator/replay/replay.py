@@ -16,7 +16,7 @@ from estimator.errors import WorkloadError, quoted
 from estimator.replay.jobs import Job, check_names
 from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
-from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting, counts_up_to
+from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting
 from estimator.user_code import UserCode
 
 Steps = Generator[Any, Any, None]
@@ -42,6 +42,14 @@ class Costs:
     checkpoint_s: float = 600.0
     node_mtbf_s: float | None = None
     repair_s: float = 3600.0
+
+    def restart_of(self, job: Job) -> float:
+        """The job's own restart, or that of all."""
+        return self.restart_s if job.restart_s is None else job.restart_s
+
+    def checkpoint_of(self, job: Job) -> float:
+        """The time between the job's own checkpoints, or that of all."""
+        return self.checkpoint_s if job.checkpoint_s is None else job.checkpoint_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +109,7 @@ class _Running:
 
 
 class Replay:
-    """One replay; `run` plays it to the end of the last job and says what became of each.
+    """One replay; `run` goes on to the end of the last job and says what became of each.
 
     The same jobs, speeds, policy and seed give the same result. `true` advances jobs, `believed` is
     what the policy sees; if it has `observe`, it is told the step times of running jobs before
@@ -141,7 +149,7 @@ class Replay:
         self._known: dict[str, dict[CurveKey, dict[int, float]]] = {}
 
     def run(self) -> list[Ran]:
-        """Play until every job has ended."""
+        """Run until every job has ended."""
         for job in self.jobs:
             self._check_fits(job)
         if self.jobs:
@@ -156,12 +164,14 @@ class Replay:
     def _check_fits(self, job: Job) -> None:
         """Refuse a job that no count of any machine type can hold."""
         sizes = {machine: self.nodes.size(machine) for machine in self.nodes.machines}
-        highest = min(job.highest_count, max(sizes.values()))
-        for counts in ([min(job.devices, highest)], counts_up_to(highest, job.devices)):
+        for counts in ([job.devices], job.counts(max(sizes.values()))):
             for machine, size in sizes.items():
                 shapes = [self.nodes.packed(machine, count) for count in counts if count <= size]
                 if any(map(math.isfinite, self.true.step_times_s(job, shapes))):
                     return
+        if job.devices > max(sizes.values()):
+            # What waits for more devices than there are is said when nothing else runs.
+            return
         raise WorkloadError(
             f"job '{job.name}' fits on no count of {' or '.join(sizes)}: {job.graph.name} needs "
             "more memory; give a machine type with more, a smaller most_batch_per_gpu, or a "
@@ -324,11 +334,12 @@ class Replay:
                     "grant only to jobs of the view"
                 )
             job = self._waiting[name].job
-            most = min(job.highest_count, grant.global_batch or job.global_batch)
-            if not (grant.count >= 1 and grant.devices <= most):
+            replicas = (grant.global_batch or job.global_batch) * job.replica_ranks
+            least, most = job.lowest_count, min(job.highest_count, replicas)
+            if not (grant.count >= 1 and least <= grant.devices <= most):
                 raise WorkloadError(
-                    f"the policy grants {grant.devices} devices to '{name}', which can use 1 to "
-                    f"{most}; leave out jobs that get none"
+                    f"the policy grants {grant.devices} devices to '{name}', which can use {least} "
+                    f"to {most}; leave out jobs that get none"
                 )
             for machine, count in grant.parts:
                 if machine not in given:
@@ -370,7 +381,7 @@ class Replay:
                 f"the policy grants {shape} to '{name}', which does not fit there; grant counts of "
                 "its curve"
             )
-        restart_s = self.costs.restart_s if self.ran[name].segments else 0.0
+        restart_s = self.costs.restart_of(waiting.job) if self.ran[name].segments else 0.0
         waiting.restarts = len(self.ran[name].segments)
         batch = waiting.job.useful_samples(grant.global_batch)
         seconds = restart_s + waiting.remaining_samples * step_s / batch
@@ -403,7 +414,7 @@ class Replay:
         held, waiting = self._running[name], self._waiting[name]
         held.process.interrupt()
         trained_s = held.trained_s(self._env.now)
-        every_s = self.costs.checkpoint_s
+        every_s = self.costs.checkpoint_of(waiting.job)
         lost_s = 0.0 if planned or not every_s else trained_s % every_s
         samples = min(held.samples(trained_s - lost_s), waiting.remaining_samples)
         self._keep_segment(name, samples, held.samples(lost_s))
@@ -491,6 +502,54 @@ def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
     )
 
 
+def schedule_of(ran: Sequence[Ran], outages: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
+    """Each job's life, devices held over time, and nodes that were down, in plain values.
+
+    A grant is an allocation from its start to its end, with the devices of each node by the node's
+    index; the job trains from `trains_from_s` on.
+    """
+    lives = []
+    for each in ran:
+        grants = [
+            {
+                "allocation": str(segment.shape),
+                "nodes": {str(index): count for index, count in segment.given.items()},
+                "global_batch": segment.global_batch or each.job.global_batch,
+                **{name: getattr(segment, name) for name in _GRANT_FIELDS},
+            }
+            for segment in each.segments
+        ]
+        lives.append(
+            {
+                "name": each.job.name,
+                "arrival_s": each.job.arrival_s,
+                "finish_s": each.finish_s,
+                "waited_s": each.waited_s,
+                "moves": max(len(grants) - 1, 0),
+                "grants": grants,
+            }
+        )
+    held = held_over_time(ran)
+    return {
+        "lives": lives,
+        "devices_held": {"time_s": list(held), "devices": list(held.values())},
+        "outages": [{"node": node, "start_s": s, "end_s": e} for node, s, e in outages],
+    }
+
+
+def held_over_time(ran: Sequence[Ran]) -> dict[float, int]:
+    """Devices that all jobs hold, from each time on at which that changes."""
+    changes: dict[float, int] = {}
+    for segment in (segment for each in ran for segment in each.segments):
+        for at, sign in ((segment.start_s, 1), (segment.end_s, -1)):
+            changes[at] = changes.get(at, 0) + sign * segment.shape.ranks
+    times = sorted(changes)
+    return dict(zip(times, itertools.accumulate(changes[at] for at in times), strict=True))
+
+
+_GRANT_FIELDS = ("start_s", "trains_from_s", "end_s", "samples", "lost_samples")
+
+
 def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.ndarray:
     """ρ of each job: completion time over that alone on 1/N of the cluster.
 
@@ -507,13 +566,14 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
         # A job may be too short for the digits that a late arrival leaves of a second.
         unfinished = np.maximum(overlap, 0.0).sum() / (end - start) if end > start else 1.0
         share = max(min(int(total / unfinished), each.job.devices), 1)
-        counts = counts_up_to(max(sizes.values()), each.job.devices)
+        counts = each.job.counts(max(sizes.values()))
         # Where that few do not fit, the fewest that do.
-        at_most = bisect.bisect_right(counts, share)
-        for count in (counts[at_most - 1], *counts[at_most:]):
+        at_most = max(bisect.bisect_right(counts, share), 1)
+        for count in counts[at_most - 1 :]:
             fastest_s = min(
-                true.step_times_s(each.job, [nodes.packed(machine, min(count, size))])[0]
+                true.step_times_s(each.job, [nodes.packed(machine, count)])[0]
                 for machine, size in sizes.items()
+                if count <= size
             )
             if math.isfinite(fastest_s):
                 break

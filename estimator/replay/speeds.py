@@ -20,7 +20,6 @@ from estimator.coefficients import (
 from estimator.estimates.engine import DEFAULT, TrialEngine
 from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
-from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 from estimator.replay.jobs import Job
@@ -59,7 +58,7 @@ class EngineSpeeds:
     ) -> list[float]:
         """Seconds of one optimizer step on each shape; inf where the job does not fit."""
         batch = global_batch or job.global_batch
-        kind = id(job.graph), job.most_batch_per_gpu
+        kind = job.speed_key
         keys = [(kind, batch, shape) for shape in shapes]
         missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
@@ -163,11 +162,14 @@ def _step_times_s(
             global_batch=np.array(batches) if is_mixed else None,
             batch_per_gpu=None if is_mixed else np.array(batches),
             accumulation_steps=micro_batches,
+            strategy=job.strategy,
+            layout=job.layout,
+            loader=job.loader,
             cluster=cluster,
             calibration=calibration,
-            strict=not is_mixed,
+            strict=not is_mixed and job.layout is None,
         )
-        # A batch that cannot be split over these groups is no choice either.
+        # A batch that cannot be split over these groups, or a layout, is no choice either.
         runs = table.answered & (table.fits != "no")
         step_s.update(zip(rows, np.where(runs, table.step_time_s, np.inf).tolist(), strict=True))
     return step_s
@@ -183,8 +185,8 @@ def _padded(job: Job, shape: AllocationShape, global_batch: int) -> int:
 # A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three
 # times is taken as it was seen.
 _STEADY = 3.0
-# Graph, samples per rank and micro-batch, micro-batches, devices.
-_StepKey = tuple[int, int, int, AllocationShape]
+# Samples per replica and micro-batch, micro-batches, devices.
+_StepKey = tuple[int, int, AllocationShape]
 
 
 class CalibratedSpeeds:
@@ -192,7 +194,8 @@ class CalibratedSpeeds:
 
     The corrections are the calibrator's (`calibrate.corrections`), one set for each workload and
     machine type. Every job is a workload of its own unless `workload` says which jobs train the
-    same model. A shape and batch are observed once, for a running job's many steps.
+    same model. A shape and batch are observed once, for a running job's many steps. The stalls of a
+    job that has a loader are the engine's.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class CalibratedSpeeds:
         self._workload, self._cluster = workload, cluster
         self._engine = EngineSpeeds(cluster)
         self._jobs: dict[str, dict[str, None]] = {}
-        self._predicted: dict[_StepKey, PredictedStep] = {}
+        self._predicted: dict[tuple[Hashable, _StepKey], PredictedStep] = {}
         self._seen: dict[tuple[str, str], dict[_StepKey, float]] = {}
         self._fitted: dict[tuple[str, str], StepCorrections] = {}
         self._seen_on_several: dict[tuple[str, _StepKey], float] = {}
@@ -213,6 +216,8 @@ class CalibratedSpeeds:
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
         workload, step = self._workload(job), _step_of(job, shape, global_batch)
+        if job.loader is not None:
+            return ()
         if shape.also:
             # One observation of several machine types says nothing of any one of them.
             known = self._seen_on_several.setdefault((workload, step), step_s)
@@ -221,7 +226,7 @@ class CalibratedSpeeds:
         if step in seen:
             return ()
         seen[step] = step_s
-        predicted = [self._predict(job.graph, each) for each in seen]
+        predicted = [self._predict(job, each) for each in seen]
         self._fitted[workload, shape.machine] = StepCorrections(
             shape.machine, DEFAULT.content(job.graph)
         ).fit(predicted, list(seen.values()), weights=[_STEADY] * len(seen), others=[])
@@ -239,28 +244,30 @@ class CalibratedSpeeds:
         for row, shape in enumerate(shapes):
             if shape.also:
                 step_s[row] = self._seen_on_several.get((workload, steps[row]), step_s[row])
-            elif math.isfinite(step_s[row]):
+            elif math.isfinite(step_s[row]) and job.loader is None:
                 rows_of.setdefault(shape.machine, []).append(row)
         for machine, rows in rows_of.items():
             if (fitted := self._fitted.get((workload, machine))) is not None:
-                predicted = [self._predict(job.graph, steps[row]) for row in rows]
+                predicted = [self._predict(job, steps[row]) for row in rows]
                 for row, correction in zip(rows, fitted.correct(predicted), strict=True):
                     step_s[row] = correction.step_s
         return step_s
 
-    def _predict(self, graph: OpGraph, step: _StepKey) -> PredictedStep:
-        if step not in self._predicted:
-            _, batch, micro_batches, shape = step
-            engine = TrialEngine(DEFAULT, EstimateRequest.of(graph, cluster=self._cluster))
-            self._predicted[step] = engine.predict(
+    def _predict(self, job: Job, step: _StepKey) -> PredictedStep:
+        key = job.speed_key, step
+        if key not in self._predicted:
+            batch, micro_batches, shape = step
+            engine = TrialEngine(DEFAULT, EstimateRequest.of(job.graph, cluster=self._cluster))
+            self._predicted[key] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,
                 accumulation_steps=micro_batches,
-                strategy="ddp",
+                strategy=job.strategy,
                 coefficients=UNCALIBRATED,
+                layout=job.layout,
             )
-        return self._predicted[step]
+        return self._predicted[key]
 
 
 def _step_of(job: Job, shape: AllocationShape, global_batch: int | None) -> _StepKey:
-    return (id(job.graph), *job.split(shape.ranks, global_batch), shape)
+    return (*job.split(shape.ranks, global_batch), shape)

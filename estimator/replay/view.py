@@ -92,9 +92,8 @@ class View:
         return replace(self, jobs=jobs, pool=machine)
 
     def counts(self, job: Job, machine: str | None = None) -> list[int]:
-        """Counts worth considering: powers of two, whole nodes, and what was asked for."""
-        most = min(job.highest_count, self.nodes.total(machine or self.machine))
-        return counts_up_to(most, job.devices)
+        """Counts worth considering: powers of two, and what was asked for."""
+        return job.counts(self.nodes.total(machine or self.machine))
 
     def samples_per_s(
         self,
@@ -157,7 +156,7 @@ class View:
 
         if fits(job.devices):
             return job.devices
-        counts = counts_up_to(min(job.highest_count, max(sizes.values())), job.devices)
+        counts = job.counts(max(sizes.values()))
         return next((n for n in counts if n > job.devices and fits(n)), job.devices)
 
 
@@ -187,13 +186,3 @@ class PlanOf:
     def plan(self, view: View) -> Mapping[str, Grant]:
         """What the function answers."""
         return self.function(view)
-
-
-def counts_up_to(most: int, asked: int) -> list[int]:
-    """Powers of two up to `most`, and `asked`.
-
-    >>> counts_up_to(20, 6)
-    [1, 2, 4, 6, 8, 16]
-    """
-    powers = {1 << power for power in range(most.bit_length())}
-    return sorted(powers | ({asked} if asked <= most else set()))

@@ -19,7 +19,7 @@ from estimator.advise.swap.search import Planned
 from estimator.errors import StoreError, cause
 from estimator.estimates.estimate import Estimate
 from estimator.files import write_bytes_atomically
-from estimator.replay.replay import Ran
+from estimator.replay.replay import Ran, held_over_time
 from estimator.timeline.simulator.tasks import LANES, Span, Timeline, flat_tracks
 from estimator.units import GIB, format_seconds, time_unit
 
@@ -436,8 +436,10 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
     figure = empty_figure(width_inches=10.0, height_inches=4.0)
     over_time, completion = figure.subplots(1, 2)
     for name, ran in replays.items():
-        times, held = held_over_time(ran)
-        over_time.step(times / 3600, held, where="post", label=name, linewidth=1)
+        held = held_over_time(ran)
+        over_time.step(
+            np.array(list(held)) / 3600, list(held.values()), where="post", label=name, linewidth=1
+        )
         jct = np.sort([each.completion_s for each in ran]) / 3600
         completion.step(jct, 100 * np.arange(1, len(jct) + 1) / len(jct), where="post", linewidth=1)
     over_time.set(xlabel="hours", ylabel="devices held", xlim=(0, None), ylim=(0, None))
@@ -445,14 +447,3 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
     completion.set_xscale("log")
     figure.legend(loc="outside right upper")
     save_figure(figure, path)
-
-
-def held_over_time(ran: Sequence[Ran]) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which jobs took or gave devices, and how many all held from then on."""
-    changes: dict[float, int] = {}
-    for each in ran:
-        for segment in each.segments:
-            for at, sign in ((segment.start_s, 1), (segment.end_s, -1)):
-                changes[at] = changes.get(at, 0) + sign * segment.shape.ranks
-    times = sorted(changes)
-    return np.array(times), np.cumsum([changes[at] for at in times])

@@ -60,6 +60,49 @@ def test_replay_prints_base_units_as_json_and_draws(
     assert picture.read_text().startswith("<?xml")
 
 
+def test_the_schedule_has_each_jobs_life(jobs: Path, tmp_path: Path, command: Run) -> None:
+    path = tmp_path / "schedule.json"
+    words = ("--policy", "max-min", "--schedule", str(path), "--json", "--restart", "10")
+    found = command("replay", str(jobs), "--on", CLUSTER, *words)
+    printed = json.loads(found.out)["policies"]["max-min"]
+    written = json.loads(path.read_text())["policies"]["max-min"]
+    assert written["lives"] == printed["lives"]
+    assert printed["jobs"] == len(written["lives"]) == 6
+    for life in written["lives"]:
+        grants = life["grants"]
+        assert life["arrival_s"] <= grants[0]["start_s"]
+        assert grants[-1]["end_s"] == life["finish_s"]
+        assert sum(grant["samples"] for grant in grants) == pytest.approx(1e7)
+        assert life["moves"] == len(grants) - 1
+        for moved in grants[1:]:
+            owed_s = min(10.0, moved["end_s"] - moved["start_s"])
+            assert moved["trains_from_s"] - moved["start_s"] == pytest.approx(owed_s)
+    held = written["devices_held"]
+    assert max(held["devices"]) <= 8
+    assert held["devices"][-1] == 0
+    assert held["time_s"] == sorted(held["time_s"])
+
+
+def test_jobs_are_replayed_as_their_file_describes_them(jobs: Path, command: Run) -> None:
+    entry = json.loads(jobs.read_text())["jobs"][0] | {"devices": 2}
+    entries = [
+        entry | {"name": "fixed", "least_devices": 2, "most_devices": 2},
+        entry | {"name": "sharded", "strategy": "fsdp", "restart_s": 5, "checkpoint_s": 60},
+        entry | {"name": "stalled", "loader": "prep=1ms,workers=1"},
+    ]
+    jobs.write_text(json.dumps({"jobs": entries}))
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "max-min", "--json")
+    lives = {each["name"]: each for each in json.loads(found.out)["policies"]["max-min"]["lives"]}
+    assert {grant["allocation"] for grant in lives["fixed"]["grants"]} == {"1x2:gtx-1080-roce"}
+    for moved in lives["sharded"]["grants"][1:]:
+        assert moved["trains_from_s"] - moved["start_s"] <= 5
+    # A thousand samples a second and worker: 10 s for each ten thousand samples of a rank.
+    last = lives["stalled"]["grants"][-1]
+    ranks = int(last["allocation"].split("x")[1].split(":")[0])
+    rate = last["samples"] / (last["end_s"] - last["trains_from_s"])
+    assert rate <= 1.01 * 1000 * ranks * float(last["allocation"].split("x")[0])
+
+
 def test_what_a_policy_prints_is_no_part_of_the_answer(jobs: Path, command: Run) -> None:
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "builtins:print")
     assert (found.code, found.out) == (2, "")

@@ -234,6 +234,14 @@ def test_a_long_job_trains_on_unlike_devices_at_once_where_that_pays() -> None:
     assert unlike_grants("max-min", [job], speeds)["a"] == Grant(4, "fast")
 
 
+def test_counts_of_a_job_keep_its_bounds_and_its_layout() -> None:
+    assert waiting("a", 1, 6, global_batch=64).job.counts(20) == [1, 2, 4, 6, 8, 16]
+    bounded = waiting("a", 1, 6, global_batch=64, least_devices=3, most_devices=12).job
+    assert bounded.counts(20) == [3, 4, 6, 8, 12]
+    # Replicas of two stages: 1, 2, 4, 8 of them, and the three asked for.
+    assert waiting("a", 1, 6, global_batch=64, layout="pp=2").job.counts(20) == [2, 4, 6, 8, 16]
+
+
 def test_a_view_of_unlike_machines_wants_one_named() -> None:
     view = View(now_s=0, jobs=[], nodes=unlike(), believed=ByMachine())
     with pytest.raises(WorkloadError, match="the cluster has slow, fast; say of which machine"):

@@ -247,7 +247,12 @@ ENTRY = {"name": "a", "arrival_s": 0, "model": "m", "samples": 10, "devices": 2}
         ({"gradient_noise_samples": -64}, "has gradient_noise_samples -64; give more than 0"),
         ({"arrival_s": -1}, "arrives at -1 s"),
         ({"model": 3}, "model must be text, found 3"),
-        ({"global_batch": 1}, "asks for 2 devices and can use at most 1"),
+        ({"global_batch": 1}, "asks for 2 devices and can use 1 to 1"),
+        ({"least_devices": 4}, "asks for 2 devices and can use 4 to 32"),
+        ({"layout": "pp=4"}, "asks for 2 devices and its layout takes multiples of 4"),
+        ({"strategy": "magic"}, "'magic'"),
+        ({"loader": "prep"}, "prep"),
+        ({"restart_s": -1}, "has a negative restart_s"),
     ],
 )
 def test_a_wrong_job_is_refused_in_a_sentence(
