@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from estimator.placement.topology import Cluster
     from estimator.replay.jobs import Job
     from estimator.replay.nodes import Nodes, PlacementRule
-    from estimator.replay.replay import Costs, Replay
+    from estimator.replay.replay import Costs, Outcome, Replay
     from estimator.replay.speeds import Speeds
     from estimator.replay.view import Policy
 
@@ -112,9 +112,8 @@ def replay(
     from estimator.replay.replay import Costs, outcome, schedule_of
     from estimator.replay.speeds import TrueSpeeds
 
-    for path in (picture, schedule):
-        if path is not None:
-            check_writable(path)
+    for path in filter(None, (picture, schedule)):
+        check_writable(path)
     nodes = Nodes.parse(on, cluster=cluster)
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
@@ -141,13 +140,24 @@ def replay(
     if as_json or schedule is not None:
         about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
         lives = {name: schedule_of(ran[name], each.outages) for name, each in replays.items()}
-        if schedule is not None:
-            write_text_atomically(
-                schedule, json.dumps(about | {"policies": lives}, indent=1) + "\n"
-            )
-        if as_json:
-            numbers = {name: asdict(each) | lives[name] for name, each in outcomes.items()}
-            print_json(about | {"policies": numbers})
+        _write_lives(about, lives, outcomes, schedule, as_json=as_json)
+
+
+def _write_lives(
+    about: dict[str, object],
+    lives: dict[str, dict[str, object]],
+    outcomes: dict[str, Outcome],
+    schedule: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Each job's life, to a file and with what the policies were worth to stdout."""
+    if schedule is not None:
+        text = json.dumps(about | {"policies": lives}, indent=1) + "\n"
+        write_text_atomically(schedule, text)
+    if as_json:
+        numbers = {name: asdict(each) | lives[name] for name, each in outcomes.items()}
+        print_json(about | {"policies": numbers})
 
 
 def _simulated(
