@@ -121,11 +121,12 @@ def _remedies_words(remedies: Sequence[Remedy]) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """How far an estimate can be relied on: the share of its step that nothing measured backs, and
-    its machines whose probe was disturbed or cut short."""
+    its machines whose probe was disturbed or cut short, or had a GPU that was held back."""
 
     unmeasured_ratio: float
     disturbed_machines: tuple[str, ...]
     cut_machines: tuple[str, ...]
+    device_faults: tuple[str, ...]
 
 
 def checked_of(answer: Estimate) -> Checked:
@@ -141,6 +142,9 @@ def checked_of(answer: Estimate) -> Checked:
             each.name for each in profiles if each.interference and each.interference.matters
         ),
         cut_machines=tuple(each.name for each in profiles if each.is_cut),
+        device_faults=tuple(
+            f"{each.name}: {fault}" for each in profiles for fault in each.device_faults
+        ),
     )
 
 

@@ -263,6 +263,7 @@ def _checked_facts(answer: Estimate) -> Table:
         ("kernel time of shapes in the probe's grid", in_grid),
         ("disturbed when probed", ", ".join(checked.disturbed_machines) or "no machine"),
         ("probe cut short", ", ".join(checked.cut_machines) or "no machine"),
+        ("GPU held back when probed", "; ".join(checked.device_faults) or "none"),
     ]
     return facts(rows)
 
