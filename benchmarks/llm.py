@@ -225,7 +225,8 @@ def _recipe_of(row: Row) -> str:
     said = published["precision"].lower()
     if not said and published["source"].endswith("Bridge"):
         # The release that names no precision has the steps of the next one's rows in FP8.
-        said = "mxfp8" if row.model in ("Qwen3-30B-A3B", "DeepSeek-V3") else "fp8"
+        blocks = row.model in ("Qwen3-30B-A3B", "DeepSeek-V3") and "H100" not in published["gpu"]
+        said = "mxfp8" if blocks else "fp8"
     parts = [f"fp8={_SCALINGS[said]}"] if said in _SCALINGS else []
     if "fp8_dot_product_attention=True" in recipe.get("other", ""):
         parts.append("fp8-attention")

@@ -178,6 +178,17 @@ SUITES: dict[str, Suite] = {
         ),
         times=False,
     ),
+    "llm": Suite(
+        question="published steps of large language models, each asked with its own recipe",
+        parts=(
+            Part(
+                script="llm.py",
+                words=("--data", "{data}", "--cache", "{work}/llm"),
+                quick=("--only", "Llama-3-8B"),
+            ),
+        ),
+        times=False,
+    ),
     "gpu": Suite(
         question="training steps on this machine's GPU, predicted first and then measured",
         parts=(Part(script="gpu_accuracy.py", is_slow=True),),
