@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.replay.policies.pools import Pools, admitted
+from estimator.replay.policies.pools import Climb, Pools, admitted, climbed
 from estimator.replay.view import Grant, View
 
 Array = NDArray[np.float64]
@@ -15,9 +13,12 @@ Array = NDArray[np.float64]
 Curve = dict[int, float]
 
 
-def _shortest_first(curves: dict[str, Curve], remaining: dict[str, float]) -> list[str]:
-    """Jobs by the time that they would take on the fewest devices."""
-    return sorted(curves, key=lambda name: remaining[name] / next(iter(curves[name].values())))
+def _admitted_shortest_first(
+    curves: dict[str, Curve], remaining: dict[str, float], free: int
+) -> dict[str, int]:
+    """Jobs on their fewest devices, by the time that they would take on these."""
+    line = sorted(curves, key=lambda name: remaining[name] / next(iter(curves[name].values())))
+    return admitted(((name, next(iter(curves[name]))) for name in line), free)
 
 
 class MaxMin(Pools):
@@ -76,8 +77,7 @@ class Afs(Pools):
         curves = {each.job.name: view.curve(each.job) for each in view.jobs}
         remaining = {each.job.name: each.remaining_samples for each in view.jobs}
         free = view.nodes.total(view.machine)
-        line = _shortest_first(curves, remaining)
-        given = admitted(((name, next(iter(curves[name]))) for name in line), free)
+        given = _admitted_shortest_first(curves, remaining, free)
         free -= sum(given.values())
         climbs = _Climbs([curves[name] for name in given], [remaining[name] for name in given])
         while (chosen := climbs.chosen(free)) is not None:
@@ -155,26 +155,16 @@ class Optimus(Pools):
         curves = {each.job.name: view.curve(each.job) for each in view.jobs}
         remaining = {each.job.name: each.remaining_samples for each in view.jobs}
         free = view.nodes.total(view.machine)
-        line = _shortest_first(curves, remaining)
-        given = admitted(((name, next(iter(curves[name]))) for name in line), free)
+        given = _admitted_shortest_first(curves, remaining, free)
         free -= sum(given.values())
-        gains = [g for name, n in given.items() if (g := _gain(name, n, curves, remaining))]
-        heapq.heapify(gains)
-        while gains and free:
-            _, name, higher = heapq.heappop(gains)
-            if higher - given[name] > free:
-                continue
-            free -= higher - given[name]
-            given[name] = higher
-            if gain := _gain(name, higher, curves, remaining):
-                heapq.heappush(gains, gain)
+        given = climbed(given, free, lambda name, n: _gain(name, n, curves, remaining))
         return {name: Grant(count, view.machine) for name, count in given.items()}
 
 
 def _gain(
     name: str, count: int, curves: dict[str, Curve], remaining: dict[str, float]
-) -> tuple[float, str, int] | None:
-    """The next count with what it saves per device, negated for the heap; None if nothing."""
+) -> Climb | None:
+    """The next count with what it saves per device, negated as a cost; None if nothing."""
     curve = curves[name]
     higher = next((each for each in curve if each > count), None)
     if higher is None or curve[higher] <= curve[count]:

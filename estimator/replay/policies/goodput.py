@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
 from estimator.replay.jobs import Job
-from estimator.replay.policies.pools import Pools, admitted
+from estimator.replay.policies.pools import Climb, Pools, admitted, climbed
 from estimator.replay.view import Grant, View, Waiting
 
 # The scheduling interval of both papers: section 5.1 of Pollux', 4 of Sia's.
@@ -62,23 +60,14 @@ class Pollux(Pools):
         line = [each.job.name for each in sorted(view.jobs, key=lambda each: not each.count)]
         given = admitted(((name, next(iter(curves[name]))) for name in line), free)
         free -= sum(given.values())
-        falls = [fall for name, count in given.items() if (fall := _fall(name, count, curves))]
-        heapq.heapify(falls)
-        while falls and free:
-            _, name, higher = heapq.heappop(falls)
-            if higher - given[name] > free:
-                continue
-            free -= higher - given[name]
-            given[name] = higher
-            if fall := _fall(name, higher, curves):
-                heapq.heappush(falls, fall)
+        given = climbed(given, free, lambda name, count: _fall(name, count, curves))
         return {
             name: Grant(count, view.machine, curves[name][count][1])
             for name, count in given.items()
         }
 
 
-def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> tuple[float, str, int] | None:
+def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> Climb | None:
     """The next count with the fall of 1 / speedup per device, negated by being a difference."""
     curve = curves[name]
     higher = next((each for each in curve if each > count), None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,3 +208,28 @@ def admitted(least: Iterable[tuple[str, int]], free: int) -> dict[str, int]:
             given[name] = count
             free -= count
     return given
+
+
+# What a job's next count costs per device (the least goes first), its name, and that count.
+Climb = tuple[float, str, int]
+
+
+def climbed(
+    given: Mapping[str, int], free: int, following: Callable[[str, int], Climb | None]
+) -> dict[str, int]:
+    """Counts after jobs have gone up one by one, the cheapest first, while `free` devices last.
+
+    `following` gives the next climb of a job from a count; None where more devices bring nothing.
+    """
+    counts = dict(given)
+    climbs = [climb for name, count in counts.items() if (climb := following(name, count))]
+    heapq.heapify(climbs)
+    while climbs and free:
+        _, name, higher = heapq.heappop(climbs)
+        if higher - counts[name] > free:
+            continue
+        free -= higher - counts[name]
+        counts[name] = higher
+        if climb := following(name, higher):
+            heapq.heappush(climbs, climb)
+    return counts
