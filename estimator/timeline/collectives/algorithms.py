@@ -271,8 +271,9 @@ class Algorithm(NamedTuple):
 
     `rounds` are hops of latency in a row; `share` is what one device sends over its links inside a
     node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
-    gets of the rates that a ring gets, inside and across. `runs` says where NCCL has it. Of its
-    `protocols`, those after the first need a network that keeps the order of bytes.
+    gets of the rates that a ring gets, inside and across; `rank_s` is added for each rank. `runs`
+    says where NCCL has it. Of its `protocols`, those after the first need a network that keeps the
+    order of bytes.
     """
 
     rounds: Callable[[GroupShape], Cost]
@@ -281,6 +282,7 @@ class Algorithm(NamedTuple):
     runs: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: True
     protocols: tuple[Protocol, ...] = (Protocol(),)
     in_switch: bool = False
+    rank_s: float = 0.0
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -316,8 +318,20 @@ _ALL_TO_ALL = Algorithm(
     rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
     share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
 )
+# Parallel aggregated trees (NCCL 2.23) between nodes of one GPU each: a logarithm of rounds, each
+# 1/3.5 of a hop, 2.8 µs for each rank, and 0.75 of the ring's rate (ncclPatEnable, tuning.cc).
+_PAT = Algorithm(
+    rounds=lambda g: Cost(0, levels(g.nodes) / 3.5),
+    share=lambda g: Cost(0.0, (g.nodes - 1) / g.nodes),
+    ratio=Cost(1.0, 0.75),
+    runs=lambda g, links: (g.per_node == 1) & (g.nodes > 1),
+    protocols=(_SIMPLE,),
+    rank_s=2.8e-6,
+)
 ALGORITHMS: dict[CollectiveName, tuple[Algorithm, ...]] = {
     "all_reduce": (_ring("all_reduce"), _TREE, _IN_SWITCH),
+    "all_gather": (_ring("all_gather"), _PAT),
+    "reduce_scatter": (_ring("reduce_scatter"), _PAT),
     "all_to_all": (_ALL_TO_ALL,),
 }
 
@@ -373,7 +387,8 @@ def _costed(
 ) -> _Costed:
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
-    start_s, rate = links.start_s, links.bytes_per_s * ratio.inside
+    start_s = links.start_s + algorithm.rank_s * shape.ranks
+    rate = links.bytes_per_s * ratio.inside
     if algorithm.in_switch:
         start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
     return _Costed(
