@@ -24,6 +24,7 @@ from estimator.tensors import OpCall, TensorSpec
 EXPERT_DP = "expert_dp"
 GROUPED = "_grouped_mm"
 _TRANSPOSES = ("t", "transpose")
+_KEEP_ROWS = ("split", "cat", "chunk", "slice", "slice_backward", "alias", "detach")
 # They take a shape and a dtype from their first tensor, not its elements.
 _LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
 
@@ -55,6 +56,8 @@ class ExpertSplitter(Partitioner):
         # What a transposed value was before, and which dimensions of it.
         self.straight: dict[int, int] = {}
         self.counted: set[str] = set()
+        # By which each token takes the biases of its expert.
+        self.numbers: set[int] = set()
         self.experts = self._divided()
 
     @property
@@ -89,6 +92,11 @@ class ExpertSplitter(Partitioner):
                         f"'{op.module}'; choose a divisor"
                     )
                 self.at[weight] = Shard.along(self.graph.values[weight].spec, 0)
+        for op in self.graph.ops:
+            bias = op.inputs[0] if op_name(op) == "index" and op.module in grouped else -1
+            if bias in weights and op.call.inputs[0].shape[0] == count:
+                self.at[bias] = Shard.along(op.call.inputs[0], 0)
+                self.numbers.add(op.inputs[1])
         if not count:
             raise StrategyError(
                 f"ep={self.degree} divides the experts of grouped matmuls, and {self.graph.name} "
@@ -108,6 +116,8 @@ class ExpertSplitter(Partitioner):
         name = op_name(op)
         if self._divides(op) and any(before):
             self._placed_op(op, inputs, self._grouped(op, before))
+        elif name in ("index", "index_put") and op.inputs[1] in self.numbers:
+            self._placed_op(op, inputs, self._of_biases(op))
         elif not any(isinstance(at, Routed) for at in before):
             super()._op(op)
             if name in _TRANSPOSES and len(op.call.inputs[0].shape) == 2 and not any(before):
@@ -139,6 +149,13 @@ class ExpertSplitter(Partitioner):
         wants_rows = (Routed(len(left.shape) - 1, self.imbalance), Routed(0, self.imbalance))
         return Placed((*wants_rows, *others), (Shard.along(op.call.outputs[0], 0),))
 
+    def _of_biases(self, op: Op) -> Placed:
+        """The bias of each token's expert, or the sum of tokens' gradients of it."""
+        rows, divided = Routed(0, self.imbalance), Shard.along(op.call.inputs[0], 0)
+        if op_name(op) == "index":
+            return Placed((divided, None), (rows,))
+        return Placed((divided, None, rows), (divided,))
+
     def _routed(self, op: Op, before: tuple[Placement, ...]) -> Placed | None:
         """Work on tokens where their experts are; None for what mixes them with others."""
         pairs = zip(op.call.inputs, before, strict=True)
@@ -149,7 +166,7 @@ class ExpertSplitter(Partitioner):
         if name in _TRANSPOSES and len(first.shape) == 2:
             return Placed(before, (Routed(1 - routed.dim, self.imbalance),))
         by_element = family_of(op.call.target) in ("elementwise", "fill", "copy")
-        if not by_element and name not in ("split", "cat", "chunk", "slice", "alias", "detach"):
+        if not by_element and name not in _KEEP_ROWS:
             return None
         for spec, at in zip(op.call.inputs, before, strict=True):
             if at is None and spec.numel > 1:

@@ -252,16 +252,22 @@ def by_transformers(
     return watch
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("gpt_oss", 2), ("gpt_oss", 4)]
+)
 def test_bytes_and_experts_are_those_of_transformers(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local, theirs = split_experts(GRAPH, ep=ranks), by_transformers(ranks, monkeypatch)
+    local = split_experts(graph_of(kind), ep=ranks)
+    theirs = by_transformers(ranks, monkeypatch, kind=kind)
     ours = [size for _, _, size in exchanged(local, "ep") if size != EXPERTS * 8]
     # With equal counts both sides of every exchange have as many rows.
     assert ours == theirs.sent
     weights = [right for _, right in grouped(local) if len(right) == 3]
     assert weights == theirs.weights
+    # Biases of experts are divided as their weights are.
+    experts = [p.spec.shape[0] for p in local.parameters if "experts" in p.name]
+    assert set(experts) == {EXPERTS // ranks}
 
 
 @pytest.mark.parametrize(
