@@ -147,9 +147,8 @@ def _with_other_stages(curve: MemoryCurve, rank: PeakMemory, own: PeakMemory) ->
     """The curve of one stage with what its `rank` holds beside the stage's `own` peak.
 
     That is the other stages it has, and the activations of micro-batches that wait for their
-    backward pass, which the rank's peak counts in the update too.
+    backward pass, of which none is left in the update.
     """
-    left_bytes = rank.total_bytes - own.total_bytes
     beside: dict[MemoryKind, int] = {
         "parameters": rank.parameters_bytes - own.parameters_bytes,
         "optimizer state": rank.optimizer_state_bytes - own.optimizer_state_bytes,
@@ -162,12 +161,17 @@ def _with_other_stages(curve: MemoryCurve, rank: PeakMemory, own: PeakMemory) ->
         "gradients": rank.gradients_bytes - own.gradients_bytes,
     }
     # Kinds have their peaks at different times: of the last ones no more is held than is left.
+    in_passes, in_update = (
+        rank.total_bytes - int(part.max()) for part in (curve.total[:-1], curve.total[-1:])
+    )
     levels = dict(curve.levels)
     for kind, size_bytes in beside.items():
-        taken_bytes = min(size_bytes, left_bytes)
-        left_bytes -= taken_bytes
-        levels[kind] = levels[kind] + taken_bytes
-    levels["temporaries"] = levels["temporaries"] + left_bytes
+        passes, update = min(size_bytes, in_passes), min(size_bytes, in_update)
+        update *= kind != "activations"
+        in_passes, in_update = in_passes - passes, in_update - update
+        levels[kind] = levels[kind] + np.append(np.full(len(levels[kind]) - 1, passes), update)
+    left_bytes = rank.total_bytes - MemoryCurve(levels=levels).peak_bytes
+    levels["temporaries"] = levels["temporaries"] + max(left_bytes, 0)
     return MemoryCurve(levels=levels)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ _AXES = ("tp", "cp", "ep", "pp", "dp")
 _FLAGS = ("sp", "vocab", "megatron", "ring", "all-reduce")
 _MOST_RANKS = 10**7
 _MOST_IMBALANCE = 1e4
+_MOST_LAID_OUT = 10**4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,9 @@ class Layout:
     experts, the ranks of `tp` among them; tokens go to them by all-to-all, or stay where they are
     and results are summed (`sums_experts`, of ranks that share a batch: ep = tp); the busiest has
     `imbalance` times the mean of tokens. `pp` pipeline ranks hold stages
-    of the model, which `schedule` has them compute; they begin at the modules of `cut`, by default
-    so that the slowest takes least.
+    of the model, which `schedule` has them compute; they begin at the modules of `cut`, or have the
+    layers of the one layout that stands there, ``Et*2|(tt|)*6tL``; by default the slowest takes
+    least, or with `megatron` all have as many layers.
     """
 
     tp: int = 1
@@ -87,8 +90,9 @@ class Layout:
         """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,pp=2,schedule=interleaved:2,dp=2``.
 
         What is left out is 1, the schedule 1f1b. ``pp=3,cut=layers.10+layers.20`` names the modules
-        at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
-        data-parallel. Raises StrategyError.
+        at which the second stage and those after it begin, ``pp=4,cut=Et*4|(t*5|)*2t*3L`` their
+        layers as Megatron-LM's ``--pipeline-model-parallel-layout``. Without ``dp`` the rest of the
+        ranks are data-parallel. Raises StrategyError.
 
         >>> Layout.parse("tp=2,sp,dp=*").data_axes(8, Strategy.parse("fsdp:shard=2"))
         (2, 2)
@@ -170,6 +174,7 @@ def _read(text: str) -> Layout:
                 schedule = Schedule.parse(value)
             elif name == "cut" and value:
                 cut = tuple(module.strip() for module in value.split("+"))
+                layers_of(cut)
             else:
                 sizes[name] = _size(name, value)
         free = [name for name, size in sizes.items() if size is None]
@@ -201,11 +206,10 @@ def _read(text: str) -> Layout:
 def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
     """What cannot be of a layout; nothing if it can."""
     stages = layout.schedule.model_stages(layout.pp)
+    cuts = len(layers_of(layout.cut)[1:] or layout.cut)
     reasons = {
         f"the {stages} stages of {layout.pp} ranks begin at {stages - 1} modules after the first "
-        f"stage, found {len(layout.cut)} in cut": (
-            bool(layout.cut) and len(layout.cut) != stages - 1
-        ),
+        f"stage, found {cuts} in cut": (bool(layout.cut) and cuts != stages - 1),
         f"tp={layout.tp} ranks that share a batch are among those that share experts, found "
         f"ep={layout.ep}; choose a multiple of tp": layout.ep > 1 and layout.ep % layout.tp > 0,
         "all-reduce sums the experts of ranks that share a batch; write ep and tp alike, as in "
@@ -225,6 +229,35 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
         "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+# What stands in a layout of stages once its repetitions are written out.
+_REPEATED = re.compile(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,3})")
+_LAID_OUT = re.compile(r"[EtmL|]+")
+
+
+def layers_of(cut: tuple[str, ...]) -> tuple[int, ...]:
+    """The layers of each stage of a layout as Megatron-LM writes it; none of modules' names.
+
+    E is the embedding, t a layer, m one that predicts further tokens, L the loss; ``|`` stands
+    between stages. Raises ValueError.
+
+    >>> layers_of(("Et*2|(tt|)*2mL",)), layers_of(("layers.4",))
+    ((2, 2, 2, 1), ())
+    """
+    if len(cut) != 1 or "|" not in cut[0]:
+        return ()
+    text = cut[0]
+    while len(text) <= _MOST_LAID_OUT and (found := _REPEATED.search(text)):
+        again = (found[1] or found[2] or "") * int(found[3])
+        text = text[: found.start()] + again + text[found.end() :]
+    stages = [sum(stage.count(kind) for kind in "tm") for stage in text.split("|")]
+    if not _LAID_OUT.fullmatch(text) or not all(stages):
+        raise ValueError(
+            f"{quoted(cut[0])} lays out no stages with layers each; write E, t, m and L, "
+            "repetitions as t*4 and (t*4|)*14, and | between stages"
+        )
+    return tuple(stages)
 
 
 def _imbalance(value: str) -> float:

@@ -75,6 +75,9 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
         graph,
         ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
         recipe=str(recipe),
+        # FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
+        optimizer=f"{graph.optimizer}-fused" * (graph.optimizer in ("adam", "adamw"))
+        or graph.optimizer,
         assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
     )
     return graph if recipe.fp8 is None else _Cast(graph, recipe.fp8).graph()

@@ -113,12 +113,14 @@ def upper_lines(lines: Sequence[tuple[int, int]]) -> list[int]:
 class ShardedMemory:
     """`PeakMemory` of a rank for any number of shards; `peak_ops` belong to the lines of `total`.
 
+    `passes` is the most that is held before the update.
     Shards are taken to be even. FSDP2 cuts a tensor along its first dimension and pads: a rank's
     shard may have up to a row of each tensor more.
     """
 
     total: Envelope
     peak_ops: tuple[int | None, ...]
+    passes: Envelope
     parameters: Envelope
     gradients: Envelope
     optimizer_state: Envelope

@@ -192,6 +192,7 @@ class MemoryOverStep:
                     _sum(held.gradients, _share(each.gradients, each, place))
                     for place in _highest(each.gradients, each.gradient_shards)
                 ]
+        passes = Envelope.through(lines)
         # In the update no parameters are gathered and nothing is sent any more.
         lines += [_sum(standing, held.updated, *update) for update in held.updates]
         places += [None] * len(held.updates)
@@ -199,6 +200,7 @@ class MemoryOverStep:
         return ShardedMemory(
             total=Envelope(tuple(lines[index] for index in upper)),
             peak_ops=tuple(places[index] for index in upper),
+            passes=passes,
             parameters=Envelope((_sum(held.parameters, self._most("gathered")),)),
             gradients=Envelope.through(gradients),
             optimizer_state=Envelope.through([update.state for update in held.updates]),

@@ -327,6 +327,20 @@ class Blocks:
         points, flow = split_points(graph), flow or Dataflow.of(graph)
         return cls(name=graph.name, points=points, owner=_owners(graph, flow, points[1:]))
 
+    def even(self, stages: int) -> tuple[str, ...]:
+        """Where stages of as many blocks each begin; nothing where the blocks do not divide."""
+        each, left = divmod(len(self.points), stages)
+        return () if left else self.points[each::each]
+
+    def of_layers(self, layers: Sequence[int]) -> tuple[str, ...]:
+        """Where stages of so many blocks begin; raises WorkloadError for any other number."""
+        if sum(layers) != len(self.points):
+            raise WorkloadError(
+                f"{self.name} has {len(self.points)} repeated blocks, found {sum(layers)} in the "
+                "layout of its stages; write all of them"
+            )
+        return tuple(self.points[end] for end in np.cumsum(layers[:-1]).tolist())
+
     def balanced(self, stages: int, seconds: Sequence[float] | Array) -> tuple[str, ...]:
         """Where stages begin so that the slowest one takes least, by the seconds of each op.
 

@@ -54,6 +54,7 @@ from estimator.timeline.rank.updates import accumulate_s, trained_of
 from estimator.timeline.simulator.simulation import simulate
 from estimator.timeline.simulator.tasks import LANES, Label, SpanColumns, Timeline
 from estimator.timeline.step import Breakdown
+from estimator.workload.layouts import layers_of
 from estimator.workload.schedules import Schedule
 
 
@@ -333,7 +334,8 @@ def _memory(
 ) -> tuple[PeakMemory, float]:
     """(what a rank needs at most, its share of the device): all its stages, and what waits.
 
-    The peak of a stage counts one micro-batch; the others hold what their backward pass will read.
+    The peak of a stage counts one micro-batch; the others hold what their backward pass will read,
+    and in the update none is left.
     """
     own = schedule.stages_of(rank, ranks)
     kept = {n: stages[n].kept_bytes for n in own}
@@ -348,10 +350,27 @@ def _memory(
     # Beside one stage at its peak the others are not at theirs.
     beside = waiting - (sums["activations_bytes"] - highest)
     sums["activations_bytes"] += beside
-    sums["total_bytes"] += beside
+    sums["total_bytes"] = max(
+        sum(_passes_bytes(stages[number].plan) for number in own) + beside,
+        sum(min(peak.total_bytes, _update_bytes(peak)) for peak in peaks),
+    )
     found = PeakMemory(**sums, peak_op=None)
     device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
     return found, found.total_bytes / device
+
+
+def _passes_bytes(plan: StepPlan) -> int:
+    """The most that a stage's fullest rank holds before the update."""
+    return max(kind.program.memory.passes.at(plan.shards) for kind in plan.kinds)
+
+
+def _update_bytes(peak: PeakMemory) -> int:
+    """All that a stage holds at most while it updates."""
+    parts = (getattr(peak, item.name) for item in fields(PeakMemory) if item.name not in _NO_PARTS)
+    return sum(parts) - peak.activations_bytes
+
+
+_NO_PARTS = ("total_bytes", "peak_op")
 
 
 def most_held_bytes(
@@ -549,6 +568,12 @@ def _stages(
     points: tuple[str, ...],
     cache: Cache,
 ) -> tuple[Stage, ...]:
+    blocks = blocks_of(graph, cache)
+    if layers := layers_of(points):
+        points = blocks.of_layers(layers)
+    elif not points and mesh.layout.megatron:
+        # Without --pipeline-model-parallel-layout Megatron-LM's stages have as many layers each.
+        points = blocks.even(schedule.model_stages(mesh.pp))
     if not points:
         points = balanced_points(graph, mesh, batch, shape.layer_collectives, schedule, cache)
     known = structure_of(graph, cache), dataflow_of(graph, cache)

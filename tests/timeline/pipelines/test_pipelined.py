@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
+from torch import nn
 
 import estimator as est
 from estimator.errors import StrategyError, WorkloadError
@@ -120,6 +122,38 @@ def test_split_points_that_make_no_stages_are_refused_in_one_sentence() -> None:
         answer("1x2:m", "pp=2,cut=layers.2+layers.4,dp=1")
     with pytest.raises(WorkloadError, match=r"begins at 'layers\.2' would leave the one before"):
         answer("1x3:m", "pp=3,cut=layers.4+layers.2,dp=1", 6)
+
+
+def test_megatrons_stages_have_as_many_layers_each_or_those_of_its_layout() -> None:
+    even = ["layers.2", "layers.4", "layers.6"]
+    assert list(answer("1x4:m", "pp=4,megatron,dp=1").pipeline.points) == even
+    # The last stage has the head beside its layers, and torch's cut gives it fewer of them.
+    assert answer("1x4:m", "pp=4,dp=1").pipeline.points[-1] != "layers.6"
+    found = answer("1x4:m", "pp=4,cut=Et*3|(t*2|)*2tL,dp=1")
+    assert found.layout == "pp=4,schedule=1f1b,cut=Et*3|(t*2|)*2tL,dp=1"
+    assert list(found.pipeline.points) == ["layers.3", "layers.5", "layers.7"]
+    with pytest.raises(WorkloadError, match="has 8 repeated blocks, found 6 in the layout"):
+        answer("1x2:m", "pp=2,cut=Et*3|t*3L,dp=1")
+    with pytest.raises(StrategyError, match="lays out no stages with layers each; write E, t, m"):
+        answer("1x2:m", "pp=2,cut=Et*8|L,dp=1")
+    with pytest.raises(StrategyError, match="begin at 1 modules after the first stage, found 2"):
+        answer("1x2:m", "pp=2,cut=Et*4|t*2|t*2L,dp=1")
+
+
+def test_no_micro_batch_waits_in_the_update() -> None:
+    graph = est.trace_model(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.ones(1, 64)
+    )
+    layout = "pp=2,schedule=gpipe,dp=1"
+    few, many = (
+        est.estimate(graph, "1x2:m", layout=layout, accumulation_steps=count, profile=PROFILE)
+        for count in (2, 200)
+    )
+    # A micro-batch holds three vectors of 256 bytes, the update temporaries of a weight of 16 KiB.
+    parts = few.memory
+    held = parts.parameters_bytes + parts.gradients_bytes + parts.optimizer_state_bytes
+    assert parts.total_bytes == held + parts.inputs_bytes + parts.update_bytes
+    assert many.memory.total_bytes > parts.total_bytes
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence() -> None:
