@@ -366,11 +366,9 @@ def _passes_bytes(plan: StepPlan) -> int:
 
 def _update_bytes(peak: PeakMemory) -> int:
     """All that a stage holds at most while it updates."""
-    parts = (getattr(peak, item.name) for item in fields(PeakMemory) if item.name not in _NO_PARTS)
-    return sum(parts) - peak.activations_bytes
-
-
-_NO_PARTS = ("total_bytes", "peak_op")
+    names = [item.name for item in fields(PeakMemory)]
+    held = sum(int(getattr(peak, name)) for name in names if name not in ("total_bytes", "peak_op"))
+    return held - peak.activations_bytes
 
 
 def most_held_bytes(
