@@ -21,7 +21,10 @@ from numpy import ndarray
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float64]
-Mask: TypeAlias = NDArray[np.bool_]
+Flags: TypeAlias = NDArray[np.bool_]
+Indices: TypeAlias = NDArray[np.intp]
+Sizes: TypeAlias = NDArray[np.int64]
+Integers: TypeAlias = NDArray[np.integer]
 Values: TypeAlias = float | Array
 
 
@@ -61,11 +64,11 @@ def minimum(first: Any, second: Any, /) -> Any:
 @overload
 def where(condition: bool, yes: float, no: float, /) -> float: ...
 @overload
-def where(condition: Mask, yes: Values, no: Values, /) -> Array: ...
+def where(condition: Flags, yes: Values, no: Values, /) -> Array: ...
 @overload
-def where(condition: bool | Mask, yes: Array, no: Array, /) -> Array: ...
+def where(condition: bool | Flags, yes: Array, no: Array, /) -> Array: ...
 @overload
-def where(condition: bool | Mask, yes: Values, no: Values, /) -> Values: ...
+def where(condition: bool | Flags, yes: Values, no: Values, /) -> Values: ...
 def where(condition: Any, yes: Any, no: Any, /) -> Any:
     """`yes` where the condition holds, else `no`; both are worked out by the caller.
 

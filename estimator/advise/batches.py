@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags, Sizes
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -204,11 +205,11 @@ class Elasticity:
     allocations: tuple[str, ...]
     batches: tuple[int, ...]
     accumulation_steps: tuple[int, ...]
-    samples_per_s: NDArray[np.float64]
-    step_time_s: NDArray[np.float64]
-    global_batch: NDArray[np.int64]
-    fits: NDArray[np.bool_]
-    largest_batch: NDArray[np.int64]
+    samples_per_s: Array
+    step_time_s: Array
+    global_batch: Sizes
+    fits: Flags
+    largest_batch: Sizes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units; null where there is none."""
@@ -270,7 +271,7 @@ def elasticity(
     )
 
 
-def _plain(cells: NDArray[np.float64]) -> list[Any]:
+def _plain(cells: Array) -> list[Any]:
     """Nested lists, with None where there is no number."""
     return [
         [[None if math.isnan(value) else value for value in layer] for layer in row]

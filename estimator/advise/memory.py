@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.advise.swap.problem import swap_problem
 from estimator.advise.swap.search import Means, Planned, plan_within
+from estimator.elementwise import Array
 from estimator.errors import AllocationError, ProfileError, StrategyError, WorkloadError
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
@@ -54,7 +54,7 @@ class MemoryReport:
     device_bytes: int
 
     @property
-    def times_s(self) -> NDArray[np.float64]:
+    def times_s(self) -> Array:
         """When each op of the last micro-batch begins, the update last, and when the step ends.
 
         On the axis of the step's timeline, so that an op begins when the one before has ended.

@@ -14,15 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import ProfileError
 from estimator.machines.profile import PairMatrix
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import RING_ROUNDS, RING_SHARE
 
-Array = NDArray[np.float64]
-Tour = NDArray[np.intp]
+Tour = Indices
 _POWERS = (1.0, 4.0, 16.0)
 
 
@@ -30,7 +29,7 @@ _POWERS = (1.0, 4.0, 16.0)
 class Uplink:
     """A switch's uplink: the hosts below it, and the seconds of an all-reduce by a single flow."""
 
-    below: NDArray[np.bool_]
+    below: Flags
     flow_s: float
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Indices
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.estimates.request import EstimateRequest
 from estimator.workload import MOST_GLOBAL_BATCH, check_count
 
-Array = NDArray[np.float64]
 Split = tuple[int, ...]
 
 _MOST_ITERATIONS = 8
@@ -228,7 +228,7 @@ def equalised(models: Sequence[AffineModel], ranks: Split, total: int, most: Arr
         return None
     costs = np.full(left + 1, np.inf)
     costs[0] = 0.0
-    choices: list[NDArray[np.intp]] = []
+    choices: list[Indices] = []
     for group, count in enumerate(ranks):
         following, chosen = np.full(left + 1, np.inf), np.zeros(left + 1, dtype=np.intp)
         extent = min(2 * max(ranks) + 1, int(most[group]) - int(low[group]))

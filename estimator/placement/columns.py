@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import Integers, Sizes
 from estimator.errors import AllocationError, quoted
 from estimator.placement.allocation import Allocation, DeviceGroup
-
-Integers = NDArray[np.integer]
 
 HOST_MARK = "[]"
 # Texts read at once, groups laid out at once, distinct groups remembered: these bound the memory.
@@ -194,7 +193,7 @@ class TextReader:
             raise
         yield start, columns
 
-    def _read(self, texts: list[str], joins: NDArray[np.int64]) -> AllocationColumns:
+    def _read(self, texts: list[str], joins: Sizes) -> AllocationColumns:
         groups, count = self._groups, len(texts)
         groups.forget_if_many()
         parts = "+".join(texts).split("+")

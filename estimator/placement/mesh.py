@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Flags, Indices
 from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.machines.profile import (
     CollectiveCost,
@@ -26,9 +26,6 @@ from estimator.placement.placement import NodeGroup, NodeKind, Placement
 from estimator.placement.topology import Cluster
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,9 +226,7 @@ def slowest_network(placement: Placement) -> NodeKind:
 _BY_NETWORK = attrgetter("by_network")
 
 
-def _ends(
-    node: Indices, following: Indices, hop: NDArray[np.bool_]
-) -> Iterator[tuple[list[int], list[int]]]:
+def _ends(node: Indices, following: Indices, hop: Flags) -> Iterator[tuple[list[int], list[int]]]:
     for a, b, there in zip(node, following, hop, strict=True):
         yield a[there].tolist(), b[there].tolist()
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
 from estimator.placement.topology import Cluster
@@ -87,7 +87,7 @@ def _cards(profile: MachineProfile) -> tuple[int, float]:
     return cards, rate / 8
 
 
-def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> NDArray[np.float64]:
+def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> Array:
     """For each network and for none, what 0 to `most` ranks of a node get of it; inf if unknown."""
     unknown = [math.inf] * (most + 1)
     rows: dict[NodeNetwork | None, list[float]] = {

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
+from estimator.elementwise import Array, Indices
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.profile import MachineProfile
@@ -42,9 +42,6 @@ from estimator.timeline.step import (
     with_input,
 )
 from estimator.timeline.strategies import rules_of
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from estimator.elementwise import Array, Indices
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
 from estimator.timeline.rank.ranks import RankClass
@@ -22,8 +23,6 @@ from estimator.timeline.simulator.tasks import (
     TaskList,
     Timeline,
 )
-
-Array = NDArray[np.float64]
 
 # torch/csrc/distributed/c10d/ProcessGroupGloo.hpp: two threads take collectives off the queue;
 # ProcessGroupNCCL runs one stream per communicator.
@@ -135,9 +134,9 @@ class _Listed:
         # What ranks compute in tasks without a name is listed operator by operator.
         self._named = [n for n, task in enumerate(tasks) if task.label.name]
         self._task_labels = self._new_labels([tasks[number].label for number in self._named])
-        self._pieces: list[tuple[NDArray[np.intp], int, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._pieces: list[tuple[Indices, int, ArrayLike, ArrayLike, ArrayLike]] = []
 
-    def _new_labels(self, labels: Sequence[Label]) -> NDArray[np.intp]:
+    def _new_labels(self, labels: Sequence[Label]) -> Indices:
         self._labels += labels
         return np.arange(len(self._labels) - len(labels), len(self._labels))
 

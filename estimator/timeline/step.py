@@ -10,14 +10,9 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from estimator.elementwise import expected_maximum
 from estimator.timeline.rank.inputs import InputCosts
 from estimator.timeline.rank.ranks import LaneCosts, UpdateCosts
-
-Array = NDArray[np.float64]
 
 # What a step may spend most of its time on.
 BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers", "input")

@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from estimator.elementwise import expected_maximum
+from estimator.elementwise import Array, Indices, expected_maximum
 from estimator.errors import StrategyError
 from estimator.estimates.engine import Engine
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
@@ -130,10 +129,6 @@ def _batches(share: int, graph: OpGraph) -> Iterator[int]:
     for batch in divisors(share):
         if not (batch & (batch - 1) and (share // batch) & (share // batch - 1)):
             yield batch
-
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -282,7 +277,7 @@ class _NoBuckets:
 
     alike = None
 
-    def slack_s(self, rows: NDArray[np.intp] | None) -> Array:
+    def slack_s(self, rows: Indices | None) -> Array:
         return np.zeros(0)
 
 

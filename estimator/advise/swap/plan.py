@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.advise.swap.problem import SwapProblem
-
-Array = NDArray[np.float64]
-Sizes = NDArray[np.int64]
+from estimator.elementwise import Array, Sizes
 
 # Steps after which a loop over the same step repeats itself.
 _STEPS = 3

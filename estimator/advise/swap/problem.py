@@ -12,8 +12,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Sizes
 from estimator.errors import ProfileError, WorkloadError
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
@@ -62,7 +62,7 @@ class UpdateSlice:
 def update_slices(
     structure: GraphStructure,
     parameter_of: dict[int, int],
-    op_ends_s: NDArray[np.float64],
+    op_ends_s: Array,
     updates: UpdateSchedule,
 ) -> list[UpdateSlice]:
     """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
@@ -102,7 +102,7 @@ def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int
     return [min(size, left - start) for start in range(0, left, size)] or [left]
 
 
-def _paced(slices: list[UpdateSlice], op_ends_s: NDArray[np.float64]) -> list[UpdateSlice]:
+def _paced(slices: list[UpdateSlice], op_ends_s: Array) -> list[UpdateSlice]:
     """Each after its share, by bytes, of the time from the first ready gradient to the end."""
     if not slices:
         return slices
@@ -120,8 +120,6 @@ def _paced(slices: list[UpdateSlice], op_ends_s: NDArray[np.float64]) -> list[Up
     ]
 
 
-Array = NDArray[np.float64]
-Sizes = NDArray[np.int64]
 TensorKind = Literal["parameter", "gradient", "state", "activation"]
 
 # What draws random numbers gives others when it runs again.

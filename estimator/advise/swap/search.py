@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.advise.swap.plan import (
     Gap,
@@ -27,10 +26,7 @@ from estimator.advise.swap.plan import (
     scheduled,
 )
 from estimator.advise.swap.problem import SwapProblem, TensorKind
-
-Array = NDArray[np.float64]
-Sizes = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from estimator.elementwise import Array, Flags, Indices, Sizes
 
 # A tensor below this share of the peak is not worth a copy's latency.
 _SMALLEST_RATIO = 1e-4
@@ -237,7 +233,7 @@ class _Draft:
             self.swapped[number] = True
         return number
 
-    def _swap_cost_s(self, numbers: NDArray[np.intp], over: NDArray[np.intp], worst: int) -> Array:
+    def _swap_cost_s(self, numbers: Indices, over: Indices, worst: int) -> Array:
         """Seconds that the step would wait for each one's copies beside those chosen already."""
         ops = self.problem.ops
         after, use = self.after[numbers], self.use[numbers]
@@ -265,7 +261,7 @@ class _Draft:
         until_s: Array,
         chosen_at_s: Array,
         seconds: Array,
-        numbers: NDArray[np.intp],
+        numbers: Indices,
     ) -> Array:
         """By how much a copy is too long for its window beside those that lie in it."""
         length_s = self.problem.vanilla_s

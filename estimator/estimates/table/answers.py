@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import StepQuestion
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import TrialEngine
 from estimator.estimates.estimate import (
@@ -28,7 +29,7 @@ from estimator.estimates.table.placed import (
     RankClassTable,
     place_columns,
 )
-from estimator.estimates.table.request import Flags, Indices, TableRequest
+from estimator.estimates.table.request import TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.kernels.durations import why_not_on
 from estimator.machines.profile import MachineProfile
@@ -56,8 +57,6 @@ from estimator.timeline.step import (
 )
 from estimator.timeline.strategies import rules_of
 from estimator.workload import MOST_BATCH
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -401,7 +400,7 @@ class RowAnswers:
 
     def _batches(
         self, request: TableRequest, rows: slice | Indices, placed: PlacedColumns
-    ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
+    ) -> tuple[Indices | int, Flags | bool]:
         """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
         batch, whole = request.batch_per_gpu, request.global_batch
         if whole is not None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import EstimatorError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
@@ -29,10 +29,6 @@ from estimator.placement.topology import Cluster
 from estimator.timeline.plan import compiled_step
 from estimator.timeline.rank.ranks import RankClass, RankColumns, largest
 from estimator.timeline.rank.rules import DP_REPLICATE, DP_SHARD, Groups, StepShape
-
-Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
-Array = NDArray[np.float64]
 
 _UNKNOWN = -2
 
@@ -398,7 +394,7 @@ class NetworkTable:
             np.minimum(rate, np.where(hop, measured, math.inf).min(axis=0), out=rate)
         return np.minimum(rate, self._switches.slowest(group, following))
 
-    def _busiest_nic(self, placed: PlacedColumns, hop: NDArray[np.bool_], nics: Array) -> Array:
+    def _busiest_nic(self, placed: PlacedColumns, hop: Flags, nics: Array) -> Array:
         """The rate of a flow over the busiest NIC: one flow each time the ring leaves a node."""
         rate = np.where(hop, nics, math.inf).min(axis=0)
         rows = placed.repeating
@@ -514,7 +510,7 @@ class RankClassTable:
         self._kinds: list[RankClass] = []
         self.columns = RankColumns(self._kinds)
 
-    def are_mixed(self, placed: PlacedColumns) -> NDArray[np.bool_]:
+    def are_mixed(self, placed: PlacedColumns) -> Flags:
         """The rows whose devices differ in machine or speed."""
         machine = self._machine_of[placed.node_group]
         return np.asarray(((machine != machine[0]) & (machine > 0)).any(axis=0))

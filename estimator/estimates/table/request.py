@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import Flags, Indices, Integers
 from estimator.errors import AllocationError, EstimatorError
 from estimator.estimates.balance import balance
 from estimator.estimates.engine import Engine
@@ -21,9 +22,6 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.workload.layouts import Layout
 
-Integers = NDArray[np.integer]
-Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
 Allocations = Sequence[str | Allocation] | AllocationColumns
 
 

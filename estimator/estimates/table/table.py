@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
+from estimator.elementwise import Array, Flags, Indices, Integers, Sizes
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -27,7 +28,7 @@ from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import FITS, Estimate
 from estimator.estimates.request import EstimateRequest, agreed_layout
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.request import Allocations, Integers, KnownRows, TableRequest
+from estimator.estimates.table.request import Allocations, KnownRows, TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -47,7 +48,7 @@ def row_number(row: Any, rows: int) -> int:
     return chosen
 
 
-def chosen_rows(asked: Any, rows: int) -> int | slice | NDArray[np.intp]:
+def chosen_rows(asked: Any, rows: int) -> int | slice | Indices:
     """A row of so many from 0 on, a slice, or rows of several or a mask; raises RowError."""
     try:
         if isinstance(asked, slice):
@@ -71,9 +72,6 @@ def _no_such(asked: Any, rows: int) -> RowError:
     )
 
 
-Array = NDArray[np.float64]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EstimateTable:
     """One estimate a row, as columns; see `Estimate` and `Breakdown` for what they mean.
@@ -92,13 +90,13 @@ class EstimateTable:
     samples_per_s: Array
     mfu_ratio: Array
     hfu_ratio: Array
-    peak_memory_bytes: NDArray[np.int64]
+    peak_memory_bytes: Sizes
     fits_code: NDArray[np.uint8]
     bottleneck_code: NDArray[np.uint8]
     ranks: NDArray[np.int32]
     nodes: NDArray[np.int32]
     batch_per_gpu: NDArray[np.int32]
-    global_batch: NDArray[np.int64]
+    global_batch: Sizes
     forward_s: Array
     backward_s: Array
     host_exposed_s: Array
@@ -139,7 +137,7 @@ class EstimateTable:
         return self.request.allocation(row_number(row, len(self)))
 
     @property
-    def answered(self) -> NDArray[np.bool_]:
+    def answered(self) -> Flags:
         """Which rows have an answer."""
         return ~np.isnan(self.step_time_s)
 
@@ -163,7 +161,7 @@ class EstimateTable:
         """Tokens a second; NaN for a model without tokens."""
         return self.samples_per_s * (self.request.shared.graph.tokens_per_sample or np.nan)
 
-    def order(self, by: str = "samples_per_s") -> NDArray[np.intp]:
+    def order(self, by: str = "samples_per_s") -> Indices:
         """Row numbers, best first: rows that fit or may fit, then by a column.
 
         Rates are better when high, anything else when low. Rows without an answer come last.

@@ -9,14 +9,12 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import Flags, Indices, Sizes
 from estimator.errors import WorkloadError
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op, ValueKind, gives_views
 from estimator.graph.ir.shards import unit_path
 from estimator.tensors import OpCall, TensorSpec
-
-Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
 
 KINDS: tuple[ValueKind, ...] = get_args(ValueKind)
 
@@ -461,7 +459,7 @@ class GraphStructure:
         """The distinct calls at a batch size, by number."""
         return tuple([bound.calls[op] for op in self.first_op])
 
-    def storage_bytes(self, bound: BoundGraph) -> NDArray[np.int64]:
+    def storage_bytes(self, bound: BoundGraph) -> Sizes:
         """The size of each storage at a batch size: that of the largest value in it."""
         of_spec = [bound.specs[value].storage_bytes for value in self.first_value]
         sizes = np.zeros(len(self.roots), dtype=np.int64)

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Flags, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import StorageSizes, block_bytes, rounded_bytes
-
-Sizes = NDArray[np.int64]
 
 MemoryKind = Literal[
     "parameters",
@@ -71,7 +69,7 @@ class LiveTensor:
     dies: int
 
 
-def is_saved(structure: GraphStructure) -> NDArray[np.bool_]:
+def is_saved(structure: GraphStructure) -> Flags:
     """Which storages are made in the forward pass and used in the backward pass."""
     forward = np.append(structure.is_forward, False)
     return np.asarray(forward[np.maximum(structure.born, 0)] & ~forward[structure.dies])

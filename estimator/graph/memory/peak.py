@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
+
+from estimator.elementwise import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +35,13 @@ class PeakMemory:
     peak_op: int | None
 
 
-Counts = NDArray[np.int64]
-
-
 @overload
 def held_bytes(fixed_bytes: int, sharded_bytes: int, shards: int) -> int: ...
 @overload
+def held_bytes(fixed_bytes: int | Sizes, sharded_bytes: int | Sizes, shards: Sizes) -> Sizes: ...
 def held_bytes(
-    fixed_bytes: int | Counts, sharded_bytes: int | Counts, shards: Counts
-) -> Counts: ...
-def held_bytes(
-    fixed_bytes: int | Counts, sharded_bytes: int | Counts, shards: int | Counts
-) -> int | Counts:
+    fixed_bytes: int | Sizes, sharded_bytes: int | Sizes, shards: int | Sizes
+) -> int | Sizes:
     """Bytes of a rank that holds `fixed_bytes` whole and one of `shards` shards of the others.
 
     >>> held_bytes(100, 10, 4)
@@ -78,8 +74,8 @@ class Envelope:
     @overload
     def at(self, shards: int) -> int: ...
     @overload
-    def at(self, shards: Counts) -> Counts: ...
-    def at(self, shards: int | Counts) -> int | Counts:
+    def at(self, shards: Sizes) -> Sizes: ...
+    def at(self, shards: int | Sizes) -> int | Sizes:
         """Bytes of a rank at a number of shards, or at each of an array."""
         if isinstance(shards, np.ndarray):
             levels = [held_bytes(fixed, sharded, shards) for fixed, sharded in self.lines]
@@ -133,8 +129,8 @@ class ShardedMemory:
     @overload
     def total_bytes(self, shards: int) -> int: ...
     @overload
-    def total_bytes(self, shards: Counts) -> Counts: ...
-    def total_bytes(self, shards: int | Counts) -> int | Counts:
+    def total_bytes(self, shards: Sizes) -> Sizes: ...
+    def total_bytes(self, shards: int | Sizes) -> int | Sizes:
         """Bytes at the peak where that many ranks share what is sharded."""
         return self.total.at(shards)
 

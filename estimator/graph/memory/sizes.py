@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Indices, Sizes
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Parameter
 from estimator.graph.ir.shards import parameter_unit
@@ -23,9 +23,6 @@ from estimator.workload.optimizers import (
     state_sizes,
     temporaries_bytes,
 )
-
-Sizes = NDArray[np.int64]
-Numbers = NDArray[np.intp]
 
 # The CUDA caching allocator rounds every block up to kMinBlockSize
 # (c10/core/AllocatorConfig.h, torch 2.13).
@@ -158,8 +155,8 @@ class StorageSizes:
     """
 
     size_bytes: Sizes
-    activations: Numbers
-    gradients: Numbers
+    activations: Indices
+    gradients: Indices
     inputs_bytes: int
     constants_bytes: int
     workspaces: Sizes

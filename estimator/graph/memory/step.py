@@ -13,16 +13,13 @@ from itertools import pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Indices, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.curve import MemoryCurve, is_saved
 from estimator.graph.memory.peak import Envelope, ShardedMemory, upper_lines
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
-
-Levels = NDArray[np.int64]
-Places = NDArray[np.intp]
 
 # The instants around an op, in the order of issue. Before it a rank may allocate the buffer of an
 # all-gather, allocate whole parameters and copy them out, drop a buffer, and prefetch what comes
@@ -35,8 +32,8 @@ _INSTANTS = 9
 @overload
 def at(op: int, instant: int) -> int: ...
 @overload
-def at(op: Places, instant: int) -> Places: ...
-def at(op: int | Places, instant: int) -> int | Places:
+def at(op: Indices, instant: int) -> Indices: ...
+def at(op: int | Indices, instant: int) -> int | Indices:
     """The place of an instant around an op in the levels of a step."""
     return op * _INSTANTS + instant
 
@@ -46,20 +43,20 @@ class Ledger:
 
     def __init__(self, ops: int) -> None:
         self.end = (ops + 1) * _INSTANTS
-        self._changes: Levels = np.zeros(self.end + 1, dtype=np.int64)
+        self._changes: Sizes = np.zeros(self.end + 1, dtype=np.int64)
 
     def hold(self, start: int, end: int, size_bytes: int) -> None:
         """Hold `size_bytes` from the instant `start` until just before `end`."""
         self._changes[start] += size_bytes
         self._changes[end] -= size_bytes
 
-    def hold_each(self, born: Places, dies: Places, sizes_bytes: Levels) -> None:
+    def hold_each(self, born: Indices, dies: Indices, sizes_bytes: Sizes) -> None:
         """Hold several, each from the op that makes it to the last one that it is for."""
         np.add.at(self._changes, at(np.maximum(born, 0), RUN), sizes_bytes)
         dies = np.minimum(dies, self.end // _INSTANTS - 1)
         np.subtract.at(self._changes, at(dies, RAN), sizes_bytes)
 
-    def levels(self) -> Levels:
+    def levels(self) -> Sizes:
         """What is held at each instant."""
         return np.cumsum(self._changes[:-1])
 
@@ -100,11 +97,11 @@ class MicroBatchMemory:
     the buckets in which they live; `gradient_shards` are of all shards together.
     """
 
-    gathered: Levels | None = None
-    buffers: Levels | None = None
-    gradients: Levels | None = None
-    copied: Levels | None = None
-    gradient_shards: Levels | None = None
+    gathered: Sizes | None = None
+    buffers: Sizes | None = None
+    gradients: Sizes | None = None
+    copied: Sizes | None = None
+    gradient_shards: Sizes | None = None
 
 
 _ACTIVATIONS_ALONE = MicroBatchMemory()
@@ -228,7 +225,7 @@ class MemoryOverStep:
             shares = -(-each.gradient_shards // shards)
         places = self._highest_instants(level + shares)
 
-        def during(levels: Levels | None, constant: int = 0, after: int = 0) -> Levels:
+        def during(levels: Sizes | None, constant: int = 0, after: int = 0) -> Sizes:
             own = np.zeros(self.ops, dtype=np.int64) if levels is None else levels[places]
             return np.append(own, after) + constant
 
@@ -252,7 +249,7 @@ class MemoryOverStep:
             }
         )
 
-    def _level(self, each: MicroBatchMemory) -> Levels:
+    def _level(self, each: MicroBatchMemory) -> Sizes:
         """All that is held whole at each instant of a micro-batch."""
         own = (each.gathered, each.buffers, each.gradients, each.copied)
         return sum((levels for levels in own if levels is not None), self._activations)
@@ -261,7 +258,7 @@ class MemoryOverStep:
         levels = [getattr(each, kind) for each in self.holding.micro_batches]
         return Bytes(max((_most(own) for own in levels if own is not None), default=0))
 
-    def _saved_levels(self) -> Levels:
+    def _saved_levels(self) -> Sizes:
         """What the forward pass leaves for the backward pass, during each op."""
         structure, sizes = self.tensors.structure, self.tensors.sizes
         own = sizes.activations[is_saved(structure)[sizes.activations]]
@@ -269,7 +266,7 @@ class MemoryOverStep:
         saved.hold_each(structure.born[own], structure.dies[own], sizes.size_bytes[own])
         return saved.levels()[at(np.arange(self.ops), RUN)]
 
-    def _highest_instants(self, levels: Levels) -> Places:
+    def _highest_instants(self, levels: Sizes) -> Indices:
         rows = levels[: self.ops * _INSTANTS].reshape(self.ops, _INSTANTS)
         places = np.arange(self.ops) * _INSTANTS + rows.argmax(axis=1)
         # What follows the last op belongs to it.
@@ -286,7 +283,7 @@ def memory_alone(
     return MemoryOverStep(tensors, held_alone(tensors))
 
 
-def _most(levels: Levels) -> int:
+def _most(levels: Sizes) -> int:
     """The highest level; 0 of none."""
     return int(levels.max(initial=0))
 
@@ -295,12 +292,12 @@ def _sum(*shares: Bytes) -> Bytes:
     return Bytes(sum(s.whole for s in shares), sum(s.sharded for s in shares))
 
 
-def _share(levels: Levels, each: MicroBatchMemory, place: int) -> Bytes:
+def _share(levels: Sizes, each: MicroBatchMemory, place: int) -> Bytes:
     shards = each.gradient_shards
     return Bytes(int(levels[place]), 0 if shards is None else int(shards[place]))
 
 
-def _highest(whole: Levels, sharded: Levels | None) -> list[int]:
+def _highest(whole: Sizes, sharded: Sizes | None) -> list[int]:
     """Where most is held, once for every stretch of time in which the sharded part is constant."""
     if sharded is None:
         return [int(whole.argmax())]

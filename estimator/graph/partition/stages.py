@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError, quoted
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
@@ -23,9 +23,7 @@ from estimator.graph.ir.shards import unit_path
 from estimator.graph.ir.structure import (
     KINDS,
     Dataflow,
-    Flags,
     GraphStructure,
-    Indices,
     by_first,
     owners,
 )
@@ -217,9 +215,6 @@ def _numbered(touched: Indices, base: Indices) -> tuple[Indices, Indices]:
     return number, values
 
 
-Array = NDArray[np.float64]
-
-
 def pass_seconds(
     is_forward: Flags, weight_shares: Array, seconds: Array
 ) -> tuple[float, float, float]:
@@ -319,7 +314,7 @@ class Blocks:
 
     name: str
     points: tuple[str, ...]
-    owner: NDArray[np.intp]
+    owner: Indices
 
     @classmethod
     def of(cls, graph: OpGraph, flow: Dataflow | None = None) -> Blocks:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from estimator.elementwise import anywhere, maximum, sqrt, where
+from estimator.elementwise import Array, anywhere, maximum, sqrt, where
 from estimator.machines.profile import CollectiveName, Link, MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
 from estimator.placement.mesh import ProcessGroup
@@ -50,8 +49,6 @@ RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
     "broadcast": levels,
     "all_to_all": lambda n: n - 1,
 }
-
-Array = NDArray[np.float64]
 
 
 class Line(NamedTuple):

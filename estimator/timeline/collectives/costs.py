@@ -14,10 +14,9 @@ from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import log, maximum, minimum, where
+from estimator.elementwise import Array, log, maximum, minimum, where
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
@@ -114,8 +113,6 @@ class Lookup:
         return self._columns[number]
 
 
-Array = NDArray[np.float64]
-
 # Points on a line beyond the largest measured, each four times the one before.
 _FURTHER_POINTS = 5
 
@@ -200,8 +197,6 @@ def _extended(sizes: Array, seconds: Array, beta: float) -> tuple[Array, Array]:
     line_s = last_s + slope * (further - sizes[-1])
     return np.append(sizes, further), np.append(seconds, line_s)
 
-
-Indices = NDArray[np.intp]
 
 _MOST_SHAPES = 1 << 12
 # What a measured group is taken to be off by where the profile does not say, as of one size alone.

@@ -9,16 +9,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import maximum, minimum
+from estimator.elementwise import Array, maximum, minimum
 from estimator.machines.profile import MachineProfile, OverlapCost
 from estimator.machines.typical import typical_overlaps
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import GroupCollective, Lookup, Nearest, pool_of
-
-Array = NDArray[np.float64]
 
 
 class Overlap(NamedTuple):

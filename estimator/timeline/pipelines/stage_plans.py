@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
+from estimator.elementwise import Array, Indices
 from estimator.errors import StrategyError
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.memory.peak import PeakMemory
@@ -408,9 +408,6 @@ def _held_at_once(
         )
     )
 
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 # What two ranks gather is twice what each sends the other, in one round: what sending it takes.
 _SEND: CollectiveName = "all_gather"

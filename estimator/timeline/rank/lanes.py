@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import maximum, where
+from estimator.elementwise import Array, maximum, where
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
@@ -31,8 +30,6 @@ from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import CollectiveCosts, Lookup, SizedCollective
 from estimator.timeline.rank.updates import copies_s
 from estimator.workload import ShardDtypes
-
-Array = NDArray[np.float64]
 
 
 def _waits(host_s: Array, device_s: Array) -> Array:

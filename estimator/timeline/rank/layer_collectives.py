@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import Array
 from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import BoundGraph
@@ -22,7 +22,6 @@ from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveMode
 from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import RULES
 
-Array = NDArray[np.float64]
 _DDP = DDP()
 # What userbuffers' rings leave uncovered: no figure is published; of four ranks' pieces the last
 # one waits for nothing, and copies take some of the multiprocessors.

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from estimator.cache import Cache
+from estimator.elementwise import Array
 from estimator.graph.costs.utilization import StepFlops, step_flops
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.memory.peak import ShardedMemory
@@ -41,8 +39,6 @@ from estimator.timeline.rank.updates import (
 )
 from estimator.workload import Strategy
 from estimator.workload.precision import peak_dtype
-
-Array = NDArray[np.float64]
 
 # What a copy costs is fitted from copies of other sizes.
 COPIES_ERROR = 0.2

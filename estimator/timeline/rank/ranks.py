@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import Envelope, PeakMemory, held_bytes
@@ -21,9 +21,6 @@ from estimator.placement.placement import NodeKind
 from estimator.timeline.rank.inputs import NO_INPUT, InputCosts, input_costs
 from estimator.timeline.rank.program import StepProgram, step_program
 from estimator.timeline.rank.rules import Rules, StepShape
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 
 class LaneCosts(NamedTuple):
@@ -310,7 +307,7 @@ class RankColumns:
         held = np.where(numbers > 0, np.maximum.reduce(each), -math.inf)
         return held.max(axis=0), (held / self.usable_bytes[numbers]).max(axis=0)
 
-    def _covers(self) -> NDArray[np.bool_]:
+    def _covers(self) -> Flags:
         count = len(self.ready_s)
         if count > _MOST_COMPARED:
             return np.asarray(np.eye(count, dtype=np.bool_) | (np.arange(count) == 0))

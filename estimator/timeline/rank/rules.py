@@ -19,10 +19,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import maximum
+from estimator.elementwise import Array, Indices, maximum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.memory.sizes import StepTensors
@@ -44,9 +43,6 @@ from estimator.timeline.rank.updates import Trained
 from estimator.timeline.simulator.tasks import TaskList
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 # Stands for a drain of nothing: any slack then clears the backlog, and no slack leaves all of it.
 _NO_DRAIN = 1e-300

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import Array
 from estimator.errors import ProfileError, StrategyError
 from estimator.graph.costs.call_costs import features_of
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
@@ -266,8 +266,6 @@ def cost_of_update(profile: MachineProfile, optimizer: str, kind: DeviceKind) ->
         ),
     )
 
-
-Array = NDArray[np.float64]
 
 # Scale the loss, find infinities, read that, update the scale, its tracker, the inverse scale.
 _SCALER_OPS = 6

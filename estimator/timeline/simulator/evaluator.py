@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from estimator.elementwise import maximum
+from estimator.elementwise import Array, maximum
 from estimator.timeline.collectives.overlap import Overlap
 from estimator.timeline.simulator.tasks import COMPUTE, Task
-
-Array = NDArray[np.float64]
 
 # Two ends this close, as a share of the time left to them, are one.
 _SAME = 1e-12

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array
 from estimator.timeline.collectives.overlap import Overlap
 from estimator.timeline.simulator.tasks import COMPUTE, Task, kinds_of
-
-Array = NDArray[np.float64]
 
 # What is left of a task, as a share of it, when it counts as done.
 _NOTHING = 1e-15

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
-from numpy.typing import NDArray
+
+from estimator.elementwise import Array, Indices
 
 Lane = Literal["host", "compute", "network", "h2d", "d2h"]
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -53,11 +54,11 @@ class SpanColumns(Sequence[Span]):
     """
 
     labels: Sequence[Label]
-    label: NDArray[np.intp]
-    rank: NDArray[np.intp]
-    lane: NDArray[np.intp]
-    start_s: NDArray[np.float64]
-    duration_s: NDArray[np.float64]
+    label: Indices
+    rank: Indices
+    lane: Indices
+    start_s: Array
+    duration_s: Array
 
     def __len__(self) -> int:
         return len(self.label)
@@ -122,8 +123,6 @@ def whole_ns(seconds: float) -> int:
     """Nanoseconds, as viewers keep them; rounding both ends of a span keeps neighbours apart."""
     return round(seconds * 1e9)
 
-
-Array = NDArray[np.float64]
 
 NO_LABEL = Label("")
 COMPUTE = "compute"

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import exp, where
+from estimator.elementwise import Array, exp, where
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
@@ -42,8 +41,6 @@ from estimator.timeline.rank.rules import (
 from estimator.timeline.rank.updates import accumulate_s, copies_s
 from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Label, TaskList
 from estimator.workload.strategies import DDP, Bucketed, Strategy
-
-Array = NDArray[np.float64]
 
 # The norm of all gradients is one fp32 number.
 NORM_BYTES = 4.0

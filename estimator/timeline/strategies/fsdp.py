@@ -16,10 +16,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import exp, maximum, minimum
+from estimator.elementwise import Array, exp, maximum, minimum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit
@@ -223,9 +222,6 @@ class MicroBatch:
         computed = self._tasks.add(COMPUTE, 0.0, self._before)
         joined = self._tasks.add(NETWORK, 0.0, computed, self._scattered, self._reduced)
         self._tasks.add(COMPUTE, 0.0, joined)
-
-
-Array = NDArray[np.float64]
 
 
 @rules_for(FSDP)

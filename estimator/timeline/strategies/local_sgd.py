@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import Bytes, Update
 from estimator.kernels.durations import Durations
@@ -35,7 +35,7 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
 
     after_op = "all_reduce"
 
-    def bytes_after(self) -> NDArray[np.float64]:
+    def bytes_after(self) -> Array:
         return np.array([float(self._averaged_bytes())])
 
     def _averaged_bytes(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.elementwise import maximum, where
 from estimator.errors import ProfileError
@@ -28,8 +27,6 @@ from estimator.timeline.collectives.costs import (
 from estimator.timeline.rank.rules import DP, Groups, Ranks, rules_for
 from estimator.timeline.strategies.ddp import BucketedNetwork, BucketedRules
 from estimator.workload.strategies import ParameterServers
-
-Array = NDArray[np.float64]
 
 
 class ServerCosts:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import (
     COPY_IN,
@@ -27,7 +27,6 @@ from estimator.timeline.rank.rules import Bucket, rules_for
 from estimator.timeline.strategies.ddp import BucketedRules
 from estimator.workload.strategies import Bucketed, DistributedOptimizer, ZeRO1, ZeRO2
 
-Array = NDArray[np.float64]
 B = TypeVar("B", bound=Bucketed)
 
 
