@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from records import Record, Records
 from summary import format_table, percent
@@ -21,7 +22,8 @@ from testbed.strategies import step_seconds
 from testbed_cases import STRATEGIES, Cell
 from testbed_runs import MACHINE, Bench, Trial, probe_network
 
-from estimator.advise.strategies import best_strategy
+import estimator as est
+from estimator.advise.scaling import rank_strategies
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.placement.topology import Cluster
@@ -61,12 +63,11 @@ class GridBench(Bench):
             for each in wanted
         ]
         graph: OpGraph = paced_graph(MODEL)
-        rows = best_strategy(
-            graph,
+        options: Any = {"cluster": cluster, "profile": paced_machine(network, 1, PARAMETER_S)}
+        rows = rank_strategies(
             ALLOCATION,
             asked,
-            cluster=cluster,
-            profile=paced_machine(network, 1, PARAMETER_S),
+            lambda each: est.estimate(graph, ALLOCATION, strategy=each, **options),
         )
         step_s = {str(row.strategy): row.answer.step_time_s for row in rows if row.answer}
         return {"step_s": [step_s[str(each)] for each in asked]}

@@ -1,4 +1,7 @@
-"""Compute the scaling efficiency of a job, over a whole pattern of allocations if asked."""
+"""Compute how training scales: one allocation against one device, and sweeps of many.
+
+A sweep estimates allocations, batches or strategies one by one; what has no answer keeps its reason.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from estimator.errors import (
     AllocationError,
     EstimatorError,
+    ProfileError,
     StrategyError,
     WorkloadError,
     quoted,
@@ -23,6 +28,9 @@ from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.columns import AllocationGrid
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate
+from estimator.units import parse_whole
+from estimator.workload import Strategy
+from estimator.workload.strategies import MOST_BATCH
 
 # The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9
@@ -145,37 +153,67 @@ def _needed_bytes_per_s(answer: Estimate, step_s: float) -> float | None:
 
 
 _MOST_ROWS = 100_000
+_REFUSALS = (AllocationError, StrategyError, WorkloadError)
+_STEP = ("step_time_s", "low_s", "high_s", "samples_per_s")
+_MEMORY = ("peak_memory_bytes", "fits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One allocation of a sweep: its estimate, or why there is none.
+    """One allocation, at one of several strategies or batches: its estimate, or why there is none.
 
     `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation, with the
-    share of the update that the ranks of this one have (`scaling.linear_step_s`).
+    share of the update that the ranks of this one have (`linear_step_s`). `batch` is per
+    device; `is_largest` marks the largest one of the sweep's range that surely fits.
     """
 
     allocation: str
     answer: Estimate | None
     refusal: str = ""
     efficiency_ratio: float | None = None
+    strategy: Strategy | None = None
+    batch: int | None = None
+    is_largest: bool = False
+
+    @classmethod
+    def of(cls, allocation: str, found: Estimate | EstimatorError, **question: Any) -> SweepRow:
+        """The row of an estimate, or of the error instead of one."""
+        if isinstance(found, EstimatorError):
+            return cls(allocation=allocation, answer=None, refusal=str(found), **question)
+        return cls(allocation=allocation, answer=found, **question)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
-        row: dict[str, Any] = {"allocation": self.allocation, "refusal": self.refusal or None}
+        row: dict[str, Any] = {"allocation": self.allocation}
+        names: tuple[str, ...] = ("ranks", *_STEP, "efficiency_ratio", *_MEMORY)
+        if self.strategy is not None:
+            row["strategy"], names = str(self.strategy), (*_STEP, *_MEMORY)
+        if self.batch is not None:
+            row["batch_per_gpu"], names = self.batch, ("global_batch", *_STEP, *_MEMORY)
+        row["refusal"] = self.refusal or None
+        if self.batch is not None:
+            row["is_largest"] = self.is_largest
         if self.answer is not None:
-            row |= {
-                "ranks": self.answer.ranks,
-                "step_time_s": self.answer.step_time_s,
-                "low_s": self.answer.low_s,
-                "high_s": self.answer.high_s,
-                "samples_per_s": self.answer.samples_per_s,
-                "efficiency_ratio": self.efficiency_ratio,
-                "peak_memory_bytes": self.answer.peak_memory_bytes,
-                "fits": self.answer.fits,
-                **self.answer.bottleneck_dict(),
-            }
+            own = {"efficiency_ratio": self.efficiency_ratio}
+            row |= {n: own[n] if n in own else getattr(self.answer, n) for n in names}
+            row |= self.answer.bottleneck_dict()
         return row
+
+
+def _tried(
+    answer_of: Callable[[], Estimate], refusals: tuple[type[EstimatorError], ...] = _REFUSALS
+) -> Estimate | EstimatorError:
+    try:
+        return answer_of()
+    except refusals as error:
+        return error
+
+
+def _check_answered(found: Sequence[Estimate | EstimatorError]) -> None:
+    """Raise the first reason where there are only reasons."""
+    errors = [each for each in found if isinstance(each, EstimatorError)]
+    if errors and len(errors) == len(found):
+        raise errors[0]
 
 
 def expand_pattern(pattern: str) -> Iterator[str]:
@@ -216,50 +254,143 @@ def sweep(
     ``functools.partial(est.estimate, graph)``. Raises the first of these reasons if none can be
     answered.
     """
-    rows: list[SweepRow] = []
-    shares: list[float] = []
-    errors: list[EstimatorError] = []
     texts = (text for pattern in patterns for text in expand_pattern(pattern))
-    for text, found in map_shared(executor, _answer, answer_of, texts):
-        answer, share = (None, 1.0) if isinstance(found, EstimatorError) else found
-        refusal = str(found) if isinstance(found, EstimatorError) else ""
-        errors += [found] if isinstance(found, EstimatorError) else []
-        rows.append(SweepRow(allocation=text, answer=answer, refusal=refusal))
-        shares.append(share)
-    answers = [row.answer for row in rows if row.answer is not None]
-    if not answers:
-        raise errors[0] if errors else AllocationError("the sweep names no allocation")
+    found = [
+        (text, *each) for text, each in map_shared(executor, _answer_and_share, answer_of, texts)
+    ]
+    if not found:
+        raise AllocationError("the sweep names no allocation")
+    _check_answered([each for _, each, _ in found])
+    answers = [each for _, each, _ in found if isinstance(each, Estimate)]
     smallest = min(answers, key=lambda answer: answer.ranks)
     if executor is not None:
         # What comes from a worker has no plan of its operators.
         smallest = answer_of(str(smallest.allocation))
     return [
-        SweepRow(
-            allocation=row.allocation,
-            answer=row.answer,
-            refusal=row.refusal,
-            efficiency_ratio=_efficiency(row.answer, smallest, share) if row.answer else None,
-        )
-        for row, share in zip(rows, shares, strict=True)
+        SweepRow.of(text, each, efficiency_ratio=_efficiency(each, smallest, share))
+        for text, each, share in found
     ]
 
 
-def _answer(
+def _answer_and_share(
     answer_of: Callable[[str], Estimate], _kept: dict[str, Any], text: str
-) -> tuple[Estimate, float] | EstimatorError:
+) -> tuple[Estimate | EstimatorError, float]:
     """The estimate of an allocation and the share of the update of a rank, or why there is none."""
-    try:
-        answer = answer_of(text)
-    except (AllocationError, StrategyError, WorkloadError) as error:
-        return error
-    return answer, answer.plan.share
+    found = _tried(partial(answer_of, text))
+    return found, found.plan.share if isinstance(found, Estimate) else 1.0
 
 
-def _efficiency(answer: Estimate, smallest: Estimate, share: float) -> float | None:
-    if answer.samples_per_s is None or not smallest.samples_per_s:
+def _efficiency(
+    answer: Estimate | EstimatorError, smallest: Estimate, share: float
+) -> float | None:
+    if isinstance(answer, EstimatorError) or not (answer.samples_per_s and smallest.samples_per_s):
         return None
     whole = (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
     return whole * (linear_step_s(smallest, share=share) / smallest.step_time_s)
+
+
+def rank_strategies(
+    allocation: str,
+    strategies: Sequence[str | Strategy],
+    answer_of: Callable[[Strategy], Estimate],
+) -> list[SweepRow]:
+    """The strategies by step time; those that do not fit come later, those without answer last.
+
+    Raises StrategyError where no strategy is given, the error of the first one if none can be
+    answered.
+    """
+    if not strategies:
+        raise StrategyError("there is no strategy to choose from; name some, such as ddp and ps:1")
+    parsed = [Strategy.parse(each) for each in strategies]
+    # Where the profile lacks what one needs, or it cannot divide the ranks, there are the others.
+    refusals = (ProfileError, StrategyError)
+    found = [_tried(partial(answer_of, strategy), refusals) for strategy in parsed]
+    _check_answered(found)
+    rows = [
+        SweepRow.of(allocation, each, strategy=strategy)
+        for strategy, each in zip(parsed, found, strict=True)
+    ]
+    return sorted(rows, key=_fastest_first)
+
+
+def _fastest_first(row: SweepRow) -> tuple[int, float]:
+    if row.answer is None:
+        return 2, 0.0
+    return int(row.answer.fits == "no"), row.answer.step_time_s
+
+
+def read_batches(text: str) -> tuple[int, ...]:
+    """The batches of ``1..64``, doubled up to the last, or of a list; raises AllocationError.
+
+    >>> read_batches("6..40"), read_batches("8,3")
+    ((6, 12, 24, 40), (3, 8))
+    """
+    low_text, dots, high_text = text.partition("..")
+    try:
+        if not dots:
+            each = (parse_whole(part.strip(), most=MOST_BATCH) for part in text.split(","))
+            return tuple(sorted(set(each)))
+        low = parse_whole(low_text.strip(), least=1, most=MOST_BATCH)
+        high = parse_whole(high_text.strip(), least=low, most=MOST_BATCH)
+    except ValueError as error:
+        raise AllocationError(
+            f"{quoted(text)} are no batches ({error}); write one, or such as 1..64 or 8,12,16"
+        ) from None
+    found = [low]
+    while found[-1] < high:
+        found.append(min(2 * found[-1], high))
+    return tuple(found)
+
+
+def sweep_batches(
+    allocations: Sequence[str], batches: Sequence[int], answer_of: Callable[[str, int], Estimate]
+) -> list[SweepRow]:
+    """Every allocation at every batch, and at the largest between the first and last that fits.
+
+    Raises the first reason if none can be answered.
+    """
+    rows: list[SweepRow] = []
+    every: list[Estimate | EstimatorError] = []
+    for allocation in allocations:
+        found = {batch: _tried(partial(answer_of, allocation, batch)) for batch in batches}
+        every += found.values()
+        answers = {batch: each for batch, each in found.items() if isinstance(each, Estimate)}
+        largest = _largest_that_fits(answers, allocation, answer_of)
+        rows += [
+            SweepRow.of(allocation, each, batch=batch)
+            for batch, each in found.items()
+            if batch not in answers
+        ]
+        rows += [
+            SweepRow.of(allocation, answer, batch=batch, is_largest=batch == largest)
+            for batch, answer in sorted(answers.items())
+        ]
+    _check_answered(every)
+    return rows
+
+
+def _largest_that_fits(
+    answers: dict[int, Estimate], allocation: str, answer_of: Callable[[str, int], Estimate]
+) -> int | None:
+    """The largest batch that fits, whose estimate is added; None where none does."""
+    low = max((batch for batch, answer in answers.items() if answer.fits == "yes"), default=None)
+    if low is None:
+        return None
+    high = min((batch for batch in answers if batch > low), default=low + 1)
+    best = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            answer = answer_of(allocation, middle)
+        except WorkloadError:  # a global batch is no multiple of it
+            break
+        if answer.fits == "yes":
+            low, best = middle, answer
+        else:
+            high = middle
+    if best is not None:
+        answers[low] = best
+    return low
 
 
 class Row(Protocol):

@@ -263,8 +263,7 @@ def _compare_batches(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    from estimator.advise.batches import sweep_batches
-    from estimator.advise.scaling import existing, sweep_csv
+    from estimator.advise.scaling import existing, sweep_batches, sweep_csv
 
     allocations = existing(patterns, replace(request, global_batch=None).exists)
     # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.

@@ -41,7 +41,7 @@ class Batches(click.ParamType[tuple[int, ...]]):
         """The batches that a text says; fails for any other text."""
         if isinstance(value, tuple):
             return value
-        from estimator.advise.batches import read_batches
+        from estimator.advise.scaling import read_batches
 
         return read_batches(value)
 

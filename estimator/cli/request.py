@@ -15,7 +15,7 @@ from estimator.workload import Strategy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from estimator.advise.strategies import StrategyRow
+    from estimator.advise.scaling import SweepRow
     from estimator.coefficients import Calibration
     from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
@@ -345,9 +345,9 @@ class Request:
     @waiting("estimating")
     def ranked(
         self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]
-    ) -> list[StrategyRow]:
+    ) -> list[SweepRow]:
         """Estimates on an allocation under each strategy instead of the request's, best first."""
-        from estimator.advise.strategies import rank_strategies
+        from estimator.advise.scaling import rank_strategies
 
         def answer_of(strategy: Strategy) -> Estimate:
             return replace(self, strategy=str(strategy)).estimate(graph, allocation)

@@ -22,10 +22,8 @@ from estimator.report.facts import (
 from estimator.units import format_bytes, format_count, format_error, format_ratio, format_seconds
 
 if TYPE_CHECKING:
-    from estimator.advise.batches import BatchRow
     from estimator.advise.memory import MemoryReport, ModuleCost, Remedy
     from estimator.advise.scaling import Scaling, SweepRow
-    from estimator.advise.strategies import StrategyRow
     from estimator.advise.swap.search import Planned
     from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
@@ -158,7 +156,7 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
     return stacked(table, against, listed("left out", [why]))
 
 
-def batches_report(rows: Sequence[BatchRow]) -> Group:
+def batches_report(rows: Sequence[SweepRow]) -> Group:
     """One row a batch of each allocation: step, throughput, memory, the largest that fits."""
     first = next(row.answer for row in rows if row.answer is not None)
     table = grid(
@@ -187,7 +185,7 @@ def batches_report(rows: Sequence[BatchRow]) -> Group:
     return stacked(table, listed("left out", list(refused)) if refused else None)
 
 
-def strategies_report(rows: Sequence[StrategyRow]) -> Group:
+def strategies_report(rows: Sequence[SweepRow]) -> Group:
     """One row a strategy, the fastest of each allocation first."""
     first = next(row.answer for row in rows if row.answer is not None)
     memory = _memory_column(row.answer for row in rows)
