@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns, AllocationGrid
     from estimator.placement.topology import Cluster
-    from estimator.timeline.step import Breakdown
+    from estimator.timeline.plan import Breakdown
     from estimator.waits.loaders import measure_loader, watch_loader
     from estimator.workload import Strategy
     from estimator.workload.layouts import Layout
@@ -39,7 +39,7 @@ _HOMES = {
     "Allocation": "estimator.placement.allocation",
     "AllocationColumns": "estimator.placement.columns",
     "AllocationGrid": "estimator.placement.columns",
-    "Breakdown": "estimator.timeline.step",
+    "Breakdown": "estimator.timeline.plan",
     "Calibrator": "estimator.calibrate.calibrator",
     "Cluster": "estimator.placement.topology",
     "Estimate": "estimator.estimates.estimate",

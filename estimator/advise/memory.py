@@ -18,20 +18,19 @@ from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.compile.added_checkpoints import with_checkpoints
 from estimator.graph.costs.utilization import op_flops
 from estimator.graph.ir.op_graph import BoundGraph
-from estimator.graph.memory.curve import (
+from estimator.graph.memory.peak import (
     LiveTensor,
     MemoryCurve,
     MemoryKind,
+    PeakMemory,
     by_module,
     live_tensors,
     module_path,
     tensors_of,
 )
-from estimator.graph.memory.peak import PeakMemory
 from estimator.placement.allocation import Allocation
 from estimator.timeline.plan import StepPlan
-from estimator.timeline.rank.program import memory_over_step
-from estimator.timeline.rank.ranks import RankClass
+from estimator.timeline.rank.program import RankClass, memory_over_step
 from estimator.timeline.simulated import op_times_s, simulate_plan
 from estimator.workload.strategies import SAVING_MEMORY
 

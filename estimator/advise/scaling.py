@@ -1,6 +1,7 @@
 """Compute how training scales: one allocation against one device, and sweeps of many.
 
-A sweep estimates allocations, batches or strategies one by one; what has no answer keeps its reason.
+A sweep estimates allocations, batches or strategies one by one; one without an answer keeps its
+reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from estimator.errors import (
 )
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
-from estimator.estimates.table.chunks import map_shared
+from estimator.estimates.table.table import map_shared
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.columns import AllocationGrid
 from estimator.placement.topology import Cluster

@@ -19,13 +19,17 @@ from estimator.machines.typical import DeviceMemory, is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.pipelines.stage_plans import PipelinedStep
-from estimator.timeline.plan import StepAnswer, StepPlan
+from estimator.timeline.plan import Breakdown, StepAnswer, StepPlan
 from estimator.timeline.rank.inputs import input_costs
-from estimator.timeline.rank.program import COPIES_ERROR, MEDIAN_TO_SIGMA
-from estimator.timeline.rank.ranks import LaneCosts, RankClass, at_peak_s
+from estimator.timeline.rank.program import (
+    COPIES_ERROR,
+    MEDIAN_TO_SIGMA,
+    LaneCosts,
+    RankClass,
+    at_peak_s,
+)
 from estimator.timeline.simulated import timeline_of
 from estimator.timeline.simulator.tasks import Timeline
-from estimator.timeline.step import Breakdown
 from estimator.units import format_bandwidth, format_count, format_interval, format_ratio
 from estimator.workload.loader import Loader
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from estimator.advise.memory import MemoryReport
 from estimator.files import write_bytes_atomically, write_text_atomically
-from estimator.graph.memory.curve import LiveTensor, MemoryKind
+from estimator.graph.memory.peak import LiveTensor, MemoryKind
 from estimator.timeline.simulator.tasks import LANES, Span, Timeline, flat_tracks, whole_ns
 
 # Top to bottom as shown; a lane that runs several things at once (gloo's two slots) gets as many

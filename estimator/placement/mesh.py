@@ -21,9 +21,8 @@ from estimator.machines.profile import (
     MachineProfile,
     PairMatrix,
 )
-from estimator.placement.network import network_in_cluster
 from estimator.placement.placement import NodeGroup, NodeKind, Placement
-from estimator.placement.topology import Cluster
+from estimator.placement.topology import Cluster, network_in_cluster
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
 

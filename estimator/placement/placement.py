@@ -13,8 +13,7 @@ from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_latency_s
 from estimator.placement.allocation import Allocation, DeviceGroup
-from estimator.placement.network import NodeNetwork, network_in_cluster, network_of
-from estimator.placement.topology import Cluster
+from estimator.placement.topology import Cluster, NodeNetwork, network_in_cluster, network_of
 
 Value = TypeVar("Value")
 

@@ -13,8 +13,8 @@ from estimator.kernels.durations import summary_assumptions
 from estimator.kernels.host import described
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
-from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
+from estimator.placement.topology import network_of
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.rank.program import StepProgram
 from estimator.timeline.rank.rules import Rules

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from estimator.elementwise import Array, Indices
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
-from estimator.timeline.rank.ranks import RankClass
+from estimator.timeline.rank.program import RankClass
 from estimator.timeline.simulator.simulation import SimulatedStep, simulate
 from estimator.timeline.simulator.tasks import (
     COMPUTE,

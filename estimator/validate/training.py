@@ -36,7 +36,7 @@ def shard_model(model: Any, world_size: int, strategy: FSDP, *, kind: str) -> No
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from estimator.graph.ir.shards import unit_path
+    from estimator.graph.ir.op_graph import unit_path
 
     mesh, shard = None, strategy.shard
     if shard is not None and shard != world_size:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import estimator as est
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
-from estimator.placement.network import network_in_cluster, network_of
 from estimator.placement.placement import place
-from estimator.placement.topology import Cluster, Node
+from estimator.placement.topology import Cluster, Node, network_in_cluster, network_of
 from tests.synthetic import perceptron
 
 GBIT = 1e9 / 8

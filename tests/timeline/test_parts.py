@@ -12,12 +12,17 @@ import estimator as est
 from estimator.cache import Cache
 from estimator.kernels.contention import SlowdownCurve
 from estimator.machines.profile import Contention, MachineProfile, UpdateCost
-from estimator.placement.network import NodeNetwork, network_in_cluster, rates_by_ranks
-from estimator.placement.topology import Cluster, Node
+from estimator.placement.topology import (
+    Cluster,
+    Node,
+    NodeNetwork,
+    network_in_cluster,
+    rates_by_ranks,
+)
+from estimator.timeline.plan import Ratios, after_s, breakdown_of
 from estimator.timeline.rank.lanes import ShardedPasses
-from estimator.timeline.rank.ranks import LaneCosts, UpdateCosts
+from estimator.timeline.rank.program import LaneCosts, UpdateCosts
 from estimator.timeline.rank.updates import Trained, accumulate_s, copies_s, unscale_s, update_lanes
-from estimator.timeline.step import Ratios, after_s, breakdown_of
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 # A million float32 elements in ten tensors: a pass reads and writes 8 MB.

@@ -24,7 +24,7 @@ from estimator.errors import ProfileError, StrategyError, WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate, interval_ratio
 from estimator.estimates.request import EstimateRequest
-from estimator.estimates.table.chunks import map_shared
+from estimator.estimates.table.table import map_shared
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.experts import has_experts
 from estimator.machines.profile import MachineProfile

@@ -1,6 +1,5 @@
 """Estimate many allocations at once: vectorised over rows, one array a column."""
 
-from estimator.estimates.table.chunks import estimate_chunks
-from estimator.estimates.table.table import COLUMNS, EstimateTable, estimate_many
+from estimator.estimates.table.table import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 
 __all__ = ["COLUMNS", "EstimateTable", "estimate_chunks", "estimate_many"]

@@ -36,8 +36,16 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
+from estimator.timeline.plan import (
+    UNCALIBRATED_RATIOS,
+    Breakdown,
+    Ratios,
+    after_s,
+    breakdown_of,
+    with_input,
+)
 from estimator.timeline.rank.inputs import InputCosts
-from estimator.timeline.rank.ranks import LaneCosts, RankColumns, largest
+from estimator.timeline.rank.program import LaneCosts, RankColumns, largest
 from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
@@ -46,14 +54,6 @@ from estimator.timeline.rank.rules import (
     Network,
     Ranks,
     StepShape,
-)
-from estimator.timeline.step import (
-    UNCALIBRATED_RATIOS,
-    Breakdown,
-    Ratios,
-    after_s,
-    breakdown_of,
-    with_input,
 )
 from estimator.timeline.strategies import rules_of
 from estimator.workload import MOST_BATCH

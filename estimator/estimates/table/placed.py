@@ -17,7 +17,6 @@ from estimator.machines.profile import MachineProfile, PairMatrix
 from estimator.placement.allocation import MOST_RANKS
 from estimator.placement.columns import HOST_MARK, AllocationColumns
 from estimator.placement.mesh import ProcessGroup
-from estimator.placement.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks
 from estimator.placement.placement import (
     NodeGroup,
     hop_latency_s,
@@ -25,9 +24,15 @@ from estimator.placement.placement import (
     node_group_of,
     place,
 )
-from estimator.placement.topology import Cluster
+from estimator.placement.topology import (
+    Cluster,
+    NodeNetwork,
+    network_in_cluster,
+    network_of,
+    rates_by_ranks,
+)
 from estimator.timeline.plan import compiled_step
-from estimator.timeline.rank.ranks import RankClass, RankColumns, largest
+from estimator.timeline.rank.program import RankClass, RankColumns, largest
 from estimator.timeline.rank.rules import DP_REPLICATE, DP_SHARD, Groups, StepShape
 
 _UNKNOWN = -2

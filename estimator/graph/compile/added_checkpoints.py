@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from estimator.graph.compile.megatron import compiled_like
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, UnitRun, unit_path, unit_runs
 from estimator.graph.ir.ops import Op, Value
-from estimator.graph.ir.shards import UnitRun, unit_path, unit_runs
 from estimator.graph.ir.structure import GraphStructure
 
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, Value
-from estimator.graph.ir.shards import unit_path
 from estimator.tensors import OpCall, TensorSpec
 
 RECIPES = ("tensorwise", "rowwise")

@@ -26,9 +26,8 @@ from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, Value, ValueKind
-from estimator.graph.ir.shards import unit_path
 from estimator.graph.ir.structure import Dataflow, owners
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe

@@ -24,9 +24,8 @@ import numpy as np
 from estimator.graph.costs.call_costs import FusedFamily, family_of, op_cost
 from estimator.graph.costs.registry import argument, formula_of
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, OpCost, Phase, Value, gives_views
-from estimator.graph.ir.shards import unit_path
 from estimator.graph.ir.structure import value_roots
 from estimator.tensors import OpCall, TensorSpec
 

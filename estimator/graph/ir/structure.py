@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from estimator.elementwise import Flags, Indices, Sizes
 from estimator.errors import WorkloadError
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
 from estimator.graph.ir.ops import Op, ValueKind, gives_views
-from estimator.graph.ir.shards import unit_path
 from estimator.tensors import OpCall, TensorSpec
 
 KINDS: tuple[ValueKind, ...] = get_args(ValueKind)

@@ -1,6 +1,6 @@
 """What a rank holds during a step.
 
 `step` simulates it from what a strategy has the rank hold (`Holding`) and knows no strategy; `peak`
-and `curve` are what it is seen as: the most for every number of shards, and what is held when.
+has what it is seen as: the most for every number of shards, and what is held when.
 `sizes` has the tensors and what optimizers hold, `workspace` what operators take inside themselves.
 """

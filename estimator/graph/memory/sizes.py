@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from estimator.elementwise import Indices, Sizes
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph, parameter_unit
 from estimator.graph.ir.ops import Parameter
-from estimator.graph.ir.shards import parameter_unit
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.workspace import workspace_bytes
 from estimator.tensors import OpCall

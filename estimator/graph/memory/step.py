@@ -17,8 +17,7 @@ import numpy as np
 from estimator.elementwise import Indices, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.curve import MemoryCurve, is_saved
-from estimator.graph.memory.peak import Envelope, ShardedMemory, upper_lines
+from estimator.graph.memory.peak import Envelope, MemoryCurve, ShardedMemory, is_saved, upper_lines
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
 
 # The instants around an op, in the order of issue. Before it a rank may allocate the buffer of an

@@ -17,9 +17,8 @@ import numpy as np
 
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError, quoted
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
 from estimator.graph.ir.ops import Op, Parameter, Value
-from estimator.graph.ir.shards import unit_path
 from estimator.graph.ir.structure import (
     KINDS,
     Dataflow,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.ir.shards import unit_path
+from estimator.graph.ir.op_graph import unit_path
 
 _FORMS = "full, selective:op or selective:N for every N-th block"
 # What selective checkpointing by operator keeps: every other product, and attention

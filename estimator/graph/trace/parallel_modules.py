@@ -36,9 +36,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from estimator.errors import ModelError, TraceError
 from estimator.graph.ir.collectives import collective_call
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, Parameter, ValueKind
-from estimator.graph.ir.shards import unit_path
 from estimator.graph.trace.record import RecordedOp, Recorder
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall

@@ -38,6 +38,7 @@ from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollectiv
 from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s, pipeline_tasks
 from estimator.timeline.plan import (
+    Breakdown,
     Members,
     StepAnswer,
     StepPlan,
@@ -48,12 +49,11 @@ from estimator.timeline.plan import (
     step_plan,
 )
 from estimator.timeline.rank.layer_collectives import LayerCollectives
-from estimator.timeline.rank.ranks import LaneCosts, RankClass, at_peak_s
+from estimator.timeline.rank.program import LaneCosts, RankClass, at_peak_s
 from estimator.timeline.rank.rules import StepShape, without_cost
 from estimator.timeline.rank.updates import accumulate_s, trained_of
 from estimator.timeline.simulator.simulation import simulate
 from estimator.timeline.simulator.tasks import LANES, Label, SpanColumns, Timeline
-from estimator.timeline.step import Breakdown
 from estimator.workload.layouts import layers_of
 from estimator.workload.schedules import Schedule
 

@@ -22,8 +22,14 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, maximum, where
 from estimator.errors import ProfileError
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
-from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
+from estimator.graph.ir.op_graph import (
+    BoundGraph,
+    OpGraph,
+    UnitRun,
+    frozen_unit_bytes,
+    parameter_unit,
+    unit_runs,
+)
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.mesh import ProcessGroup

@@ -1,6 +1,6 @@
 """Simulate the tasks of one step by events: what ran when, on every lane.
 
-It plays the model that `tasks` states and shares no code with `evaluator` and `rules.BucketQueue`,
+It plays the model that `tasks` states and shares no code with `tasks.play` and `rules.BucketQueue`,
 which it must equal. Compute and collectives are fluids that slow each other down while both flow.
 With e the exposed ratio and s the slowdown of `Overlap`, a collective beside compute advances at
 1/s of its own rate and compute at 1 − e/s of its own; the collectives in flight on a communicator

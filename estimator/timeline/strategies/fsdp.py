@@ -20,8 +20,7 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, exp, maximum, minimum
 from estimator.errors import ProfileError
-from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.shards import UnitRun, frozen_unit_bytes, parameter_unit
+from estimator.graph.ir.op_graph import OpGraph, UnitRun, frozen_unit_bytes, parameter_unit
 from estimator.graph.memory.sizes import (
     Gradient,
     StepTensors,
@@ -79,7 +78,6 @@ from estimator.timeline.rank.rules import (
     without_cost,
 )
 from estimator.timeline.rank.updates import accumulate_s, autocast_bytes
-from estimator.timeline.simulator.evaluator import play
 from estimator.timeline.simulator.tasks import (
     COMPUTE,
     NETWORK,
@@ -87,6 +85,7 @@ from estimator.timeline.simulator.tasks import (
     REPLICATES,
     Label,
     TaskList,
+    play,
 )
 from estimator.timeline.strategies.ddp import NORM_BYTES
 from estimator.timeline.strategies.zero import (

@@ -13,8 +13,7 @@ from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import Update
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
-from estimator.placement.network import network_of, rates_by_ranks
-from estimator.placement.topology import Cluster
+from estimator.placement.topology import Cluster, network_of, rates_by_ranks
 from estimator.timeline.collectives.algorithms import Line
 from estimator.timeline.collectives.costs import (
     FORMULA_ERROR,

@@ -42,7 +42,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
-from estimator.timeline.rank import ranks
+from estimator.timeline.rank import program
 from tests.budgets import examples
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
@@ -491,7 +491,7 @@ def test_kinds_of_ranks_too_many_to_compare_give_the_same_answers(
 ) -> None:
     graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
     compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
-    monkeypatch.setattr(ranks, "_MOST_COMPARED", 1)
+    monkeypatch.setattr(program, "_MOST_COMPARED", 1)
     found = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
     for name in ("step_time_s", "low_s", "high_s", "communication_exposed_s"):
         assert found[name] == pytest.approx(compared[name], rel=1e-12), name

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.memory.curve import by_module, live_tensors, tensors_of
+from estimator.graph.memory.peak import by_module, live_tensors, tensors_of
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from tests.graph.memory.test_memory import KILO, over_step, two_layers

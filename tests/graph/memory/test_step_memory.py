@@ -20,8 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import estimator as est
-from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.shards import frozen_unit_bytes
+from estimator.graph.ir.op_graph import OpGraph, frozen_unit_bytes
 from estimator.graph.memory.peak import Envelope, ShardedMemory
 from estimator.graph.trace.trace import trace_graph
 from estimator.timeline.rank.lanes import ShardedPasses

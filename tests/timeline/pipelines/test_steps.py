@@ -16,8 +16,8 @@ from estimator.timeline.pipelines.simulation import (
     pipeline_tasks,
     play_run,
 )
-from estimator.timeline.simulator.evaluator import play
 from estimator.timeline.simulator.simulation import simulate
+from estimator.timeline.simulator.tasks import play
 from estimator.workload.schedules import Schedule
 from tests.budgets import examples
 

@@ -20,9 +20,8 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import InputCost, Provenance
 from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.rank.inputs import InputCosts, copies_s, input_costs, with_rates
-from estimator.timeline.simulator.evaluator import play
 from estimator.timeline.simulator.simulation import simulate
-from estimator.timeline.simulator.tasks import COMPUTE, TaskList
+from estimator.timeline.simulator.tasks import COMPUTE, TaskList, play
 from estimator.workload.loader import Loader
 from tests.budgets import examples
 from tests.synthetic import Machine, perceptron

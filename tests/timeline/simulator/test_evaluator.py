@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
-from estimator.timeline.simulator.evaluator import play
 from estimator.timeline.simulator.simulation import simulate
-from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, REPLICATES, Task, TaskList
+from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, REPLICATES, Task, TaskList, play
 from tests.budgets import examples
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
