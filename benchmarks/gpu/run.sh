@@ -4,13 +4,13 @@
 #   benchmarks/gpu/run.sh NAME OUT [SECONDS] [PART...]
 #
 # NAME is what the profile is called, OUT the folder for results, SECONDS what all of it may take
-# (540). Parts: probe tests trace accuracy counts report; all of them by default. A part that was
+# (540). Parts: probe tests trace accuracy report; all of them by default. A part that was
 # finished before is not run again: work is kept in .gpu-work (WORK=), which is first filled from the
 # archive that an earlier run left there. With TARGET=cpu the same parts run on a machine without a GPU.
 set -u
 name=$1 out=$2 seconds=${3:-540}
 shift $(($# < 3 ? $# : 3))
-parts=${*:-probe tests trace accuracy counts report}
+parts=${*:-probe tests trace accuracy report}
 target=${TARGET:-cuda} work=${WORK:-.gpu-work} python=${PYTHON:-python3}
 end=$(($(date +%s) + seconds))
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -56,27 +56,18 @@ accuracy() {
     "$python" "$root/benchmarks/gpu_accuracy.py" --work "$work" --profile "$profile" \
         --target "$target" --seconds $((LIMIT - 20)) "$@"
 }
-report() {
-    "$python" "$root/benchmarks/gpu/profile_report.py" --profile "$profile" \
-        --datasheet "${DATASHEET:-h100-sxm}" ${PRODUCTS:+--products "$PRODUCTS"} \
-        ${GPU:+--gpu "$GPU"} && accuracy --seconds 0
-}
+report() { accuracy --seconds 0; }
 probe() {
     "$python" -m estimator.cli.main probe --name "$name" --out "$profile" --budget "${BUDGET:-60}" \
         ${DEVICES:+--devices "$DEVICES"}
 }
 tests() { (cd "$root" && "$python" -m pytest -q -W default -p no:cacheprovider tests/gpu); }
-counts() {
-    "$python" "$root/benchmarks/gpu/op_counts.py" --work "$work" --profile "$profile" \
-        --target "$target" --out "$work/op_counts.json"
-}
-export -f accuracy report probe tests counts
+export -f accuracy report probe tests
 export name profile work target root python
 
 run probe 60 150 bash -c probe
 run tests 30 120 bash -c tests
 run trace 30 150 bash -c 'accuracy --trace-only'
-run counts 40 120 bash -c counts
 run accuracy 60 480 bash -c accuracy
 run report 15 90 bash -c report
 pack

@@ -13,14 +13,7 @@ Needs root, iproute2 and util-linux. A testbed is described in a small TOML file
     devices = 1
     uplink = "500 Mbit/s"
 
-On the command line, from the root of the repository::
-
-    python -m benchmarks.testbed up FILE.toml          # holds it up until Ctrl-C
-    python -m benchmarks.testbed run FILE.toml --on 'n0[0,1]+n1[0]' -- python -m estimator.probe
-    python -m benchmarks.testbed train FILE.toml --on 'n0[0,1]+n1[0]' paced:big_last
-    python -m benchmarks.testbed clean                 # what testbeds that crashed left behind
-
-and from Python::
+From Python::
 
     bed_description = TestbedDescription.uniform(nodes=4, devices=2, uplink="500 Mbit/s")
     with testbed(bed_description) as bed:

@@ -209,5 +209,5 @@ def remove(prefix: str) -> None:
     deadline = time.monotonic() + 5.0
     while left := [name for name in namespaces() if name.startswith(prefix)]:
         if time.monotonic() > deadline:
-            raise ProbeError(f"cannot remove {left[0]}; run 'python -m benchmarks.testbed clean'")
+            raise ProbeError(f"cannot remove {left[0]}; 'ip netns delete {left[0]}' does")
         time.sleep(0.01)

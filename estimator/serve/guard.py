@@ -23,7 +23,7 @@ except ImportError:  # Windows has none
 # An event loop accepts whatever waits: the worker that wakes first gets all connections of a
 # client, and keeps them. Here each takes one at a time, later the more it holds, so that
 # another worker that holds fewer comes first. Sockets of their own (SO_REUSEPORT) spread them by a
-# hash, unevenly: p99 at half load 67 and 84 ms instead of 12 to 29 (benchmarks/serve_speed.py).
+# hash, unevenly: p99 at half load 67 and 84 ms instead of 12 to 29.
 _WAIT_S_EACH, _LONGEST_WAIT_S = 0.5e-3, 10e-3
 # Where no descriptor is left.
 _RETRY_S = 1.0

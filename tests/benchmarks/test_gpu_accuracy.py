@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from gpu.cases import Case, gpu_cases
-from gpu.cross_device import on_other_memory
 from gpu.report import assemble, report
 from records import Records
 
@@ -29,41 +27,6 @@ def test_the_cases_are_those_of_the_issue() -> None:
     assert sum(case.precision == "tf32" for case in cases) == 3
 
 
-def h100(**changes: object) -> Device:
-    facts = {"name": "NVIDIA H100", "memory_bytes": 80 << 30, "memory_bandwidth_bytes_per_s": 3e12}
-    return Device(kind="cuda", index=0, **{**facts, **changes})  # type: ignore[arg-type]
-
-
-def profile_with(call: OpCall, warm_s: float, cold_s: float) -> MachineProfile:
-    point = KernelPoint(call=call.encode(), warm_s=warm_s, cold_s=cold_s)
-    kernel = KernelCost(target=call.target, dtype="float32", points=(point,), provenance=MEASURED)
-    return MachineProfile(name="m", devices=(h100(),), kernels=(kernel,), provenance=MEASURED)
-
-
-def test_another_memory_changes_the_share_of_time_that_waits_for_memory() -> None:
-    line = TensorSpec((100_000_000,))
-    call = OpCall("aten.add.Tensor", (line, line), outputs=(line,))
-    # 1.2 GB at 3 TB/s take 0.4 of the 0.5 ms; on a memory twice as fast they take half of that.
-    found = on_other_memory(
-        profile_with(call, 5e-4, 5e-4),
-        h100(),
-        h100(name="NVIDIA H200", memory_bandwidth_bytes_per_s=6e12),
-    )
-    (point,) = found.kernels[0].points
-    assert point.cold_s == pytest.approx(3e-4)
-    assert point.warm_s == pytest.approx(3e-4)
-
-
-def test_another_memory_leaves_products_nearly_alone() -> None:
-    square = TensorSpec((4096, 4096))
-    call = OpCall("aten.mm.default", (square, square), outputs=(square,))
-    other = h100(name="NVIDIA H200", memory_bandwidth_bytes_per_s=6e12)
-    found = on_other_memory(profile_with(call, 2e-3, 2e-3), h100(), other)
-    (point,) = found.kernels[0].points
-    # 201 MB at 3 TB/s are 67 of 2000 µs, of which half is saved.
-    assert point.cold_s == pytest.approx(2e-3 - 33.5e-6, rel=1e-3)
-
-
 def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path: Path) -> None:
     records = Records(tmp_path / "records.jsonl")
     done, lost, later = (Case(workload=w, batch=2, precision="fp32") for w in "abc")
@@ -79,7 +42,15 @@ def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path
     )
     records.add({"kind": "failure", "key": lost.key, "reason": "OutOfMemoryError: no"})
     line = TensorSpec((8,))
-    profile = profile_with(OpCall("aten.relu.default", (line,), outputs=(line,)), 1e-6, 1e-6)
+    call = OpCall("aten.relu.default", (line,), outputs=(line,))
+    kernel = KernelCost(
+        target=call.target,
+        dtype="float32",
+        points=(KernelPoint(call=call.encode(), warm_s=1e-6, cold_s=1e-6),),
+        provenance=MEASURED,
+    )
+    card = Device(kind="cuda", index=0, name="NVIDIA H100", memory_bytes=80 << 30)
+    profile = MachineProfile(name="m", devices=(card,), kernels=(kernel,), provenance=MEASURED)
     found = {case["id"]: case for case in assemble([done, lost, later], profile, records)}
     assert found[f"{done.key}-probe"]["status"] == "ok"
     assert found[f"{done.key}-probe"]["peak_measured_bytes"] == 100 << 20

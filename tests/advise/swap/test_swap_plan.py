@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from swap.baselines import chen, turn_of, vdnn
 from swap.checker import plan_flaws
-from swap.least_peak import least_peak
-from swap.tensile import tensile
 
 from estimator.advise.swap.plan import Recompute, Swap, SwapPlan, gaps_of, play, recipe
 from estimator.advise.swap.problem import SwapProblem
@@ -134,10 +131,6 @@ def test_a_chain_fits_half_of_its_peak(plan: str) -> None:
     assert plan_flaws(problem, found.plan, found.played, budget_bytes=budget) == []
 
 
-def test_the_turn_is_where_the_forward_pass_ends() -> None:
-    assert turn_of(chain(5)) == 5
-
-
 @given(
     op_s=some.lists(some.floats(0.1, 5.0), min_size=6, max_size=14),
     sizes=some.lists(some.integers(1, 40), min_size=3, max_size=10),
@@ -145,7 +138,7 @@ def test_the_turn_is_where_the_forward_pass_ends() -> None:
     data=some.data(),
 )
 @settings(max_examples=examples(60), deadline=None)
-def test_every_planner_makes_sound_plans(
+def test_plans_within_a_budget_are_sound(
     op_s: list[float], sizes: list[int], ratio: float, data: some.DataObject
 ) -> None:
     ops = len(op_s)
@@ -159,17 +152,10 @@ def test_every_planner_makes_sound_plans(
         tensors.append((size, born, dies, accesses))
     problem = problem_of(op_s, tensors, forward=ops // 2, bytes_per_s=10.0)
     budget = int(ratio * problem.vanilla_bytes)
-    convolutions = [op for op in range(ops // 2) if problem.reads[op]]
-    plans = [
-        plan_within(problem, budget),
-        *tensile(problem),
-        vdnn(problem, convolutions),
-        chen(problem),
-    ]
-    for found in plans:
-        assert plan_flaws(problem, found.plan, found.played) == []
-        assert found.played.peak_bytes >= least_bytes(problem)
-        assert found.played.step_s >= problem.vanilla_s * (1 - 1e-9)
+    found = plan_within(problem, budget)
+    assert plan_flaws(problem, found.plan, found.played) == []
+    assert found.played.peak_bytes >= least_bytes(problem)
+    assert found.played.step_s >= problem.vanilla_s * (1 - 1e-9)
 
 
 def test_no_plan_of_a_curve_is_beaten_by_another() -> None:
@@ -180,9 +166,6 @@ def test_no_plan_of_a_curve_is_beaten_by_another() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert seconds == sorted(seconds)
     assert curve[0].played.peak_bytes <= problem.vanilla_bytes
-    slow = least_peak(problem, 0.25, curve=curve)
-    assert slow.played.overhead_ratio <= 0.25 + 1e-9
-    assert slow.played.peak_bytes <= least_peak(problem, 0.0, curve=curve).played.peak_bytes
 
 
 def test_gaps_of_a_standing_tensor_go_around_the_step() -> None:
