@@ -261,6 +261,7 @@ def estimate(
     loader: Loader | str | None = None,
     layout: Layout | str | None = None,
     tp_plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    strict: bool = False,
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -268,17 +269,19 @@ def estimate(
     allocation's devices. `batch_per_gpu` is samples per device and micro-batch, by default what was
     traced, or a sequence with one for each group of the allocation; `global_batch` is that summed
     over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
-    speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
-    and the switches between them; without one, nodes hang on one switch. `profile` stands in for
-    the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
-    every rank. `layout` has ranks share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``;
-    the batch is then per data-parallel rank). `tp_plan` says how layers are divided: styles by
-    module name, or a JSON file of them; by default columns, then rows, found in the graph. Raises
+    speed over unlike ones: `batches` of the answer says how. Where it cannot be shared evenly (64
+    as 22, 21, 21) all wait for the largest share, unless `strict` refuses it. `cluster` (or its
+    file) names nodes and the switches between them; without one, nodes hang on one switch.
+    `profile` stands in for the machine that the allocation names; `loader`, or its text
+    (``prep=8ms,workers=4``), feeds every rank. `layout` has ranks share layers, tokens or experts
+    (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per data-parallel rank). `tp_plan` says how
+    layers are divided: styles by module name, or a JSON file of them; by default columns, then
+    rows, found in the graph. Raises
     AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
     key = None
     if cluster is None and profile is None and tp_plan is None:
-        words = strategy, layout, loader
+        words = strategy, layout, loader, strict
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
         known = DEFAULT.answers.find(key, model_or_graph, allocation, calibration)
@@ -299,6 +302,7 @@ def estimate(
         cluster=described,
         profile=profile,
         calibration=calibration,
+        strict=strict,
     )
     answer = balance(request).answer
     if key is not None:

@@ -275,12 +275,12 @@ class Request:
 
     def _checked(self, allocation: str) -> Mesh:
         """A mesh over which the samples of a step can be divided."""
-        from estimator.placement.mesh import even_batch
+        from estimator.placement.mesh import largest_share
 
         mesh = self.mesh(allocation)
         steps = self._accumulation(mesh)
-        if self.global_batch is not None and self.batch is None and not mesh.placement.is_mixed:
-            even_batch(mesh, self.global_batch, steps)
+        if self.global_batch is not None and self.batch is None:
+            largest_share(mesh, self.global_batch, steps, strict=False)
         return mesh
 
     def _accumulation(self, mesh: Mesh) -> int:

@@ -56,9 +56,10 @@ class Balance:
 def balance(request: EstimateRequest, engine: Engine = DEFAULT) -> Balance:
     """The split of a request's global batch over the groups of unlike devices, shortest step first.
 
-    All ranks of a group get the same batch; name nodes one by one to let theirs differ. On equal
-    devices, and where there is no such batch to split, both answers are the one of
-    `Engine.estimate`. Splits that fit into memory go before those that do not. Raises
+    All ranks of a group get the same batch, at most: a global batch that no such split adds up to
+    is answered by the next larger one that does, unless `strict`. Name nodes one by one to let
+    theirs differ. On equal devices, and where there is no such batch to split, both answers are
+    the one of `Engine.estimate`. Splits that fit into memory go before those that do not. Raises
     WorkloadError where no rank may stay without a sample, and what `Engine.estimate` raises.
     """
     total, steps = request.global_batch, request.accumulation_steps
@@ -82,15 +83,28 @@ def balance(request: EstimateRequest, engine: Engine = DEFAULT) -> Balance:
             f"global batch {total} leaves ranks without a sample; {sum(ranks)} ranks and "
             f"{steps} accumulation steps need at least {needed}"
         )
-    search = _SplitSearch(answer_of, ranks, total // steps)
-    best = search.best() if total % steps == 0 else None
-    if best is None:
-        raise WorkloadError(
-            f"global batch {total} cannot be split into whole batches for groups of "
-            f"{' + '.join(map(str, ranks))} ranks and {steps} accumulation steps; "
-            f"use a multiple of {needed}"
-        )
-    return Balance(answer=best, even=search.even)
+    unit, most = math.gcd(*ranks), -(-total // needed) * sum(ranks)
+    for shared in range(-(-total // (steps * unit)) * unit, most + 1, unit):
+        if request.strict and shared * steps != total:
+            break
+        search = _SplitSearch(answer_of, ranks, shared)
+        best = search.best()
+        if best is not None:
+            return Balance(answer=_padded(best, total), even=search.even)
+    raise WorkloadError(
+        f"global batch {total} cannot be split into whole batches for groups of "
+        f"{' + '.join(map(str, ranks))} ranks and {steps} accumulation steps; "
+        f"use a multiple of {needed}"
+    )
+
+
+def _padded(answer: Estimate, total: int) -> Estimate:
+    """An answer whose ranks have at most these batches, of fewer samples than they would be."""
+    if answer.global_batch == total:
+        return answer
+    rate, tokens = total / answer.step_time_s, answer.request.graph.tokens_per_sample
+    tokens_per_s = rate * tokens if tokens else None
+    return replace(answer, global_batch=total, samples_per_s=rate, tokens_per_s=tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)

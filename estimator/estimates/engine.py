@@ -87,7 +87,8 @@ class Engine:
     def estimate(self, request: EstimateRequest) -> Estimate:
         """Predict the step that a request asks about.
 
-        A global batch is split evenly whatever the devices; `balance` splits it by speed.
+        A global batch is split evenly whatever the devices, as far as it can be; `balance` splits
+        it by speed.
         """
         step = self._laid_out(request)
         coefficients = UNCALIBRATED
@@ -166,7 +167,7 @@ class Engine:
         placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
         mesh = Mesh.laid_out(placement, layout, strategy, micro_batches=steps)
         given = request.batch_per_gpu, request.global_batch
-        batches = batches_of(request.graph.batch, mesh, *given, steps)
+        batches = batches_of(request.graph.batch, mesh, *given, steps, strict=request.strict)
         collectives, graph = None, request.graph
         if layout.divides_layers:
             graph = self.split(graph, layout, request.tp_plan)
@@ -402,7 +403,9 @@ def _answered(
         error = _engine_error(answer, coefficients, request.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
-    global_batch = mesh.global_batch(batches) if batches is not None else None
+    global_batch = request.global_batch
+    if global_batch is None and batches is not None:
+        global_batch = mesh.global_batch(batches)
     lane = slowest.lane if request.layout.pp > 1 else None
     mfu_ratio, hfu_ratio = utilization(plan, lane, accumulation_steps, step_s)
     samples_per_s = global_batch / step_s if global_batch is not None else None

@@ -295,7 +295,10 @@ def _assumptions(answer: Estimate) -> tuple[str, ...]:
     found = (remark, *found) if remark else found
     if answer.pipeline is not None:
         found = (*answer.pipeline.assumptions(), *found)
-    return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
+    if answer.batches is None or answer.global_batch is None:
+        return found
+    padding = answer.plan.mesh.global_batch(answer.batches) - answer.global_batch
+    return (*split_assumptions(answer.batches, padding), *found)
 
 
 def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None], ...]:

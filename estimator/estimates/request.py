@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     cluster: Cluster | None
     profile: MachineProfile | None
     calibration: Calibration | None
+    strict: bool
 
 
 class ChangedOptions(Options, total=False):
@@ -52,7 +53,8 @@ class EstimateRequest:
 
     `allocation` is placed already where the same one is asked about repeatedly, and None in what
     the rows of a table share. `batch_per_gpu` has one number for all ranks or one for each group of
-    the allocation. Nothing here reads a file. Raises AllocationError, ProfileError, StrategyError,
+    the allocation. `strict` refuses a global batch that ranks cannot share evenly. Nothing here
+    reads a file. Raises AllocationError, ProfileError, StrategyError,
     TopologyError, WorkloadError.
 
     >>> # EstimateRequest.of(graph, "2x8:h100-sxm", strategy="fsdp", layout="tp=2,dp=*")
@@ -70,6 +72,7 @@ class EstimateRequest:
     cluster: Cluster | None = None
     profile: MachineProfile | None = None
     calibration: Calibration | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.cluster is not None or self.profile is not None:

@@ -495,10 +495,13 @@ def batches_of(
     batch_per_gpu: int | Sequence[int] | None,
     global_batch: int | None,
     accumulation_steps: int,
+    *,
+    strict: bool = False,
 ) -> tuple[int, ...] | None:
     """Samples per rank and micro-batch of each group of the allocation.
 
-    By default as many as were `traced`, None for a fixed batch. Raises WorkloadError.
+    By default as many as were `traced`, None for a fixed batch. Of a global batch that ranks cannot
+    share evenly the largest share, which all wait for; `strict` refuses it. Raises WorkloadError.
     """
     placement = mesh.placement
     groups = len(placement.allocation.groups)
@@ -506,7 +509,7 @@ def batches_of(
         raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
         global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-        return (even_batch(mesh, global_batch, accumulation_steps),) * groups
+        return (largest_share(mesh, global_batch, accumulation_steps, strict=strict),) * groups
     if batch_per_gpu is None:
         return None if traced is None else (traced,) * groups
     given: Any = batch_per_gpu
@@ -525,16 +528,19 @@ def batches_of(
     return tuple(map(check_count, given))
 
 
-def even_batch(mesh: Mesh, global_batch: int, accumulation_steps: int) -> int:
-    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
-    placement, ranks = mesh.placement, mesh.dp
-    shares = ranks * accumulation_steps
-    if global_batch % shares:
-        by_speed, kind = "", "ranks" if ranks == placement.ranks else "data-parallel ranks"
-        if placement.is_mixed and global_batch >= shares:
-            by_speed = ", or ask 'estimate', which splits by speed"
+def largest_share(mesh: Mesh, global_batch: int, accumulation_steps: int, *, strict: bool) -> int:
+    """Samples of the rank and micro-batch that has most of a global batch.
+
+    Raises WorkloadError where one would have none or, if `strict`, where shares differ.
+    """
+    ranks, shares = mesh.dp, mesh.dp * accumulation_steps
+    if global_batch < shares or (strict and global_batch % shares):
+        kind = "ranks" if ranks == mesh.placement.ranks else "data-parallel ranks"
+        what, ask = "leaves some without a sample of", f"at least {shares}"
+        if global_batch >= shares:
+            what, ask = "cannot be split evenly over", f"a multiple of {shares}"
         raise WorkloadError(
-            f"global batch {global_batch} cannot be split evenly over {ranks} {kind} and "
-            f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
+            f"global batch {global_batch} {what} {ranks} {kind} and {accumulation_steps} "
+            f"accumulation steps; use {ask}"
         )
-    return check_count(global_batch // shares)
+    return check_count(-(-global_batch // shares))

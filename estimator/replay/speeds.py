@@ -152,15 +152,12 @@ def _step_times_s(
         _, micro_batches = job.split(shape.ranks, global_batch)
         by_split.setdefault((micro_batches, bool(shape.also)), []).append(shape)
     for (micro_batches, is_mixed), rows in by_split.items():
-        if is_mixed:
-            batches = [_padded(job, row, global_batch) for row in rows]
-        else:
-            batches = [job.split(row.ranks, global_batch)[0] for row in rows]
+        batches = np.array([job.split(row.ranks, global_batch)[0] for row in rows])
         table = estimate_many(
             job.graph,
             [str(row) for row in rows],
-            global_batch=np.array(batches) if is_mixed else None,
-            batch_per_gpu=None if is_mixed else np.array(batches),
+            global_batch=global_batch if is_mixed else None,
+            batch_per_gpu=None if is_mixed else batches,
             accumulation_steps=micro_batches,
             strategy=job.strategy,
             layout=job.layout,
@@ -173,13 +170,6 @@ def _step_times_s(
         runs = table.answered & (table.fits != "no")
         step_s.update(zip(rows, np.where(runs, table.step_time_s, np.inf).tolist(), strict=True))
     return step_s
-
-
-def _padded(job: Job, shape: AllocationShape, global_batch: int) -> int:
-    """A global batch that groups of equal ranks can share in whole batches, at least this one."""
-    ranks = [sum(each.per_node) for each in (shape, *shape.also)]
-    unit = math.gcd(*ranks) * job.split(shape.ranks, global_batch)[1]
-    return -(-global_batch // unit) * unit
 
 
 # A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three

@@ -64,14 +64,19 @@ def _unmeasured_collectives(plan: StepPlan) -> Iterator[str]:
             )
 
 
-def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:
-    """What unlike batches per rank, one for each group of devices, ask of the training script."""
-    if len(set(batches)) == 1:
+def split_assumptions(batches: tuple[int, ...], padding: int) -> tuple[str, ...]:
+    """What unlike batches per rank, one for each group of devices, ask of the training script.
+
+    `padding` is how many samples the global batch lacks for all ranks of a group to have as many.
+    """
+    if len(set(batches)) == 1 and not padding:
         return ()
+    shares = f"{format_split(batches)} per device, group by group"
+    if padding:
+        shares = f"at most {format_split(batches)} per device, {padding} fewer in all"
     return (
-        f"batches differ ({format_split(batches)} per device, group by group): DDP averages "
-        "gradients over ranks, so multiply each rank's mean loss by its batch over the mean batch "
-        "of all ranks",
+        f"batches differ ({shares}): DDP averages gradients over ranks, so multiply each rank's "
+        "mean loss by its batch over the mean batch of all ranks",
     )
 
 

@@ -110,8 +110,33 @@ def test_equal_devices_get_equal_batches() -> None:
     assert found.answer.batches == (6, 6)
     assert found.answer.batch_per_gpu == 6
     assert found.gain_ratio == 0
-    with pytest.raises(WorkloadError, match="use a multiple of 4"):
-        balanced("a0[0,1]+a1[0,1]", 25, 1.0, 1.0)
+
+
+def test_a_global_batch_is_shared_on_any_count_and_all_wait_for_the_largest_share() -> None:
+    text = "a0[0,1,2]"
+    answer = balanced(text, 64, 1.0).answer
+    # 64 = 22 + 21 + 21; 66 is what ranks of 22 samples each would have.
+    assert (answer.batches, answer.global_batch) == ((22,), 64)
+    padded = balanced(text, 66, 1.0).answer
+    assert answer.step_time_s == padded.step_time_s
+    assert answer.samples_per_s == pytest.approx(padded.samples_per_s * 64 / 66)
+    assert "batches differ (at most 22 per device, 2 fewer in all)" in answer.assumptions[0]
+    by_group = balanced("a0[0,1]+a1[0,1]", 33, 1.0, 2.0).answer
+    # Two groups of two ranks have an even number of samples.
+    assert by_group.global_batch == 33
+    assert 2 * sum(by_group.batches) == 34
+    asked: dict[str, Any] = {"cluster": cluster(1.0), "profile": MACHINE}
+    table = estimate_many(GRAPH, [text, "a0[0,1]"], global_batch=64, **asked)
+    assert table.global_batch.tolist() == [64, 64]
+    assert table.batch_per_gpu.tolist() == [22, 32]
+    assert table.step_time_s[0] == pytest.approx(answer.step_time_s)
+    assert table.samples_per_s[0] == pytest.approx(answer.samples_per_s)
+    for refuse in (
+        lambda: balanced(text, 64, 1.0, strict=True),
+        lambda: estimate_many(GRAPH, [text], global_batch=64, strict=True, **asked),
+    ):
+        with pytest.raises(WorkloadError, match=r"64 cannot be split evenly over 3 .* of 3"):
+            refuse()
 
 
 def no_host_costs() -> MachineProfile:
@@ -258,8 +283,11 @@ def test_scaling_is_relative_to_each_device_alone_at_its_own_batch(
         ({"batch_per_gpu": (4, 0)}, "batch size must be at least 1, found 0"),
         ({"batch_per_gpu": (4, 2), "global_batch": 8}, "not both"),
         ({"global_batch": 3}, "3 leaves ranks without a sample; 4 ranks .* at least 4"),
-        ({"global_batch": 33}, r"33 cannot be split .* groups of 2 \+ 2 ranks .* multiple of 4"),
-        ({"global_batch": 9, "accumulation_steps": 2}, "use a multiple of 8"),
+        (
+            {"global_batch": 33, "strict": True},
+            r"33 cannot be split .* groups of 2 \+ 2 ranks .* multiple of 4",
+        ),
+        ({"global_batch": 9, "accumulation_steps": 2, "strict": True}, "use a multiple of 8"),
         ({"global_batch": 8, "accumulation_steps": 0}, "accumulation steps must be at least 1"),
     ],
 )

@@ -170,7 +170,7 @@ class _Refused(NamedTuple):
 
 def _why_not(refused: _Refused | None, allocation: Allocation, global_batch: int | None) -> str:
     if refused is None:
-        return f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+        return f"its {allocation.ranks} ranks are more than a global batch of {global_batch}"
     if math.isinf(refused.peak_bytes):
         return refused.table.errors[refused.row]
     answer = refused.table.row(refused.row)
@@ -314,19 +314,19 @@ def _tables(
         )
         yield table, list(range(len(allocations))), 1
         return
-    share_of = {
+    most = {
         number: global_batch // each.ranks
         for number, each in enumerate(allocations)
-        if global_batch % each.ranks == 0
+        if global_batch >= each.ranks
     }
-    if not share_of:
+    if not most:
         raise WorkloadError(
-            f"a global batch of {global_batch} is divided by the ranks of no allocation; give a "
-            "multiple of a power of two"
+            f"a global batch of {global_batch} leaves ranks of every allocation without a sample; "
+            "give a larger one"
         )
-    micro_batches, left = 1, list(share_of)
+    micro_batches, left = 1, list(most)
     while left and micro_batches <= _MOST_MICRO_BATCHES:
-        rows = [number for number in left if share_of[number] % micro_batches == 0]
+        rows = [number for number in left if most[number] >= micro_batches]
         if rows:
             table = estimate_many(
                 graph,

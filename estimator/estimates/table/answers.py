@@ -335,7 +335,13 @@ class RowAnswers:
             if step.unknown.any():
                 self._answer_rest(request, part, rows, columns, apart=step.unknown)
                 return
-            for name, values in self._columns(placed, batch, step, ratios, errors).items():
+            found = self._columns(placed, batch, step, ratios, errors)
+            whole = request.global_batch
+            if whole is not None:
+                # Shares that differ add up to what was asked.
+                found["global_batch"] = whole[rows] if isinstance(whole, np.ndarray) else whole
+                found["samples_per_s"] = found["global_batch"] / step.parts.total_s
+            for name, values in found.items():
                 columns[name][rows] = values
 
     def _answer_rest(
@@ -406,9 +412,11 @@ class RowAnswers:
         if whole is not None:
             whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
             shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
-            invalid = (whole % shares != 0) | (np.asarray(whole) < 1) | (batch is not None)
-            invalid |= whole // shares > MOST_BATCH
-            return np.asarray(whole // shares, dtype=np.intp), invalid
+            largest = np.asarray(-(-whole // shares), dtype=np.intp)
+            invalid = (np.asarray(whole) < shares) | (batch is not None) | (largest > MOST_BATCH)
+            if self._shared.strict:
+                invalid |= whole % shares != 0
+            return largest, invalid
         if batch is None:
             return 0, False
         if isinstance(batch, np.ndarray):

@@ -211,7 +211,13 @@ def _key(request: TableRequest) -> tuple[tuple[object, ...], tuple[Hashable, ...
     shared = request.shared
     owners = (shared.graph, shared.cluster, shared.profile)
     batches: tuple[Any, ...] = (request.batch_per_gpu, request.global_batch)
-    return owners, (*batches, shared.accumulation_steps, shared.strategy, shared.loader)
+    return owners, (
+        *batches,
+        shared.accumulation_steps,
+        shared.strategy,
+        shared.loader,
+        shared.strict,
+    )
 
 
 def _machines(request: TableRequest, texts: Iterable[str]) -> set[str]:

@@ -309,13 +309,14 @@ def estimate_many(
     `batch_per_gpu`, `global_batch` and `layout` one for all, or one for each of them (rows whose
     ranks share layers or hold stages are estimated one by one); other `options` are those of
     `estimate`. Rows that cannot be answered are NaN, and `errors` of the table says why; with
-    `strict` the first of them raises what `estimate` raises, with its number.
+    `strict` the first of them raises what `estimate` raises, with its number, and so does a global
+    batch that ranks cannot share evenly.
     """
     check_several(allocations)
     if not isinstance(allocations, Sequence | AllocationColumns):
         allocations = list(allocations)
     request = TableRequest(
-        shared=_shared(graph, options),
+        shared=_shared(graph, options, strict),
         allocations=allocations,
         batch_per_gpu=_checked_batches(batch_per_gpu, len(allocations)),
         global_batch=_checked_batches(global_batch, len(allocations)),
@@ -332,10 +333,11 @@ def estimate_many(
     return table
 
 
-def _shared(graph: OpGraph, options: TableOptions) -> EstimateRequest:
+def _shared(graph: OpGraph, options: TableOptions, strict: bool) -> EstimateRequest:
     """What all rows have in common."""
     cluster = Cluster.given(options.get("cluster"))
-    return EstimateRequest.of(graph, **{**options, "cluster": cluster})  # type: ignore[arg-type]
+    known: Any = {**options, "cluster": cluster, "strict": strict}
+    return EstimateRequest.of(graph, **known)
 
 
 def check_several(allocations: Any) -> None:
@@ -537,7 +539,7 @@ def estimate_chunks(
     if reduce is not None and not callable(reduce):
         raise WorkloadError(f"reduce is {quoted(reduce)}; give a function of a table, or None")
     request = TableRequest(
-        shared=_shared(graph, options),
+        shared=_shared(graph, options, strict),
         allocations=(),
         batch_per_gpu=batch_per_gpu,
         global_batch=global_batch,

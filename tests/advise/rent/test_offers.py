@@ -70,22 +70,24 @@ def test_the_fastest_strategy_is_offered() -> None:
 def test_ranks_share_a_global_batch_in_the_fewest_micro_batches_that_fit() -> None:
     most = largest_batch(GRAPH, "1x1:t4-g4dn").at_most
     global_batch = 4 * (1 << most.bit_length())
-    (one, four) = offered(
+    (one, four, three) = offered(
         "1x1:t4-g4dn", "1x4:t4-g4dn", "1x3:t4-g4dn", global_batch=global_batch, strategies=("ddp",)
     )
-    # Four ranks share it in twos of what is just too large, one rank in eights; three cannot.
+    # Four ranks share it in twos of what is just too large, one rank in eights; three
+    # unevenly, each with at most the share that is rounded up.
     assert (one.accumulation_steps, four.accumulation_steps) == (8, 2)
     assert one.batch_per_gpu * 8 == four.batch_per_gpu * 4 * 2 == global_batch
-    assert {one.global_batch, four.global_batch} == {global_batch}
+    assert three.batch_per_gpu == -(-global_batch // (3 * three.accumulation_steps))
+    assert {one.global_batch, four.global_batch, three.global_batch} == {global_batch}
 
 
 def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     # 2048 · 65536 weights twice over: 1 GiB, with its gradients and AdamW's state 4 GiB and more.
     wide = replace(perceptron([2048, 1 << 16, 2048], batch=64), target="cuda")
     asked: dict[str, Any] = {"samples": 1e8, "prices": PRICES, "strategies": ("ddp", "fsdp")}
-    found = offers(wide, ["1x1:t4-g4dn", "1x3:t4-g4dn"], global_batch=64, **asked)
+    found = offers(wide, ["1x1:t4-g4dn", "1x3:t4-g4dn"], global_batch=2, **asked)
     assert [each.allocation for each in found.offers] == ["1x1:t4-g4dn"]
-    assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks do not divide a global batch of 64"}
+    assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks are more than a global batch of 2"}
     large = replace(perceptron([1 << 16, 1 << 16, 1 << 16], batch=64), target="cuda")
     none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], **asked)
     assert none.offers == []

@@ -603,7 +603,6 @@ WRONG_ROWS = [
     ("h1[0]", {}, AllocationError, "row 2: 'h1\\[0\\]' names a host"),
     ("1x2:slow-gpu", {}, WorkloadError, "row 2: perceptron was traced for cpu"),
     (GOOD, {"batch_per_gpu": np.array([1, 1, 0])}, WorkloadError, "row 2: batch size"),
-    ("1x3:slow", {"global_batch": 8}, WorkloadError, "row 2: global batch 8 cannot be split"),
     ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
     ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no all-gather costs"),
     ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
