@@ -188,6 +188,7 @@ def question_of(row: Row) -> Question:
     parts += [f"ep={axes['ep']}"] if axes.get("ep", 1) > 1 else []
     if pp > 1:
         parts.append(f"pp={pp}" + (f",schedule=interleaved:{virtual}" if virtual > 1 else ""))
+    parts += [f"cut={row.recipe['pp_layout']}"] if row.recipe.get("pp_layout") else []
     parts += ["megatron"] if tp * pp > 1 and row.is_megatron else []
     if fsdp:
         strategy = "fsdp" + (",shard=8" if "hsdp" in published["parallelism"] else "")
@@ -237,6 +238,11 @@ def _recipe_of(row: Row) -> str:
         parts.append("graphs=iteration")
     elif graphs == "transformer_engine":
         parts.append("graphs=layers")
+    if modules := re.findall(r"\w+", recipe.get("recompute_modules") or ""):
+        parts.append("recompute=" + "+".join(modules))
+    for name in ("recompute_layers", "offload_layers"):
+        if layers := recipe.get(name):
+            parts.append(f"{name.replace('_', '-')}={layers}")
     if row.axes.get("tp", 1) > 1 and said != "nvfp4" and "NVIDIA" in published["source"]:
         parts.append("tp-overlap")
     return "megatron" + (":" + ",".join(parts) if parts else "")

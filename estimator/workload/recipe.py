@@ -11,10 +11,16 @@ from estimator.units import parse_knobs
 Framework = Literal["megatron"]
 Scaling = Literal["current", "delayed", "block", "mxfp8", "nvfp4"]
 Graphs = Literal["layers", "iteration"]
+# recompute_modules of Megatron-Core's TransformerConfig.
+Recomputed = Literal[
+    "layernorm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "shared_experts"
+]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "fp8": get_args(Scaling),
     "graphs": get_args(Graphs),
+    "recompute": get_args(Recomputed),
 }
+_LAYERS = ("recompute-layers", "offload-layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,9 @@ class Recipe:
     Transformer Engine's scalings, weights held in FP8 and cast once a step, and the whole step
     replayed as one CUDA graph ("layers": each layer's). `fp8_attention` computes attention in FP8
     too, and `deterministic` forbids kernels that add in any order. `tp_overlap` runs
-    tensor-parallel exchanges beside products (userbuffers).
+    tensor-parallel exchanges beside products (userbuffers). Modules of `recompute`, by
+    Megatron-Core's names (``recompute=layernorm+moe_act``), and the first `recompute_layers` blocks
+    whole are computed again for gradients; what `offload_layers` blocks save waits on the host.
     """
 
     framework: Framework = "megatron"
@@ -34,6 +42,9 @@ class Recipe:
     deterministic: bool = False
     graphs: Graphs | None = None
     tp_overlap: bool = False
+    recompute: tuple[str, ...] = ()
+    recompute_layers: int = 0
+    offload_layers: int = 0
 
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
@@ -62,17 +73,23 @@ class Recipe:
             value = getattr(self, item.name)
             if value != item.default:
                 name = item.name.replace("_", "-")
-                parts.append(name if value is True else f"{name}={value}")
+                text = "+".join(value) if isinstance(value, tuple) else str(value)
+                parts.append(name if value is True else f"{name}={text}")
         return ":".join(filter(None, (self.framework, ",".join(parts))))
 
 
-def _value(name: str, text: str) -> str | bool:
+def _value(name: str, text: str) -> str | bool | int | tuple[str, ...]:
     choices = _CHOICES.get(name)
+    if name in _LAYERS and text.isdecimal() and len(text) < 5:
+        return int(text)
+    if name == "recompute" and set(text.split("+")) <= set(choices or ()):
+        return tuple(dict.fromkeys(text.split("+")))
     flags = [item.name.replace("_", "-") for item in fields(Recipe) if item.default is False]
     if choices is None and name in flags and not text:
         return True
-    if choices is None or text not in choices:
+    if choices is None or text not in choices or name == "recompute":
         known = [*(f"{key}={'|'.join(of)}" for key, of in _CHOICES.items()), *flags]
+        known += [f"{key}=4" for key in _LAYERS]
         raise StrategyError(
             f"{quoted(f'{name}={text}' if text else name)} is no part of a recipe; choose of "
             f"{', '.join(known)}"

@@ -1,15 +1,18 @@
-"""Put the repeated blocks of a graph behind activation checkpoints after it was traced."""
+"""Compute what a graph saves for gradients again, or move it to the host, after it was traced."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from estimator.graph.compile.megatron import compiled_like
-from estimator.graph.ir.op_graph import OpGraph, UnitRun, unit_path, unit_runs
+from estimator.graph.ir.op_graph import OpGraph, unit_path, unit_runs
 from estimator.graph.ir.ops import Op, Value
-from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.ir.structure import GraphStructure, value_roots
+from estimator.tensors import OpCall
+
+_GROUPED = "aten._grouped_mm.default"
 
 
 def with_checkpoints(graph: OpGraph) -> OpGraph | None:
@@ -22,13 +25,109 @@ def with_checkpoints(graph: OpGraph) -> OpGraph | None:
         eager = None if graph.eager is None else with_checkpoints(graph.eager)
         if eager is None:
             return None
+        from estimator.graph.compile.megatron import compiled_like
+
         eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
         return replace(compiled_like(eager, graph), eager=eager)
     if graph.is_summary or GraphStructure.of(graph).checkpoints.size:
         return None
-    runs = unit_runs(graph, _blocks(graph), "forward")
-    added = _Added(graph, runs)
-    return added.graph() if added.copies else None
+    added = _Added(graph, _passes(graph))
+    return replace(added.graph(), checkpoint="full") if added.copies else None
+
+
+def with_recomputed(graph: OpGraph, modules: Sequence[str], layers: int) -> OpGraph:
+    """An eager graph that computes some modules of its blocks again, by Megatron-Core's names.
+
+    Of the first `layers` blocks all is. What "layernorm", "moe_act" and "mla_up_proj" give is
+    dropped and made again for gradients, as what checkpoints around the others do.
+    """
+    if not modules and not layers:
+        return graph
+    passes = _passes(graph)
+    groups = passes[:layers]
+    for ops in passes[layers:]:
+        grouped = [index for index in ops if graph.ops[index].call.target == _GROUPED]
+        experts = {graph.ops[index].module for index in grouped}
+        for module in modules:
+            if module == "moe_act" and grouped:
+                groups.append(
+                    [i for i in range(*grouped[:2]) if _is_activation(graph.ops[i], experts)]
+                )
+            else:
+                groups += _parts(graph, ops, module, experts)
+    added = _Added(graph, [_with_views(graph, ops) for ops in groups if ops])
+    return added.graph() if added.copies else graph
+
+
+def _with_views(graph: OpGraph, group: list[int]) -> list[int]:
+    """Operators and, of the rest of their block's pass, those that view what they make."""
+    made = {value for index in group for value in graph.ops[index].outputs}
+    unit, found = unit_path(graph.ops[group[0]].module), list(group)
+    own = set(group)
+    for index in range(group[0], len(graph.ops)):
+        op = graph.ops[index]
+        if op.phase != "forward" or unit_path(op.module) not in (unit, ""):
+            break
+        if index not in own and op.is_view and not made.isdisjoint(op.inputs):
+            found.append(index)
+            made.update(op.outputs)
+    return sorted(found)
+
+
+def _is_activation(op: Op, experts: set[str]) -> bool:
+    """Whether an operator between two products of experts is more than a bias of the first."""
+    return op.module in experts and op.call.target not in (_GROUPED, *_BIASES)
+
+
+_BIASES = ("aten.index.Tensor", "aten.add_.Tensor")
+# The modules of a block that Megatron-Core's names stand for (TransformerConfig.recompute_modules).
+_PARTS = {
+    "layernorm": re.compile(r"[^.]*(?:norm|ln_)[^.]*"),
+    "mla_up_proj": re.compile(r"self_attn\.(?:q_b_proj|kv_b_proj)"),
+    "mlp": re.compile(r"(?:mlp|feed_forward)\b.*"),
+    "moe": re.compile(r"(?:mlp|block_sparse_moe)\b.*"),
+    "shared_experts": re.compile(r".*\bshared_experts?\b.*"),
+    "core_attn": re.compile(r".*attn.*"),
+}
+
+
+def _parts(graph: OpGraph, ops: list[int], name: str, experts: set[str]) -> list[list[int]]:
+    """The operators of a block that are of one of its modules, or of each of its norms."""
+    if (name == "mlp" and experts) or (name == "moe" and not experts):
+        return []
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for index in ops:
+        op = graph.ops[index]
+        path = op.module.removeprefix(unit_path(op.module)).lstrip(".")
+        of_attention = "attention" in op.call.target or name != "core_attn"
+        if name in _PARTS and _PARTS[name].fullmatch(path) and of_attention:
+            found[path if name in ("layernorm", "mla_up_proj") else ""].append(index)
+    return list(found.values())
+
+
+def with_offloaded(graph: OpGraph, layers: int) -> OpGraph:
+    """A graph whose first `layers` blocks keep on the host what they save for gradients.
+
+    It is moved there as it is made, and comes back while the block behind computes its gradients.
+    """
+    added = _Added(graph, _passes(graph)[: layers + 1], moves=True)
+    return replace(added.graph(), assumptions=(*graph.assumptions, _MOVED.format(layers)))
+
+
+_MOVED = "what {} layers save for gradients waits on the host, and is moved beside kernels"
+
+
+def _passes(graph: OpGraph) -> list[list[int]]:
+    """The operators of the forward passes through repeated blocks that have parts."""
+    return [
+        [
+            index
+            for index in range(run.first, run.last + 1)
+            if graph.ops[index].phase == "forward"
+            and unit_path(graph.ops[index].module) == run.path
+        ]
+        for run in unit_runs(graph, _blocks(graph), "forward")
+    ]
 
 
 def _blocks(graph: OpGraph) -> set[str]:
@@ -39,40 +138,94 @@ def _blocks(graph: OpGraph) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RecomputedOps:
-    """What a checkpoint runs again before one op of the backward pass."""
+    """What runs again before one op of the backward pass, or comes back from the host."""
 
     before: int
     ops: tuple[int, ...]
     values: dict[int, int]
+    loaded: Op | None = None
 
 
 class _Added:
-    """A graph's values with those that checkpoints make again, and where they do."""
+    """A graph's values with those that there are again, and where: operators that `groups` list.
 
-    def __init__(self, graph: OpGraph, runs: Sequence[UnitRun]) -> None:
+    With `moves` they come from the host, but for those of the last group.
+    """
+
+    def __init__(
+        self, graph: OpGraph, groups: Sequence[Sequence[int]], *, moves: bool = False
+    ) -> None:
         self._graph = graph
         self.values: list[Value] = list(graph.values)
         self._maker: dict[int, int] = {}
         self._run_of: dict[int, int] = {}
-        own: list[list[int]] = [[] for _ in runs]
-        for number, run in enumerate(runs):
-            for index in range(run.first, run.last + 1):
-                op = graph.ops[index]
-                if op.phase == "forward" and unit_path(op.module) == run.path:
-                    own[number].append(index)
-                    for value in op.outputs:
-                        self._maker.setdefault(value, index)
-                        self._run_of.setdefault(value, number)
-        self._paths = [run.path for run in runs]
+        for number, ops in enumerate(groups):
+            for index in ops:
+                for value in graph.ops[index].outputs:
+                    self._maker.setdefault(value, index)
+                    self._run_of.setdefault(value, number)
+        if moves:
+            self._know_views()
+        self._paths = [unit_path(graph.ops[ops[0]].module) for ops in groups]
         self.copies: dict[int, _RecomputedOps] = {}
-        for number, saved in self._saved().items():
-            needed = {value for values in saved.values() for value in values}
+        saved = self._saved()
+        for number, reads in saved.items():
+            needed = {value for values in reads.values() for value in values}
             last = max(self._maker[value] for value in needed)
-            # The second run ends once it has all that the backward pass reads.
-            again = tuple(index for index in own[number] if index <= last)
-            self.copies[number] = _RecomputedOps(
-                before=min(saved), ops=again, values=self._made(again)
+            if not moves:
+                # The second run ends once it has all that the backward pass reads.
+                again = tuple(index for index in groups[number] if index <= last)
+                self.copies[number] = _RecomputedOps(
+                    before=min(reads), ops=again, values=self._made(again)
+                )
+            elif number < len(groups) - 1:
+                # It is on its way while the block behind is at work.
+                before = min(saved.get(number + 1, reads))
+                self.copies[number] = self._moved(before, needed)
+
+    def _know_views(self) -> None:
+        """Views that were fused into their readers are made where what they are views of is."""
+        self._roots = value_roots(self._graph)
+        for value, root in enumerate(self._roots):
+            if value not in self._maker and root in self._maker:
+                self._maker[value] = self._maker[root]
+                self._run_of[value] = self._run_of[root]
+
+    def _moved(self, before: int, needed: set[int]) -> _RecomputedOps:
+        """Storages that come back from the host."""
+        values, roots = dict[int, int](), dict[int, int]()
+        for value in sorted(needed):
+            root = self._roots[value]
+            known = self._graph.values[root]
+            # A view of a weight is no copy of it.
+            if known.kind != "activation":
+                continue
+            if root not in roots:
+                roots[root] = len(self.values)
+                self.values.append(replace(known, base=None))
+            values[value] = roots[root]
+            if value != root:
+                values[value] = len(self.values)
+                self.values.append(replace(self._graph.values[value], base=roots[root]))
+        loaded = tuple(roots.values())
+        one, two = (
+            OpCall("te.reload.default", (), outputs=tuple(specs))
+            for specs in zip(
+                *((self.values[v].spec, self.values[v].other_spec) for v in loaded), strict=True
             )
+        )
+        op = replace(
+            self._graph.ops[before],
+            name=f"reload_{loaded[0]}",
+            call=one,
+            other_call=two,
+            inputs=(),
+            outputs=loaded,
+            holds=(),
+            is_view=True,
+            enters_dtensor=False,
+        )
+        return _RecomputedOps(before=before, ops=(), values=values, loaded=op)
 
     def _saved(self) -> dict[int, dict[int, list[int]]]:
         """For each run the ops of its backward pass that read what it makes, and what they read."""
@@ -116,6 +269,7 @@ class _Added:
         place: list[int] = []
         for index, op in enumerate(graph.ops):
             for copy in before.get(index, ()):
+                ops.extend([] if copy.loaded is None else [copy.loaded])
                 ops.extend(self._again(graph.ops[number], copy.values) for number in copy.ops)
             place.append(len(ops))
             ops.append(self._reading(op) if op.phase == "backward" else op)
@@ -129,7 +283,6 @@ class _Added:
             values=tuple(self.values),
             parameters=tuple(parameters),
             module_calls=graph.module_calls + self._module_calls(),
-            checkpoint="full",
         )
 
     def _again(self, op: Op, numbers: dict[int, int]) -> Op:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import ModelError
+from estimator.graph.compile.added_checkpoints import with_offloaded, with_recomputed
 from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.costs.call_costs import FUSED
@@ -56,9 +57,12 @@ _SAID_FP8 = "; linear layers of blocks are in FP8 ({}), their weights cast once 
 
 def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
     """What a compiler, or the framework of its recipe, makes of an eager graph, as of another."""
-    made = compile_graph(eager, graph.execution)
     if graph.recipe is not None:
-        return as_megatron(made, Recipe.parse(graph.recipe))
+        recipe = Recipe.parse(graph.recipe)
+        eager = with_recomputed(eager, recipe.recompute, recipe.recompute_layers)
+        made = as_megatron(compile_graph(eager, graph.execution), recipe)
+        return with_offloaded(made, recipe.offload_layers) if recipe.offload_layers else made
+    made = compile_graph(eager, graph.execution)
     return made if graph.float8 is None else with_float8(made, graph.float8)
 
 

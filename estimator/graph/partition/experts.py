@@ -118,6 +118,10 @@ class ExpertSplitter(Partitioner):
             self._placed_op(op, inputs, self._grouped(op, before))
         elif name in ("index", "index_put") and op.inputs[1] in self.numbers:
             self._placed_op(op, inputs, self._of_biases(op))
+        elif name in _TRANSPOSES and inputs[0] in self.dispatched:
+            # Of rows that are with their experts: those that were sent are not kept.
+            rows = self.dispatched[inputs[0]]
+            self._op(replace(op, inputs=(rows, *op.inputs[1:])))
         elif not any(isinstance(at, Routed) for at in before):
             super()._op(op)
             if name in _TRANSPOSES and len(op.call.inputs[0].shape) == 2 and not any(before):
