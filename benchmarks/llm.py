@@ -146,6 +146,17 @@ _SCALINGS = {"fp8": "current", "fp8-cs": "current", "mxfp8": "mxfp8", "fp8-mx": 
 _SCALINGS |= {"nvfp4": "nvfp4", "fp8-cs (fp8-mx)": "current"}
 
 
+# NeMo AutoModel's runs, by (model, task, whether tensors are divided): the graph that is traced and
+# the expert ranks (NVIDIA-NeMo/Automodel, examples/llm_benchmark; its fine-tuning is LoRA on every
+# projection, docs/performance-summary.mdx). torch.compile has run what is behind checkpoints.
+_AUTOMODEL = {
+    ("GPT-OSS-120B", "LM pre-training", False): ("plain", 64),
+    ("Llama-3 70B", "LM pre-training", False): ("full", 1),
+    ("Llama-3 70B", "fine-tuning", True): ("lora-all-full", 1),
+    ("Llama-3 8B", "fine-tuning", False): ("lora-all", 1),
+}
+
+
 class Refused(Exception):
     """A row that cannot be asked, with the reason."""
 
@@ -185,7 +196,8 @@ def question_of(row: Row) -> Question:
     if tp > 1 and ("sp" in published["parallelism"].split("/") or "NVIDIA" in published["source"]):
         parts.append("sp")
     parts += [f"cp={cp}"] if cp > 1 else []
-    parts += [f"ep={axes['ep']}"] if axes.get("ep", 1) > 1 else []
+    ep = max(axes.get("ep", 1), _automodel(row)[1])
+    parts += [f"ep={ep}"] if ep > 1 else []
     if pp > 1:
         parts.append(f"pp={pp}" + (f",schedule=interleaved:{virtual}" if virtual > 1 else ""))
     parts += [f"cut={row.recipe['pp_layout']}"] if row.recipe.get("pp_layout") else []
@@ -202,12 +214,22 @@ def question_of(row: Row) -> Question:
         accumulation=whole // (batch * dp),
         strategy=strategy,
         layout=",".join((*parts, "dp=*")) if parts else None,
-        recipe=_recipe_of(row) if row.is_megatron or "AutoModel" in published["source"] else None,
+        recipe=_recipe_of(row)
+        if row.is_megatron or _automodel(row)[0] in ("plain", "lora-all")
+        else None,
     )
+
+
+def _automodel(row: Row) -> tuple[str, int]:
+    key = row.model, row.published["task"].strip(), row.axes.get("tp", 1) > 1
+    known = "AutoModel" in row.published["source"]
+    return _AUTOMODEL.get(key, ("plain", 1)) if known else ("", 1)
 
 
 def _variant(row: Row) -> str:
     notes = row.published["notes"].lower()
+    if variant := _automodel(row)[0]:
+        return variant
     if row.recipe.get("peft") == "lora":
         return "lora"
     if "recompute=full" in notes or "full recompute" in notes:
@@ -263,15 +285,17 @@ class GraphStore:
         module, batch, loss, _ = load_model(
             f"hf:{MODELS[model]}", batch=2, seq_len=length, weights=False
         )
-        if variant == "lora":
-            _adapt(module)
+        if variant.startswith("lora"):
+            _adapt(module, "_proj" if "all" in variant else ("q_proj", "k_proj", "v_proj"))
         graph = estimator.trace_model(
             module,
             batch,
             loss,
             target="cuda",
             precision="bf16",
-            checkpoint=variant if variant in ("full", "selective:2") else None,
+            checkpoint=variant.removeprefix("lora-all-")
+            if variant.endswith(("full", ":2"))
+            else None,
             name=model,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,15 +306,16 @@ class GraphStore:
     def asked(self, graph: tuple[str, int, str], recipe: str | None) -> OpGraph:
         traced = self.traced(*graph)
         if recipe is None:
-            return with_recipe(traced, compiled=True)
+            # What FSDP gathers by itself is compiled by itself.
+            return with_recipe(traced, compiled="blocks")
         return with_recipe(traced, recipe=recipe)
 
 
-def _adapt(module: nn.Module) -> None:
-    """Freeze a model but for adapters of rank 16 on queries, keys and values."""
+def _adapt(module: nn.Module, names: str | tuple[str, ...]) -> None:
+    """Freeze a model but for adapters of rank 16 on layers with such names."""
     module.requires_grad_(False)
     for path, layer in list(module.named_modules()):
-        if path.endswith(("q_proj", "k_proj", "v_proj")):
+        if path.endswith(names):
             parent = module.get_submodule(path.rpartition(".")[0])
             setattr(parent, path.rpartition(".")[2], Adapted(layer))
 

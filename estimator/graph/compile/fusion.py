@@ -64,6 +64,10 @@ class Kernel:
         return next(iter(self.placed.values())).phase
 
     @property
+    def block(self) -> str:
+        return next(iter(self.placed.values())).block
+
+    @property
     def first(self) -> int:
         return min(self.placed)
 
@@ -174,6 +178,8 @@ class Grouping:
         full = len(kernel.placed) >= _MOST_PARTS
         if kernel.kind == "whole" or kernel.is_closed or kernel.phase != part.phase or full:
             return False
+        if kernel.block != part.block:
+            return False
         elements = part.elements[0]
         if kernel.kind == "row":
             if part.kind == "pointwise":
@@ -205,7 +211,7 @@ class Grouping:
         one, two = self.kernels[number], self.kernels[other]
         alike = two.kind == "pointwise" and one.kind in ("pointwise", "row")
         full = len(one.placed) + len(two.placed) > _MOST_PARTS
-        if not alike or full or two.is_closed or one.phase != two.phase:
+        if not alike or full or two.is_closed or (one.phase, one.block) != (two.phase, two.block):
             return False
         if one.elements != two.elements or one.last - two.last > _REACH:
             return False
@@ -269,7 +275,7 @@ class Grouping:
         others = [self.kernels[reader] for reader in readers]
         return all(
             other.kind != "whole"
-            and other.phase == kernel.phase
+            and (other.phase, other.block) == (kernel.phase, kernel.block)
             and len(other.placed) < _MOST_PARTS
             for other in others
         )

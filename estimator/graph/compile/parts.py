@@ -52,7 +52,7 @@ class KernelPart:
     It reads and writes `values`. A "row" part sums along memory, so that what is computed from its
     `rows` sums can follow in the same kernel; an "across" part gives sums that are only known once
     the whole kernel is done. `elements` are those that it walks over; of tables in `looked_up` only
-    as many bytes are read.
+    as many bytes are read. A `block` is compiled by itself.
     """
 
     op: int
@@ -67,6 +67,7 @@ class KernelPart:
     looked_up: tuple[tuple[int, Sizes], ...] = ()
     can_repeat: bool = False
     ends_fusion: bool = False
+    block: str = ""
 
     def reading(self, instead: Mapping[int, int]) -> KernelPart:
         """The part with some of the values it reads replaced."""
@@ -127,13 +128,15 @@ def split_graph(graph: OpGraph, *, blocks_only: bool = False) -> SplitGraph:
     for index, op in enumerate(graph.ops):
         if _is_view(op):
             continue
-        apart = blocks_only and not unit_path(op.module)
-        parts = [_whole(index, op)] if apart else _parts(split, index, op)
+        block = unit_path(op.module) if blocks_only else ""
+        parts = [_whole(index, op)] if blocks_only and not block else _parts(split, index, op)
+        parts = [replace(part, block=block) for part in parts] if block else parts
         outputs = _roots(split, op.outputs)
         if all(part.can_repeat and written[root] == 1 for part in parts for root in outputs):
             # What is computed twice from the same values is computed once (_inductor/fx_passes and
             # torch/_functorch/compile_utils.py, fx_graph_cse): autocast casts one input often.
-            same = found.setdefault((op.phase, op.call, _roots(split, op.inputs)), outputs)
+            key = op.phase, op.call, _roots(split, op.inputs), block
+            same = found.setdefault(key, outputs)
             if same != outputs:
                 for root, other in zip(outputs, same, strict=True):
                     for value in sharing[root]:

@@ -420,6 +420,9 @@ def frozen_unit_bytes(graph: OpGraph) -> dict[str, int]:
     seen: set[int] = set()
     for op in graph.ops:
         for value in op.inputs:
+            # A compiled kernel reads a view that no operator makes.
+            while (base := graph.values[value].base) is not None:
+                value = base
             if graph.values[value].kind == "parameter" and value not in seen:
                 seen.add(value)
                 path = unit_path(op.module)

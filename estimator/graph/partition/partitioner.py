@@ -346,6 +346,15 @@ class Partitioner(ABC):
                 for value, at in zip(self.values, self.at, strict=True)
             ]
         )
+        given = zip(self.graph.parameters, parameters, strict=True)
+        trained_bytes = sum(whole.spec.nbytes - part.spec.nbytes for whole, part in given)
+        divided = zip(self.graph.values, values, strict=False)
+        left_bytes = sum(
+            whole.spec.nbytes - part.spec.nbytes
+            for whole, part in divided
+            if whole.kind == "parameter" and whole.base is None
+        )
+        frozen_bytes = self.graph.frozen_parameter_bytes
         assumptions = list(self.assumptions)
         if self.unknown:
             assumptions.append(
@@ -356,6 +365,8 @@ class Partitioner(ABC):
             ops=tuple(self.ops),
             values=values,
             parameters=parameters,
+            # Weights that are not trained are divided like the others.
+            frozen_parameter_bytes=max(frozen_bytes - max(left_bytes - trained_bytes, 0), 0),
             assumptions=(*self.graph.assumptions, *assumptions),
         )
 

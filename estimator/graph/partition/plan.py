@@ -301,12 +301,22 @@ def found_plan(graph: OpGraph, *, sequence: bool = False, vocabulary: bool = Fal
     """
     search = _StyleSearch(graph)
     styles: dict[str, Style] = {}
+    by_module = {graph.ops[index].module: index for index in search.linears}
+
+    def ends_in_rows(module: str) -> bool:
+        """Whether a layer's columns, as those of an adapter, meet what is divided by rows."""
+        after = search.rows_after(by_module[module])
+        return bool(after) and all(styles.get(row) == "row" for row in after)
+
     for index in search.linears:
         module = graph.ops[index].module
         if module in styles:
             continue
         reached = search.rows_after(index)
-        if reached and not any(styles.get(row, "row") != "row" for row in reached):
+        if reached and not any(
+            styles.get(row, "row") != "row" or (row not in styles and ends_in_rows(row))
+            for row in reached
+        ):
             styles[module] = "column"
             styles.update(dict.fromkeys(reached, "row"))
     if not styles:
