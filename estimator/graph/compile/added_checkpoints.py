@@ -186,28 +186,26 @@ class _Added:
     def _know_views(self) -> None:
         """Views that were fused into their readers are made where what they are views of is."""
         self._roots = value_roots(self._graph)
+        self._views: defaultdict[int, list[int]] = defaultdict(list)
         for value, root in enumerate(self._roots):
+            self._views[root].append(value)
             if value not in self._maker and root in self._maker:
                 self._maker[value] = self._maker[root]
                 self._run_of[value] = self._run_of[root]
 
     def _moved(self, before: int, needed: set[int]) -> _RecomputedOps:
         """Storages that come back from the host."""
-        values, roots = dict[int, int](), dict[int, int]()
-        for value in sorted(needed):
-            root = self._roots[value]
-            known = self._graph.values[root]
-            # A view of a weight is no copy of it.
-            if known.kind != "activation":
-                continue
-            if root not in roots:
-                roots[root] = len(self.values)
-                self.values.append(replace(known, base=None))
-            values[value] = roots[root]
-            if value != root:
-                values[value] = len(self.values)
-                self.values.append(replace(self._graph.values[value], base=roots[root]))
-        loaded = tuple(roots.values())
+        values, known = dict[int, int](), self._graph.values
+        # A view of a weight is no copy of it.
+        roots = {root for v in needed if known[root := self._roots[v]].kind == "activation"}
+        for root in sorted(roots):
+            values[root] = len(self.values)
+            self.values.append(replace(known[root], base=None))
+            for view in self._views[root]:
+                if view != root:
+                    values[view] = len(self.values)
+                    self.values.append(replace(known[view], base=values[root]))
+        loaded = tuple(values[root] for root in sorted(roots))
         one, two = (
             OpCall("te.reload.default", (), outputs=tuple(specs))
             for specs in zip(

@@ -284,6 +284,20 @@ def test_a_damaged_fused_kernel_is_refused(change: Any, tmp_path: Path) -> None:
         OpGraph.load(path)
 
 
+def test_blocks_that_are_compiled_by_themselves_share_no_kernel() -> None:
+    blocks = nn.Sequential(*(Residual() for _ in range(3)))
+    graph = trace_graph(blocks, torch.randn(4, 8, requires_grad=True))
+    units = {
+        execution: [op.module.partition(".")[0] for op in compiled.ops if op.phase == "backward"]
+        for execution in ("compiled", "compiled-blocks")
+        for compiled in (compile_graph(graph, execution),)  # type: ignore[arg-type]
+    }
+    # The gradient of a sum is fused into the kernel of the block before.
+    assert len(units["compiled-blocks"]) > len(units["compiled"])
+    own = [unit for unit in units["compiled-blocks"] if unit]
+    assert own == sorted(own, reverse=True)
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     eager, compiled = pair("gated", target="cpu")
     with pytest.raises(ModelError, match="traced for cpu, which has no CUDA graphs"):

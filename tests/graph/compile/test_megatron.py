@@ -14,6 +14,9 @@ from estimator.api import with_recipe
 from estimator.errors import ModelError, StrategyError
 from estimator.graph.costs.matmuls import attention_arguments
 from estimator.graph.ir.ops import Op
+from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.step import memory_alone
+from estimator.graph.partition.stages import held_between_passes
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
 from estimator.tensors import OpCall, TensorSpec
@@ -118,9 +121,40 @@ def _attention_call(op: Op, heads: int, tokens: int, width: int) -> OpCall:
 def test_a_recipe_reads_back_and_refuses_what_is_none() -> None:
     text = "megatron:fp8=mxfp8,fp8-attention,graphs=iteration"
     assert str(Recipe.parse(text)) == text
-    for wrong in ("deepspeed", "megatron:fp8=int4", "megatron:graphs", "megatron:x=1"):
+    text = "megatron:recompute=layernorm+moe_act,recompute-layers=5,offload-layers=20"
+    assert str(Recipe.parse(text)) == text
+    for wrong in (
+        *("deepspeed", "megatron:fp8=int4", "megatron:graphs", "megatron:x=1"),
+        *("megatron:recompute=norms", "megatron:offload-layers=all", "megatron:recompute"),
+    ):
         with pytest.raises(StrategyError):
             Recipe.parse(wrong)
+
+
+def saved(graph: OpGraph) -> int:
+    """Bytes that the forward pass leaves to the backward pass."""
+    structure = GraphStructure.of(graph)
+    return held_between_passes(graph.at(), structure)
+
+
+def test_what_norms_give_is_made_again_from_what_they_read() -> None:
+    plain, less = (traced(f"megatron{text}") for text in ("", ":recompute=layernorm"))
+    # The input of the first product of three blocks, in bf16, and a root of a mean of each row.
+    assert saved(plain) - saved(less) == 3 * (2 * TOKENS * WIDTH + 4 * TOKENS)
+    layers = traced("megatron:recompute-layers=2")
+    again = {op.module.split(".")[1] for op in layers.ops if op.is_repeated and "mm" in op.name}
+    assert again == {"0", "1"}
+
+
+def test_what_a_block_saves_waits_on_the_host_until_the_one_behind_has_its_gradients() -> None:
+    plain, moved = (traced(f"megatron{text}") for text in ("", ":offload-layers=2"))
+    peak = memory_alone(plain.at()).peaks().activations_bytes
+    # Of three blocks one stays, and the next one is there before that is done.
+    assert saved(moved) < saved(plain) / 2
+    assert memory_alone(moved.at()).peaks().activations_bytes < peak
+    reloads = [op for op in moved.ops if "reload" in op.call.target]
+    assert [op.module.split(".")[1] for op in reloads] == ["2", "1"]
+    assert any("2 layers save" in said for said in moved.assumptions)
 
 
 def test_a_recipe_is_of_bf16_models_on_gpus_and_goes_on_eager_graphs_later() -> None:

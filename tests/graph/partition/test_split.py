@@ -41,6 +41,24 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer and what is trained beside it."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(ins, outs, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Linear(ins, 4, bias=False), nn.Linear(4, outs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.b(self.a(x))
+
+
+class AdaptedMlp(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(WIDTH, INNER), Adapted(INNER, WIDTH)
+
+
 class Attention(nn.Module):
     """Fused queries, keys and values over some heads."""
 
@@ -498,3 +516,13 @@ def test_a_config_that_names_nothing_to_divide_leaves_it_to_the_dataflow(
 ) -> None:
     local = split_by_layout(configured(plan), Layout.parse("tp=2,dp=*"))
     assert "found from its dataflow" in local.assumptions[-1]
+
+
+def test_adapters_are_divided_as_the_frozen_layers_beside_them() -> None:
+    graph = trace_graph(AdaptedMlp(), torch.randn(BATCH, TOKENS, WIDTH))
+    styles = dict(found_plan(graph).styles)
+    column, row = ("up.layer", "up.b"), ("down.layer", "down.a")
+    assert styles == dict.fromkeys(column, "column") | dict.fromkeys(row, "row")
+    local = split_by_layout(graph, Layout(tp=2))
+    # Frozen are both large weights, a half of each on a rank.
+    assert graph.frozen_parameter_bytes == 2 * local.frozen_parameter_bytes == 2 * 4 * WIDTH * INNER

@@ -153,6 +153,17 @@ def test_every_rank_routes_its_own_tokens() -> None:
     assert grouped(local)[0] == ((ROWS // 2, WIDTH), (EXPERTS // 2, WIDTH, 2 * INNER))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_tokens_are_kept_where_their_experts_are_alone(kind: str) -> None:
+    local = split_experts(graph_of(kind), ep=2)
+    sent = {op.inputs[0] for op in local.ops if "all_to_all" in op.name and op.inputs}
+    rows = {v for v in sent if local.values[v].spec.shape == (ROWS, WIDTH)}
+    made = [op for op in local.ops if op.phase == "forward" and not rows.isdisjoint(op.outputs)]
+    assert len(made) >= LAYERS
+    first = {value for op in made if "index" in op.name for value in op.outputs}
+    assert not any(first & set(op.inputs) for op in local.ops if op.phase == "backward")
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(StrategyError, match="ep=3 does not divide the 8 experts of module"):
         split_experts(GRAPH, ep=3)
