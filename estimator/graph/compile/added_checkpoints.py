@@ -15,20 +15,11 @@ from estimator.tensors import OpCall
 _GROUPED = "aten._grouped_mm.default"
 
 
-def with_checkpoints(graph: OpGraph) -> OpGraph | None:
-    """The graph as if it had been traced with checkpoint "full"; None where that is not known.
+def checkpointed(graph: OpGraph) -> OpGraph | None:
+    """An eager graph as if it had been traced with checkpoint "full"; None where it has some.
 
-    A summary has no operators, a graph that was compiled needs its eager one; nothing is left to
-    compute again where blocks run behind checkpoints already, and none where they have no parts.
+    A summary has no operators, and blocks without parts have none to compute again.
     """
-    if graph.execution != "eager":
-        eager = None if graph.eager is None else with_checkpoints(graph.eager)
-        if eager is None:
-            return None
-        from estimator.graph.compile.megatron import compiled_like
-
-        eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
-        return replace(compiled_like(eager, graph), eager=eager)
     if graph.is_summary or GraphStructure.of(graph).checkpoints.size:
         return None
     added = _Added(graph, _passes(graph))

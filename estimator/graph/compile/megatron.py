@@ -22,7 +22,11 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import ModelError
-from estimator.graph.compile.added_checkpoints import with_offloaded, with_recomputed
+from estimator.graph.compile.added_checkpoints import (
+    checkpointed,
+    with_offloaded,
+    with_recomputed,
+)
 from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.costs.call_costs import FUSED
@@ -64,6 +68,20 @@ def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
         return with_offloaded(made, recipe.offload_layers) if recipe.offload_layers else made
     made = compile_graph(eager, graph.execution)
     return made if graph.float8 is None else with_float8(made, graph.float8)
+
+
+def with_checkpoints(graph: OpGraph) -> OpGraph | None:
+    """The graph as if it had been traced with checkpoint "full"; None where that is not known.
+
+    One that was compiled needs its eager one.
+    """
+    if graph.execution == "eager":
+        return checkpointed(graph)
+    eager = None if graph.eager is None else checkpointed(graph.eager)
+    if eager is None:
+        return None
+    eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
+    return replace(compiled_like(eager, graph), eager=eager)
 
 
 def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:

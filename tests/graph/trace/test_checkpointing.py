@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import estimator as est
 from estimator.errors import ModelError, TraceError
-from estimator.graph.compile.added_checkpoints import with_checkpoints
+from estimator.graph.compile.megatron import with_checkpoints
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.step import memory_alone
