@@ -84,17 +84,30 @@ def as_array(lines: Sequence[Line]) -> Array:
     return found
 
 
-def fastest_s(factors: Array, lines: Array) -> Array:
-    """Seconds by the fastest line for each size: (sizes,) of one group, (sizes, rows) of many.
+def line_s(factors: Array, line: Array) -> Array:
+    """Seconds by one line for each size: (sizes,) of one group, (sizes, rows) of many.
 
-    `factors` are those of `powers` times what was measured over the formula: (sizes, 3), or
-    (rows, sizes, 3) where rows differ in that.
+    `factors`, (sizes, 3), are those of `powers` times what was measured over the formula. Terms are
+    added in their order, which a product of matrices leaves open: one group and many agree to the
+    last bit.
     """
-    if factors.ndim == 3:
-        return np.asarray(np.einsum("rst,ltr->lsr", factors, lines).min(axis=0))
+    if line.ndim == 1:
+        return np.asarray(np.add.reduce(factors * line, axis=1))
+    terms = factors.T[:, :, None]
+    seconds = terms[0] * line[0]
+    seconds += terms[1] * line[1]
+    seconds += terms[2] * line[2]
+    return np.asarray(seconds)
+
+
+def fastest_s(factors: Array, lines: Array) -> Array:
+    """Seconds by the fastest line for each size, as `line_s`."""
     if lines.ndim == 2:
-        return np.asarray((factors @ lines.T).min(axis=1))
-    return np.asarray(np.minimum.reduce(factors @ lines))
+        return np.asarray(np.add.reduce(factors[:, :, None] * lines.T, axis=1).min(axis=1))
+    fastest = line_s(factors, lines[0])
+    for line in lines[1:]:
+        np.minimum(fastest, line_s(factors, line), out=fastest)
+    return fastest
 
 
 # Links that carry collectives between devices of a node.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import add
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -377,9 +378,10 @@ class SizedCollective:
 
     def time_s(self, model: CollectiveModel) -> Any:
         """Seconds for all the sizes one after the other; nothing takes no time."""
-        if len(model.lines) > 1 and self.factors.shape[1] > 1:
-            # Each size may have a fastest algorithm of its own.
-            return self.times_s(model).sum(axis=0)
+        if self.factors.shape[1] > 1:
+            # Each size may have a fastest algorithm of its own. One group's are added in the order
+            # of many groups', where numpy would add them pairwise.
+            return reduce(add, self.times_s(model))
         reference = model.reference
         if isinstance(reference, int):
             factors: Any = self._plain[reference]
@@ -390,7 +392,15 @@ class SizedCollective:
 
     def times_s(self, model: CollectiveModel) -> Array:
         """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
-        return fastest_s(self.factors[model.reference], model.coefficients())
+        reference, lines = model.reference, model.coefficients()
+        if isinstance(reference, int):
+            return fastest_s(self.factors[reference], lines)
+        seconds = np.empty((self.factors.shape[1], len(reference)))
+        for number, factors in enumerate(self.factors):
+            rows = reference == number
+            if rows.any():
+                seconds[:, rows] = fastest_s(factors, lines[..., rows])
+        return seconds
 
 
 def _sum_of(line: Line, factors: Any) -> Any:

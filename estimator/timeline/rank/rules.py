@@ -30,7 +30,7 @@ from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives.algorithms import fastest_s
+from estimator.timeline.collectives.algorithms import fastest_s, line_s
 from estimator.timeline.collectives.costs import CollectiveModel, Corrections, SizedCollective
 from estimator.timeline.collectives.overlap import Overlap
 from estimator.timeline.rank.lanes import MicroBatches
@@ -145,7 +145,7 @@ class BucketQueue:
             behind_s = self._behind_s(reference, lines)
         drain = maximum(overlap.drain, _NO_DRAIN)
         if self._has_latency[reference]:
-            latency_s = self._latency[reference] @ lines[0]
+            latency_s = line_s(self._latency[reference], lines[0])
             first = _after_latency_s(behind_s, slack_s - latency_s, overlap, drain)
             if slower is None:
                 return first, first
@@ -159,8 +159,8 @@ class BucketQueue:
 
     def _behind_s(self, reference: int, lines: Array) -> Array:
         """What the link has to do for each bucket and all after it, each by its fastest line."""
-        if len(lines) == 1 or self._has_latency[reference]:
-            return np.asarray(self._behind[reference] @ lines[0])
+        if self._has_latency[reference]:
+            return line_s(self._behind[reference], lines[0])
         each_s = fastest_s(self.sized.factors[reference], lines)
         if each_s.ndim == 1:
             return np.cumsum(each_s[::-1])[::-1]

@@ -803,3 +803,16 @@ def test_a_table_becomes_a_data_frame_or_says_what_to_install(
 def test_batches_of_another_length_are_refused() -> None:
     with pytest.raises(WorkloadError, match=r"shape \(2,\) for 1 allocations"):
         estimate_many(PLAIN, [GOOD], batch_per_gpu=np.array([1, 2]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp:bucket=64KiB", "zero1:bucket=64KiB", "fsdp"])
+def test_one_allocation_and_many_agree_to_the_last_bit(strategy: str) -> None:
+    graph = replace(in_blocks(perceptron([512] * 24, batch=8)), target="cuda")
+    texts = [
+        f"{nodes}x{devices}:{machine}"
+        for machine in ("h100-sxm", "dgx-a100")
+        for nodes in (1, 3, 4, 7)
+        for devices in (2, 4, 8)
+    ]
+    alone = [estimate(graph, text, strategy=strategy).step_time_s for text in texts]
+    assert estimate_many(graph, texts, strategy=strategy).step_time_s.tolist() == alone
