@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich
 from calibration.evaluation import evaluate, processes
 from calibration.protocols import NAMES, PROTOCOLS_WITH_K
 from calibration.report import evaluation_report
@@ -19,7 +20,7 @@ from calibration.scores import scores_of, to_dict
 from calibration.tables import read_steps
 from calibration.worker_tables import is_worker_table, read_workers
 
-from estimator.cli.console import print_tables, progress, remark
+from estimator.cli.console import progress, remark
 from estimator.errors import EstimatorError
 from estimator.probe.option_types import Count
 
@@ -82,7 +83,7 @@ def main(
         few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
         remark(f"too few rows for {protocol}: {few}")
     if not as_json:
-        print_tables(evaluation_report(evaluation))
+        rich.print(evaluation_report(evaluation))
         return
     at = datetime.now(UTC).isoformat(timespec="seconds")
     about = {

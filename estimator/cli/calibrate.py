@@ -12,7 +12,7 @@ import click
 
 from estimator.cli.console import (
     print_json,
-    print_tables,
+    print_sections,
     print_text,
     remark,
     waiting,
@@ -134,9 +134,9 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     if as_json:
         print_json({"workload": graph.workload, "steps": [asdict(step) for step in found]})
         return
-    from estimator.cli.render.learning import fitted_steps_report
+    from estimator.report.learning import fitted_steps_section
 
-    print_tables(fitted_steps_report(graph.workload, found))
+    print_sections([fitted_steps_section(graph.workload, found)])
 
 
 @calibrate.command(epilog="Example: estimator calibrate show")
@@ -169,9 +169,9 @@ def show(place: Path | None, as_json: bool) -> None:
     if not found.jobs and not found.outliers:
         print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
-    from estimator.cli.render.learning import review_report
+    from estimator.report.learning import review_section
 
-    print_tables(review_report(found))
+    print_sections([review_section(found)])
 
 
 def _plain(found: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark, waiting
+from estimator.cli.console import end_with_no, print_json, print_sections, progress, remark, waiting
 from estimator.cli.options import (
     OF_LAYOUTS,
     on_option,
@@ -132,9 +132,9 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
     if as_json:
         print_json(about | found.to_dict())
     else:
-        from estimator.cli.render.plans import layouts_report
+        from estimator.report.plans import layouts_sections
 
-        print_tables(layouts_report(found, **about))
+        print_sections(layouts_sections(found, **about))
 
 
 @click.command(
@@ -183,9 +183,9 @@ def rent(
     if as_json:
         print_json({"model": model, "spot": rented["spot"]} | found.to_dict())
     else:
-        from estimator.cli.render.plans import plan_report
+        from estimator.report.plans import rent_sections
 
-        print_tables(plan_report(found, model, spot=rented["spot"]))
+        print_sections(rent_sections(found, model, spot=rented["spot"]))
     if found.cheapest is None:
         end_with_no(
             "nothing keeps the deadline and the budget"

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -16,18 +16,22 @@ from estimator.errors import sentence, spelt_out
 from estimator.units import parse_whole
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Group, RenderableType
+
+    from estimator.report.sections import Section
+    from estimator.report.sections import Table as Content
 
 # Exit codes; 0 is done.
 ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 # Wide enough that tables do not wrap in a file.
 WIDTH_OF_FILES = 110
+BAR_WIDTH = 32
 # What a person waits for without wondering.
 _MOMENT_S = 1.0
 
 
-def print_tables(tables: RenderableType) -> None:
-    """Print for a terminal in its width and colours, else as plain lines."""
+def print_sections(sections: Iterable[Section]) -> None:
+    """Print for a terminal in its width and colours, else as plain lines; what is empty is not."""
     from rich.console import Console
     from rich.segment import Segments
 
@@ -36,7 +40,8 @@ def print_tables(tables: RenderableType) -> None:
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     # Escapes that a cell holds are spelt out before rich adds those of its colours.
     pieces = [
-        piece._replace(text=spelt_out(piece.text, lines=True)) for piece in console.render(tables)
+        piece._replace(text=spelt_out(piece.text, lines=True))
+        for piece in console.render(rendered(sections))
     ]
     with console.capture() as printed:
         console.print(Segments(pieces))
@@ -44,6 +49,70 @@ def print_tables(tables: RenderableType) -> None:
     if is_file:
         text = "\n".join(line.rstrip() for line in text.split("\n"))
     click.echo(text, nl=False, color=not is_file)
+
+
+def rendered(sections: Iterable[Section]) -> Group:
+    """Sections as rich draws them, a blank line below each of their parts."""
+    from rich.console import Group
+
+    return Group(*(part for section in sections for part in _parts(section)))
+
+
+def _parts(section: Section) -> Iterator[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    if section.facts:
+        facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for row in section.facts:
+            facts.add_row(*row)
+        if section.title:
+            yield Text(section.title, style="bold")
+        yield from (facts, Text())
+    if section.table and section.table.rows:
+        yield from (_grid(section.title, section.table), Text())
+    if section.sentences:
+        yield from (*map(Text, section.sentences), Text())
+    if section.items:
+        items = Table(
+            title=section.title,
+            title_justify="left",
+            box=None,
+            show_header=False,
+            padding=(0, 1, 0, 0),
+        )
+        for item in section.items:
+            items.add_row("-", item)
+        yield from (items, Text())
+
+
+def _grid(title: str, table: Content) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    grid.collapse_padding = table.wraps is not None
+    for index, name in enumerate(table.columns):
+        is_number = index >= len(table.columns) - table.numbers
+        no_wrap = is_number if table.wraps is None else name not in table.wraps
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        # What is cut off can be neither read nor copied.
+        grid.add_column(name, justify=justify, no_wrap=no_wrap, overflow="fold")
+        if index == 0 and table.bars:
+            grid.add_column("")
+    bars = ["█" * round(ratio * BAR_WIDTH) for ratio in table.bars]
+    for number, (first, *cells) in enumerate(table.rows):
+        if table.bars:
+            cells = [bars[number], *cells]
+        elif not cells:
+            grid.add_section()
+        grid.add_row(first if cells else Text(first, style="bold"), *cells)
+    return grid
 
 
 def print_text(text: str, *, err: bool = False) -> None:

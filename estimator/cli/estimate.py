@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import click
 from estimator.cli.console import (
     end_with_no,
     print_json,
-    print_tables,
+    print_sections,
     print_text,
     progress,
     remark,
@@ -38,8 +38,11 @@ from estimator.units import format_ratio
 
 if TYPE_CHECKING:
     from estimator.advise.memory import ModuleCost, Remedy
+    from estimator.advise.scaling import SweepRow
     from estimator.estimates.estimate import Estimate
+    from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.profile import DeviceKind
+    from estimator.report.sections import Section
 
 
 @click.command(epilog="Example: estimator estimate gpt2.graph --on 2x8:h100-sxm")
@@ -71,6 +74,7 @@ def estimate(
     """
     from estimator.advise.scaling import scaling_of
     from estimator.report.facts import checked_of
+    from estimator.report.sections import Section, estimate_sections
 
     _check(samples, tokens, trace)
     request = Request(**options)
@@ -100,18 +104,17 @@ def estimate(
         }
         print_json(answer.to_dict() | more)
     else:
-        from estimator.cli.render.answers import estimate_report, modules_table
-
-        report = estimate_report(
+        sections = estimate_sections(
             answer,
             duration_s=duration_s,
             scaling=scaling,
             balance=balance if balance.is_uneven else None,
             remedies=remedies,
+            modules=modules,
             verbose=verbose,
-            modules=modules_table(modules) if modules else None,
         )
-        print_tables(report)
+        hint = [] if verbose else ["--verbose says what each number is known by"]
+        print_sections([*sections, Section(sentences=hint)])
     if answer.fits == "no":
         end_with_no(f"{answer.model} does not fit on {answer.allocation}")
 
@@ -213,8 +216,8 @@ def sweep(
     first; with several batches it lists these, doubled from the first to the last of a range, and
     marks the largest that fits.
     """
-    from estimator.advise.scaling import existing, sweep_csv
-    from estimator.advise.scaling import sweep as run_all
+    from estimator.advise.scaling import sweep_csv
+    from estimator.report.sections import batches_sections, strategies_sections, sweep_sections
 
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
@@ -224,90 +227,79 @@ def sweep(
     request = Request(**options, batch=batches[0] if batches else None)
     if several and (strategies is not None or picture is not None):
         raise click.UsageError("several batches go with neither --strategies nor --picture")
+    rows: Sequence[SweepRow]
+    describe: Callable[[Sequence[SweepRow]], Sequence[Section]]
     if several:
-        _compare_batches(request, patterns, several, as_json, as_csv)
-        return
-    if strategies is not None:
+        rows, describe = _by_batch(request, patterns, several), batches_sections
+    elif strategies is not None:
         if picture is not None:
             raise click.UsageError("--picture draws one strategy; leave out --strategies")
-        _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
-        return
+        rows, describe = _by_strategy(request, patterns, strategies.split()), strategies_sections
+    else:
+        rows, describe = _by_allocation(request, patterns, picture), sweep_sections
+    if as_json:
+        print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        print_text(sweep_csv(rows))
+    else:
+        print_sections(describe(rows))
+
+
+def _swept(
+    request: Request, patterns: Sequence[str], traced_as: Request
+) -> tuple[list[str], OpGraph, Request]:
+    """The allocations of patterns, the graph for the first, and the request with drifts counted."""
+    from estimator.advise.scaling import existing
+
+    allocations = existing(patterns, replace(request, global_batch=traced_as.global_batch).exists)
+    graph = traced(traced_as, allocations[:1])
+    return allocations, graph, counting_told_drifts(request, graph, allocations)[0]
+
+
+def _by_allocation(
+    request: Request, patterns: Sequence[str], picture: Path | None
+) -> list[SweepRow]:
+    from estimator.advise.scaling import sweep as run_all
+
     if picture is not None:
         from estimator.files import check_writable
 
         check_writable(picture)
-    allocations = existing(patterns, request.exists)
-    graph = traced(request, allocations[:1])
-    request, _ = counting_told_drifts(request, graph, allocations)
+    _, graph, counting = _swept(request, patterns, request)
     with waiting("estimating"):
-        rows = run_all(patterns, lambda text: request.estimate(graph, text))
+        rows = run_all(patterns, lambda text: counting.estimate(graph, text))
     if picture is not None:
         from estimator.report.pictures import draw_scaling
 
         with waiting("drawing"):
             draw_scaling(rows, picture)
-    if as_json:
-        print_json([row.to_dict() for row in rows])
-    elif as_csv:
-        print_text(sweep_csv(rows))
-    else:
-        from estimator.cli.render.answers import sweep_report
-
-        print_tables(sweep_report(rows))
+    return rows
 
 
-def _compare_batches(
-    request: Request,
-    patterns: Sequence[str],
-    batches: Sequence[int],
-    as_json: bool,
-    as_csv: bool,
-) -> None:
-    from estimator.advise.scaling import existing, sweep_batches, sweep_csv
+def _by_batch(
+    request: Request, patterns: Sequence[str], batches: Sequence[int]
+) -> Sequence[SweepRow]:
+    from estimator.advise.scaling import sweep_batches
 
-    allocations = existing(patterns, replace(request, global_batch=None).exists)
     # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.
-    graph = traced(replace(request, batch=max(batches[0], 2), global_batch=None), allocations[:1])
-    request, _ = counting_told_drifts(request, graph, allocations)
+    traced_as = replace(request, batch=max(batches[0], 2), global_batch=None)
+    allocations, graph, counting = _swept(request, patterns, traced_as)
 
     def answer_of(text: str, batch: int) -> Estimate:
-        return replace(request, batch=batch).estimate(graph, text)
+        return replace(counting, batch=batch).estimate(graph, text)
 
     with waiting("estimating"):
-        rows = sweep_batches(allocations, batches, answer_of)
-    if as_json:
-        print_json([row.to_dict() for row in rows])
-    elif as_csv:
-        print_text(sweep_csv(rows))
-    else:
-        from estimator.cli.render.answers import batches_report
-
-        print_tables(batches_report(rows))
+        return sweep_batches(allocations, batches, answer_of)
 
 
-def _compare_strategies(
-    request: Request,
-    patterns: Sequence[str],
-    strategies: Sequence[str],
-    as_json: bool,
-    as_csv: bool,
-) -> None:
-    from estimator.advise.scaling import existing, sweep_csv
+def _by_strategy(
+    request: Request, patterns: Sequence[str], strategies: Sequence[str]
+) -> list[SweepRow]:
     from estimator.workload import Strategy
 
     wanted = [Strategy.parse(text) for text in strategies]
-    allocations = existing(patterns, request.exists)
-    graph = traced(request, allocations[:1])
-    request, _ = counting_told_drifts(request, graph, allocations)
-    rows = [row for text in allocations for row in request.ranked(graph, text, wanted)]
-    if as_json:
-        print_json([row.to_dict() for row in rows])
-    elif as_csv:
-        print_text(sweep_csv(rows))
-    else:
-        from estimator.cli.render.answers import strategies_report
-
-        print_tables(strategies_report(rows))
+    allocations, graph, counting = _swept(request, patterns, request)
+    return [row for text in allocations for row in counting.ranked(graph, text, wanted)]
 
 
 @waiting("writing the timeline")
@@ -340,6 +332,7 @@ def validate(
     """
     from estimator.graph.files import is_saved_graph
     from estimator.graph.summary import is_summary_file
+    from estimator.report.sections import validation_sections
     from estimator.validate.validation import validate as run_all
 
     request = Request(**options)
@@ -363,9 +356,7 @@ def validate(
     if as_json:
         print_json([case.to_dict() for case in cases])
     else:
-        from estimator.cli.render.answers import validation_report
-
-        print_tables(validation_report(cases))
+        print_sections(validation_sections(cases))
     missed = [
         str(case.predicted.allocation)
         for case in cases

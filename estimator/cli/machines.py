@@ -11,7 +11,7 @@ import click
 from estimator.cli.console import (
     end_with_no,
     print_json,
-    print_tables,
+    print_sections,
     print_text,
     progress,
     remark,
@@ -173,9 +173,9 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print base 
 @_json_option
 def list_machines(as_json: bool) -> None:
     """Every machine that can be named in an allocation, measured ones first."""
-    from estimator.cli.render.profiles import machines_report
     from estimator.files import home
     from estimator.machines.catalogue import known_machines, load_profile
+    from estimator.report.profiles import machines_sections
 
     found: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
@@ -186,7 +186,7 @@ def list_machines(as_json: bool) -> None:
     if as_json:
         print_json({"machines": [_listed(name, *each) for name, each in found.items()]})
         return
-    print_tables(machines_report(found, store=home()))
+    print_sections(machines_sections(found, store=home()))
     if not any(path.is_relative_to(home()) for path, _ in found.values()):
         print_text("none of them was measured here; run 'estimator probe' to measure this machine")
 
@@ -223,9 +223,9 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         print_json(profile.to_dict())
         return
-    from estimator.cli.render.profiles import profile_report
+    from estimator.report.profiles import profile_sections
 
-    print_tables(profile_report(profile))
+    print_sections(profile_sections(profile))
 
 
 @machines.command(epilog="Example: estimator machines compare h100-sxm a100-sxm-80gb")
@@ -238,9 +238,9 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
 
     Exit code 1: one is odd.
     """
-    from estimator.cli.render.profiles import comparison_report, several_report
     from estimator.machines.catalogue import load_profile
     from estimator.machines.comparison import compare_several
+    from estimator.report.profiles import comparison_section, several_section
 
     if len(names) < 2 or len(set(names)) < len(names):
         raise click.UsageError("name two machines or more, each once")
@@ -250,13 +250,13 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         if as_json:
             print_json(_compared(one, other))
         else:
-            print_tables(comparison_report(one, other))
+            print_sections([comparison_section(one, other)])
         return
     rows = compare_several(profiles)
     if as_json:
         print_json([asdict(row) for row in rows])
     else:
-        print_tables(several_report(rows, profiles))
+        print_sections([several_section(rows, profiles)])
     odd = dict.fromkeys(row.machine for row in rows if row.is_odd)
     if odd:
         end_with_no(f"{', '.join(odd)} is odd among these machines")

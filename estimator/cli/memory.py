@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import end_with_no, print_json, print_tables, progress, waiting
+from estimator.cli.console import end_with_no, print_json, print_sections, progress, waiting
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 
@@ -47,6 +47,7 @@ def memory(
     Exit code 1: it does not fit into the devices' memory.
     """
     from estimator.advise.memory import memory_of, remedies
+    from estimator.report.sections import memory_sections, plans_section, remedies_section
 
     request = Request(**options)
     for path in (picture, snapshot):
@@ -75,9 +76,7 @@ def memory(
         more["plans"] = [planned.to_dict() for planned in plans]
         print_json(report.to_dict() | more)
     else:
-        from estimator.cli.render.answers import memory_report, plans_table, remedies_table
-
-        print_tables(memory_report(report, remedies_table(found), plans_table(plans)))
+        print_sections([*memory_sections(report), remedies_section(found), plans_section(plans)])
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
 

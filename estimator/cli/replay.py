@@ -11,7 +11,7 @@ import click
 
 from estimator.cli.console import (
     print_json,
-    print_tables,
+    print_sections,
     printing_to_stderr,
     progress,
     remark,
@@ -134,9 +134,9 @@ def replay(
 
         draw_replays(ran, picture)
     if not as_json:
-        from estimator.cli.render.plans import replay_report
+        from estimator.report.plans import replay_section
 
-        print_tables(replay_report(on, outcomes))
+        print_sections([replay_section(on, outcomes)])
     if as_json or schedule is not None:
         about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
         lives = {name: schedule_of(ran[name], each.outages) for name, each in replays.items()}

@@ -58,9 +58,11 @@ def report(
     It has the answer, where the time goes, the timeline, scaling, memory over the step, layouts,
     cost, observed steps, and what is assumed.
     """
+    from estimator.advise.scaling import scaling_of
     from estimator.files import check_writable
     from estimator.report.facts import heading
     from estimator.report.page import write_figures, write_report
+    from estimator.report.sections import estimate_sections
 
     check_amounts(samples, tokens)
     check_writable(out)
@@ -72,9 +74,16 @@ def report(
         answer = request.estimate(graph, on)
         asked = samples is not None or tokens is not None
         duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
-        sections = _sections(request, graph, answer, prices=known, duration_s=duration_s)
+        more = _more_sections(request, graph, answer, prices=known, duration_s=duration_s)
         if observed is not None:
-            sections.insert(-1, _calibration(request, graph, observed))
+            more.append(_calibration(request, graph, observed))
+        sections = estimate_sections(
+            answer,
+            scaling=scaling_of(answer),
+            duration_s=duration_s,
+            more=more,
+            verbose=True,
+        )
         write_report(heading(answer), sections, out)
         drawn = [] if figures is None else write_figures(sections, figures)
     if as_json:
@@ -89,14 +98,15 @@ def _prices(path: str | None) -> Any:
     return PriceList.load(path)
 
 
-def _sections(
+def _more_sections(
     request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, duration_s: float | None
 ) -> list[Section]:
-    from estimator.advise.scaling import scaling_of, sweep
-    from estimator.report import sections as all_sections
+    """What a page has beside the sections of the estimate itself."""
+    from estimator.advise.scaling import sweep
+    from estimator.report import sections
 
     rows = sweep(
-        all_sections.smaller_allocations(answer.allocation),
+        sections.smaller_allocations(answer.allocation),
         lambda text: request.estimate(graph, text),
     )
 
@@ -106,25 +116,21 @@ def _sections(
 
     # What is trained in that time, on whichever allocation.
     samples = (duration_s or 0.0) * (answer.samples_per_s or 0.0) or None
-    scaling = scaling_of(answer)
     return [
-        all_sections.answer_section(answer, scaling=scaling, duration_s=duration_s),
-        all_sections.breakdown_section(answer),
-        all_sections.timeline_section(answer),
-        all_sections.scaling_section(rows),
-        all_sections.memory_section(answer),
-        all_sections.layouts_section(answer, answer_as),
-        all_sections.cost_section(rows, prices, samples=samples),
-        all_sections.assumptions_section(answer),
+        sections.timeline_section(answer),
+        sections.scaling_section(rows),
+        *sections.drawn_memory_sections(answer),
+        sections.layouts_section(answer, answer_as),
+        sections.cost_section(rows, prices, samples=samples),
     ]
 
 
 def _calibration(request: Request, graph: OpGraph, calibrator: Calibrator) -> Section:
     from estimator.calibrate.calibrator import fitted_steps
-    from estimator.report.sections import calibration_section
+    from estimator.report.learning import fitted_steps_section
 
     steps = fitted_steps(graph, calibrator.store, calibrator, cluster=request.cluster)
-    return calibration_section(list(steps), str(calibrator.store.path))
+    return fitted_steps_section(graph.workload, list(steps))
 
 
 @click.command(epilog="Example: estimator slurm gpt2.graph --on 2x8:h100-sxm --samples 1e7")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress
+from estimator.cli.console import print_json, print_sections, progress
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
@@ -50,7 +50,7 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
     step; the network stall what all nodes take beyond one. With --loader also what other loaders
     would give.
     """
-    from estimator.cli.render.plans import predicted_report
+    from estimator.report.plans import predicted_sections
     from estimator.waits.predicted import input_answers, predict_stalls
 
     request = Request(**options)
@@ -61,7 +61,7 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
     if as_json:
         print_json(found.to_dict() | {"input": data.to_dict() if data else None})
     else:
-        print_tables(predicted_report(found, data))
+        print_sections(predicted_sections(found, data))
 
 
 @stalls.command(epilog="Example: estimator stalls run train.py --on 1x2:local -- --epochs 1")
@@ -111,7 +111,7 @@ def run(
     """
     if steps < warmup + 2:
         raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
-    from estimator.cli.render.plans import measured_report
+    from estimator.report.plans import measured_sections
     from estimator.waits.measured import measure_stalls
     from estimator.waits.runs import Script, cores_of
 
@@ -130,4 +130,4 @@ def run(
     if as_json:
         print_json(found.to_dict())
     else:
-        print_tables(measured_report(found))
+        print_sections(measured_sections(found))

@@ -1,4 +1,5 @@
-"""Show answers to people; pictures need the extra [report].
+"""Describe answers to people; pictures need the extra [report].
 
-`facts` says them in words, `sections` gathers them, `page` writes HTML, `pictures` draws.
+`facts` has the words; `sections`, `plans`, `profiles`, `learning` the sections that a terminal, a
+page and a notebook render alike; `page` writes HTML, `pictures` draws.
 """

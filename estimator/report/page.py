@@ -12,9 +12,8 @@ from typing import Any
 from estimator.errors import StoreError
 from estimator.estimates.estimate import Estimate
 from estimator.files import read_text, write_text_atomically
-from estimator.report.facts import heading
 from estimator.report.pictures import inline_svg, save_figure
-from estimator.report.sections import Section, answer_section, breakdown_section
+from estimator.report.sections import Section, estimate_sections
 from estimator.units import format_seconds
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -27,7 +26,8 @@ def write_report(title: str, sections: Sequence[Section], path: Path) -> None:
 
 def page(title: str, sections: Sequence[Section]) -> str:
     """The page as text; raises StoreError where matplotlib is missing."""
-    return str(template("report.html").render(title=title, sections=sections))
+    shown = [section for section in sections if not section.is_empty]
+    return str(template("report.html").render(title=title, sections=shown))
 
 
 def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
@@ -55,7 +55,11 @@ def template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": format_seconds, "figure": _figure}
+    environment.filters |= {
+        "seconds": format_seconds,
+        "figure": _figure,
+        "sentence": lambda words: words[:1].upper() + words[1:],
+    }
     environment.globals["style"] = _raw("style.css")
     environment.globals["zoom"] = _raw("zoom.js")
     environment.globals["zoom_hash"] = zoom_hash()
@@ -84,11 +88,4 @@ def _figure(section: Section) -> Any:
 
 def estimate_html(answer: Estimate) -> str:
     """An HTML element with its own style, every name escaped."""
-    return str(
-        template("notebook.html").render(
-            heading=heading(answer),
-            facts=answer_section(answer).facts,
-            parts=breakdown_section(answer).shares,
-            assumptions=answer.assumptions,
-        )
-    )
+    return str(template("notebook.html").render(sections=estimate_sections(answer)))

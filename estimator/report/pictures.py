@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,15 +62,14 @@ def inline_svg(figure: Any, name: str) -> str:
     return text[text.index("<svg") :]
 
 
-def save_figure(figure: Any, path: Path, *, to: IO[bytes] | None = None) -> None:
-    """Write a figure to `path`, or what would stand there `to` a stream; raises StoreError."""
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure to `path`, whole or not at all; raises StoreError."""
+    drawn = io.BytesIO()
     try:
-        if to is None:
-            figure.savefig(path)
-        else:
-            figure.savefig(to, format=path.suffix.removeprefix("."))
+        figure.savefig(drawn, format=path.suffix.removeprefix(".") or path.name)
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
+    write_bytes_atomically(path, drawn.getvalue())
 
 
 # Of the legend, beside a picture of this height.
@@ -101,9 +100,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    drawn = io.BytesIO()
-    save_figure(scaling_figure(rows), path, to=drawn)
-    write_bytes_atomically(path, drawn.getvalue())
+    save_figure(scaling_figure(rows), path)
 
 
 def scaling_figure(rows: Sequence[SweepRow]) -> Any:
@@ -395,13 +392,7 @@ def draw_offers(choice: Choice, path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StoreError(
-            "a picture needs matplotlib; install throughput-estimator[report]"
-        ) from None
-    figure: Any = Figure(figsize=(7.0, 4.5), layout="constrained")
+    figure = empty_figure(width_inches=7.0, height_inches=4.5)
     axes = figure.subplots()
     hours = [each.duration_s / 3600 for each in choice.offers]
     axes.scatter(hours, [each.usd for each in choice.offers], s=12, color="0.7")
@@ -420,12 +411,7 @@ def draw_offers(choice: Choice, path: Path) -> None:
         beside = (4, 4 if number % 2 == 0 else -12)
         axes.annotate(each.allocation, at, fontsize=8, xytext=beside, textcoords="offset points")
     axes.set(xlabel="time (h)", ylabel="cost (USD)", xscale="log", yscale="log")
-    content = io.BytesIO()
-    try:
-        figure.savefig(content, format=path.suffix.removeprefix("."))
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
-    write_bytes_atomically(path, content.getvalue())
+    save_figure(figure, path)
 
 
 def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:

@@ -1,196 +1,492 @@
-"""Gather what a report says of an estimate, section by section: words, tables and figures."""
+"""Describe answers about one model as sections: facts, tables, sentences and figures.
+
+A terminal, an HTML page and a notebook each render the same sections.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from estimator.advise.memory import memory_of
-from estimator.advise.rent.billing import hourly_usd, paid_usd
-from estimator.advise.scaling import Scaling, SweepRow
-from estimator.calibrate.calibrator import FittedStep
 from estimator.errors import EstimatorError, PriceError
-from estimator.estimates.estimate import Estimate
-from estimator.machines.prices import PriceList
-from estimator.placement.allocation import Allocation
-from estimator.report.facts import FITS_WORDS, answer_facts, format_interval, part_name
-from estimator.report.pictures import (
-    Track,
-    memory_figure,
-    scaling_figure,
-    timeline_figure,
-    tracks_of,
+from estimator.report.facts import (
+    FITS_WORDS,
+    answer_facts,
+    checked_of,
+    format_interval,
+    heading,
+    part_name,
 )
-from estimator.units import (
-    format_bytes,
-    format_count,
-    format_error,
-    format_ratio,
-    format_seconds,
-)
-from estimator.workload.strategies import SEARCHED
+from estimator.units import format_bytes, format_count, format_error, format_ratio, format_seconds
 
-_MOST_TENSORS = 10
+if TYPE_CHECKING:
+    from estimator.advise.memory import MemoryReport, ModuleCost, Remedy
+    from estimator.advise.scaling import Scaling, SweepRow
+    from estimator.advise.swap.search import Planned
+    from estimator.estimates.balance import Balance
+    from estimator.estimates.estimate import Estimate
+    from estimator.machines.prices import PriceList
+    from estimator.placement.allocation import Allocation
+    from estimator.report.pictures import Track
+    from estimator.validate.validation import Validation
+
+# Smaller parts of a step are shown only where everything is.
+_LEAST_SHARE = 0.01
+_MOST_MODULES, _MOST_HOLDERS = 40, 12
 # Costs are compared per so many samples where nobody says how many there are.
 _SAMPLES = 1e6
 
 
-class Share(NamedTuple):
-    """A part of the step, drawn as a bar."""
-
-    name: str
-    ratio: float
-    seconds: str
-    share: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as people read them; the last `numbers` columns are figures."""
+    """Cells as people read them; the last `numbers` columns are figures.
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    A row with a single cell is the heading of those below it. `bars` has a ratio for each row,
+    drawn beside its first cell. Lines break in the columns `wraps`, by default in all but figures.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     numbers: int
+    bars: Sequence[float] = ()
+    wraps: Sequence[str] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with what stands below it; `figure` is one of matplotlib."""
+    """A title with what stands below it; `name` is that of its figure, which matplotlib draws."""
 
-    name: str
-    title: str
-    sentences: tuple[str, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    shares: tuple[Share, ...] = ()
-    tracks: tuple[Track, ...] = ()
-    step_s: float = 0.0
+    title: str = ""
+    facts: Sequence[tuple[str, str]] = ()
     table: Table | None = None
+    sentences: Sequence[str] = ()
+    items: Sequence[str] = ()
+    name: str = ""
+    tracks: Sequence[Track] = ()
+    step_s: float = 0.0
     figure: Any = None
 
+    @property
+    def anchor(self) -> str:
+        """What a link within a page names it by."""
+        return self.name or "-".join(filter(str.isalnum, self.title.split()))
 
-def answer_section(
-    answer: Estimate, *, scaling: Scaling | None = None, duration_s: float | None = None
-) -> Section:
-    """What is asked first: how long a step takes, whether it fits, what holds it back."""
-    facts = answer_facts(answer, scaling=scaling, duration_s=duration_s)
-    return Section(name="answer", title="Answer", facts=tuple(facts))
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show below the title."""
+        rows = self.table.rows if self.table else ()
+        return not (self.facts or rows or self.sentences or self.items or self.tracks)
 
 
-def breakdown_section(answer: Estimate) -> Section:
-    """Where the time of the step goes; the parts add up to it."""
-    parts = [(item.name, getattr(answer.breakdown, item.name)) for item in fields(answer.breakdown)]
-    shares = tuple(
-        Share(part_name(name), ratio, format_seconds(seconds), format_ratio(ratio))
-        for name, seconds in parts
-        if (ratio := seconds / answer.step_time_s) > 0
+def estimate_sections(
+    answer: Estimate,
+    *,
+    duration_s: float | None = None,
+    scaling: Scaling | None = None,
+    balance: Balance | None = None,
+    remedies: Sequence[Remedy] = (),
+    modules: Sequence[ModuleCost] = (),
+    more: Sequence[Section] = (),
+    verbose: bool = False,
+) -> list[Section]:
+    """Everything about one estimate, the time first; `more` stands before what it rests on.
+
+    If `verbose` also the smallest parts, and what each number is known by.
+    """
+    facts = answer_facts(
+        answer, duration_s=duration_s, scaling=scaling, balance=balance, remedies=remedies
     )
-    return Section(name="time", title="Where the time goes", shares=shares)
+    least_ratio = 0.0 if verbose else _LEAST_SHARE
+    return [
+        Section(heading(answer), facts=facts, name="answer"),
+        breakdown_section(answer, least_ratio=least_ratio),
+        _memory_parts(answer, least_ratio=least_ratio),
+        *([modules_section(modules)] if modules else []),
+        *more,
+        *([_provenance(answer), _checked(answer)] if verbose else []),
+        Section("assumptions", items=answer.assumptions),
+    ]
+
+
+def breakdown_section(answer: Estimate, *, least_ratio: float = 0.0) -> Section:
+    """Where the time of the step goes; the parts add up to it."""
+    seconds = {
+        part_name(item.name): getattr(answer.breakdown, item.name)
+        for item in fields(answer.breakdown)
+    }
+    table = _shares("time", "share", seconds, answer.step_time_s, format_seconds, least_ratio)
+    return Section("where the time goes", table=table, name="time")
+
+
+def _memory_parts(answer: Estimate, *, least_ratio: float) -> Section:
+    """What takes memory, each at its own most: together they take no more than the peak."""
+    sizes = {
+        part_name(item.name.removesuffix("_bytes")): getattr(answer.memory, item.name)
+        for item in fields(answer.memory)
+        if item.name.endswith("_bytes") and item.name != "total_bytes"
+    }
+    peak = answer.memory.total_bytes or 1
+    table = _shares("memory", "of peak", sizes, peak, format_bytes, least_ratio)
+    return Section("what takes memory, each at its most", table=table)
+
+
+def _shares(
+    quantity: str,
+    share: str,
+    parts: dict[str, float],
+    total: float,
+    shown: Callable[[float], str],
+    least_ratio: float,
+) -> Table:
+    kept = {name: part for name, part in parts.items() if part > 0 and part / total >= least_ratio}
+    return Table(
+        ("part", quantity, share),
+        [(name, shown(part), format_ratio(part / total)) for name, part in kept.items()],
+        numbers=2,
+        bars=[part / total for part in kept.values()],
+    )
+
+
+def modules_section(rows: Sequence[ModuleCost]) -> Section:
+    """One row a module, the longest first; small ones together, then the update."""
+    *modules, update = rows
+    groups = [(row.module, [row]) for row in modules[:_MOST_MODULES]]
+    if rest := modules[_MOST_MODULES:]:
+        groups.append((f"{len(rest)} others", rest))
+    step_s = sum(row.time_s for row in rows)
+    cells = []
+    for name, group in [*groups, (update.module, [update])]:
+        time_s, flops = sum(row.time_s for row in group), sum(row.flops for row in group)
+        memory_bytes = sum(row.memory_bytes for row in group)
+        cells.append(
+            (
+                *(name, format_seconds(time_s), format_ratio(time_s / step_s)),
+                f"{format_count(flops)}FLOP" if flops else "",
+                format_bytes(memory_bytes) if memory_bytes else "",
+            )
+        )
+    return Section(
+        "by module, on one rank (memory without the optimizer's state)",
+        table=Table(("module", "time", "share", "FLOPs", "memory at the peak"), cells, numbers=4),
+    )
+
+
+def _provenance(answer: Estimate) -> Section:
+    rows = [
+        (part, source, format_ratio(share_ratio), format_error(relative_error))
+        for part, source, share_ratio, relative_error in answer.provenance
+    ]
+    table = Table(("part", "source", "share of time", "error"), rows, numbers=2)
+    return Section("where the numbers come from", table=table)
+
+
+def _checked(answer: Estimate) -> Section:
+    """What an estimate lacks: parts not measured, gaps of the profiles."""
+    checked = checked_of(answer)
+    in_grid = format_ratio(answer.op_time_in_grid_ratio)
+    return Section(
+        facts=[
+            ("time that nothing measured backs", format_ratio(checked.unmeasured_ratio)),
+            ("kernel time of shapes in the probe's grid", in_grid),
+            ("disturbed when probed", ", ".join(checked.disturbed_machines) or "no machine"),
+            ("probe cut short", ", ".join(checked.cut_machines) or "no machine"),
+            ("GPU held back when probed", "; ".join(checked.device_faults) or "none"),
+        ]
+    )
 
 
 def timeline_section(answer: Estimate) -> Section:
     """What each lane does when."""
+    from estimator.report.pictures import timeline_figure, tracks_of
+
     timeline = answer.timeline
     return Section(
+        "timeline of the step",
         name="timeline",
-        title="Timeline of the step",
-        tracks=tuple(tracks_of(timeline)),
+        tracks=tracks_of(timeline),
         step_s=timeline.step_time_s,
         figure=timeline_figure(timeline),
     )
 
 
+def _held_back_by(answer: Estimate) -> str:
+    """What limits a row, short enough for a table in 80 columns."""
+    kind, share_ratio = answer.breakdown.largest_share
+    return f"{kind} {format_ratio(share_ratio)}"
+
+
+def _fits(answer: Estimate) -> str:
+    return "" if answer.fits == "yes" else FITS_WORDS[answer.fits]
+
+
+def _rate(answer: Estimate) -> str:
+    return format_count(answer.samples_per_s).strip() if answer.samples_per_s else ""
+
+
+def _compared(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int
+) -> Section:
+    """A table of estimates, without the column `memory` where every row surely fits."""
+    shown = [
+        place
+        for place, name in enumerate(columns)
+        if name != "memory" or any(r[place] for r in rows)
+    ]
+    cells = [[row[place] for place in shown] for row in rows]
+    table = Table([columns[place] for place in shown], cells, numbers=numbers)
+    return Section(title, table=table)
+
+
+def sweep_sections(rows: Sequence[SweepRow]) -> list[Section]:
+    """One row an allocation: step, throughput, efficiency and what holds it back."""
+    known = [(row, row.answer) for row in rows if row.answer is not None]
+    smallest = min((answer for _, answer in known), key=lambda answer: answer.ranks)
+    first = known[0][1]
+    section = _compared(
+        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
+        ("allocation", "bottleneck", "memory", "ranks", "step", "samples/s", "of linear"),
+        [
+            (
+                *(row.allocation, _held_back_by(answer), _fits(answer), str(answer.ranks)),
+                *(format_interval(answer), _rate(answer)),
+                "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
+            )
+            for row, answer in known
+        ],
+        numbers=4,
+    )
+    note = f"linear is the throughput per rank of {smallest.allocation}"
+    refused = [row for row in rows if row.answer is None]
+    why = f"{len(refused)} of {len(rows)} allocations, the first because "
+    return [
+        section,
+        Section(sentences=[note]),
+        Section("left out", items=[f"{why}{row.refusal}" for row in refused[:1]]),
+    ]
+
+
+def batches_sections(rows: Sequence[SweepRow]) -> list[Section]:
+    """One row a batch of each allocation: step, throughput, memory, the largest that fits."""
+    known = [(row, row.answer) for row in rows if row.answer is not None]
+    first = known[0][1]
+    section = _compared(
+        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
+        ("allocation", "", "batch", "step", "samples/s", "peak memory"),
+        [
+            (
+                *(row.allocation, "largest that fits" if row.is_largest else _fits(answer)),
+                *(str(row.batch), format_interval(answer), _rate(answer)),
+                format_bytes(answer.peak_memory_bytes),
+            )
+            for row, answer in known
+        ],
+        numbers=4,
+    )
+    return [section, _left_out(f"{row.batch}: {row.refusal}" for row in rows if not row.answer)]
+
+
+def strategies_sections(rows: Sequence[SweepRow]) -> list[Section]:
+    """One row a strategy, the fastest of each allocation first."""
+    known = [(row, row.answer) for row in rows if row.answer is not None]
+    first = known[0][1]
+    section = _compared(
+        f"{first.model}, {first.optimizer}, {first.mode}",
+        ("allocation", "strategy", "bottleneck", "memory", "step", "samples/s"),
+        [
+            (
+                *(row.allocation, str(row.strategy), _held_back_by(answer), _fits(answer)),
+                *(format_interval(answer), _rate(answer)),
+            )
+            for row, answer in known
+        ],
+        numbers=2,
+    )
+    return [section, _left_out(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)]
+
+
+def _left_out(reasons: Iterable[str]) -> Section:
+    return Section("left out", items=list(dict.fromkeys(reasons)))
+
+
 def scaling_section(rows: Sequence[SweepRow]) -> Section:
     """How it scales from one device to the allocation."""
-    found = tuple(
-        (
-            row.allocation,
-            str(row.answer.ranks),
-            format_interval(row.answer),
-            _rate(row.answer),
-            "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
-        )
-        for row in rows
-        if row.answer is not None
-    )
+    from estimator.report.pictures import scaling_figure
+
+    table = sweep_sections(rows)[0].table
     has_rates = any(row.answer and row.answer.samples_per_s for row in rows)
-    return Section(
-        name="scaling",
-        title="Scaling",
-        table=Table(
-            columns=("allocation", "ranks", "step", "samples/s", "of linear"),
-            rows=found,
-            numbers=4,
+    figure = scaling_figure(rows) if has_rates else None
+    return Section("scaling", name="scaling", table=table, figure=figure)
+
+
+def memory_sections(report: MemoryReport, *, figure: Any = None) -> list[Section]:
+    """The peak by kind, and what is alive at it by module and by tensor."""
+    answer, curve = report.answer, report.curve
+    batch = f", {answer.batch_per_gpu} per device" if answer.batch_per_gpu is not None else ""
+    place = report.peak_op + (f" of {report.peak_module}" if report.peak_module else "")
+    held = f"{format_bytes(curve.peak_bytes)} of {format_bytes(report.device_bytes)}"
+    return [
+        Section(
+            f"{answer.model} on {answer.allocation}, {answer.strategy}{batch}",
+            facts=[("peak memory", f"{held} ({FITS_WORDS[answer.fits]})"), ("reached in", place)],
         ),
-        figure=scaling_figure(rows) if has_rates else None,
-    )
+        Section(
+            "memory over the step, by kind", table=_kinds(report), name="memory", figure=figure
+        ),
+        Section("by module", table=_modules(report)),
+        Section("largest of them", table=_tensors(report)),
+    ]
 
 
-def memory_section(answer: Estimate) -> Section:
-    """What the fullest device holds over the step, and what of it is largest at the peak."""
-    title = "Memory over the step"
+def _kinds(report: MemoryReport) -> Table:
+    curve = report.curve
+    at_peak = sorted(curve.at(curve.peak_at).items(), key=lambda item: -item[1])
+    rows = [
+        (
+            *(kind, format_bytes(size), format_ratio(size / curve.peak_bytes)),
+            format_bytes(most),
+        )
+        for kind, size in at_peak
+        if (most := int(curve.levels[kind].max()))
+    ]
+    return Table(("kind", "at the peak", "of it", "at most"), rows, numbers=3)
+
+
+def _modules(report: MemoryReport) -> Table:
+    sizes = list(report.modules.items())
+    rest = sizes[_MOST_HOLDERS:]
+    shown = [*sizes[:_MOST_HOLDERS]]
+    shown += [(f"{len(rest)} others", sum(size for _, size in rest))] if rest else []
+    columns = ("parameters, gradients and activations of", "bytes")
+    return Table(columns, [(path, format_bytes(size)) for path, size in shown], numbers=1)
+
+
+def _tensors(report: MemoryReport) -> Table:
+    ops = len(report.curve.total) - 1
+    rows = [
+        (
+            *(tensor.op or tensor.kind, tensor.module),
+            str(tensor.born) if tensor.born >= 0 else "before",
+            str(tensor.dies) if tensor.dies < ops else "the end",
+            format_bytes(tensor.size_bytes),
+        )
+        for tensor in report.tensors[:_MOST_HOLDERS]
+    ]
+    return Table(("tensor", "of", "made by op", "held until", "bytes"), rows, numbers=3)
+
+
+def drawn_memory_sections(answer: Estimate) -> list[Section]:
+    """Those of memory with a figure, or why there are none."""
+    from estimator.advise.memory import memory_of
+    from estimator.report.pictures import memory_figure
+
+    title = "memory over the step"
     if answer.layout is not None:
         words = f"Peak of {format_bytes(answer.peak_memory_bytes)}; its course is not drawn for "
-        return Section(name="memory", title=title, sentences=(f"{words}layouts.",))
+        return [Section(title, sentences=[f"{words}layouts."])]
     try:
         report = memory_of(answer)
     except EstimatorError as error:
-        return Section(name="memory", title=title, sentences=(str(error),))
-    rows = tuple(
-        (tensor.op or tensor.kind, tensor.module, format_bytes(tensor.size_bytes))
-        for tensor in report.tensors[:_MOST_TENSORS]
-    )
-    return Section(
-        name="memory",
-        title=title,
-        sentences=(f"The largest tensors at the peak, in {report.peak_op}:",),
-        table=Table(columns=("tensor", "of", "bytes"), rows=rows, numbers=1),
-        figure=memory_figure(report),
-    )
+        return [Section(title, sentences=[str(error)])]
+    return memory_sections(report, figure=memory_figure(report))[1:]
+
+
+def remedies_section(remedies: Sequence[Remedy]) -> Section:
+    """What would make it fit, cheapest first."""
+    rows = [
+        (
+            *(remedy.change, format_bytes(remedy.peak_bytes), format_seconds(remedy.step_time_s)),
+            f"{remedy.cost_ratio:+.1%}".replace("%", " %"),
+        )
+        for remedy in remedies
+    ]
+    table = Table(("change", "peak", "step", "device time"), rows, numbers=3)
+    return Section("what would make it fit", table=table)
+
+
+def plans_section(plans: Sequence[Planned]) -> Section:
+    """Peak against time under plans of swapping and recomputing."""
+    columns = ("peak", "lower by", "step", "longer by", "swapped", "computed again")
+    rows = [
+        (
+            *(format_bytes(planned.played.peak_bytes), format_ratio(planned.played.saved_ratio)),
+            format_seconds(planned.played.step_s),
+            format_ratio(planned.played.overhead_ratio),
+            *(str(len(planned.plan.swaps)), str(len(planned.plan.recomputes))),
+        )
+        for planned in plans
+    ]
+    return Section("plans that lower the peak", table=Table(columns, rows, numbers=len(columns)))
+
+
+def validation_sections(cases: Iterable[Validation]) -> list[Section]:
+    """Predicted beside measured, one row an allocation, then where the time was expected to go."""
+    cases = tuple(cases)
+    columns = ("allocation", "predicted", "measured", "noise", "error", "within interval")
+    rows = [
+        (
+            *(str(case.predicted.allocation), format_interval(case.predicted)),
+            *(format_seconds(case.measured_s), format_error(case.noise_ratio)),
+            *(format_ratio(case.error_ratio), "yes" if case.is_within_interval else "no"),
+        )
+        for case in cases
+    ]
+    return [
+        Section(
+            f"{cases[0].predicted.model}: predicted first, then measured",
+            table=Table(columns, rows, numbers=5),
+            sentences=[_spent(case.predicted) for case in cases],
+        )
+    ]
+
+
+def _spent(answer: Estimate) -> str:
+    shares = [
+        f"{part_name(item.name)} {format_ratio(seconds / answer.step_time_s)}"
+        for item in fields(answer.breakdown)
+        if (seconds := getattr(answer.breakdown, item.name)) > 0.0005 * answer.step_time_s
+    ]
+    return f"{answer.allocation} spends: {', '.join(shares)}"
 
 
 def layouts_section(answer: Estimate, answer_as: Callable[[str, str | None], Estimate]) -> Section:
     """Other strategies and layouts on the same devices; `answer_as` takes both texts."""
+    from estimator.workload.strategies import SEARCHED
+
     per_node = max(group.devices_per_node for group in answer.allocation.groups)
     powers = [1 << power for power in range(1, per_node.bit_length())]
-    asked: list[tuple[str, str | None]] = [(answer.strategy, answer.layout)]
-    asked += [(strategy, None) for strategy in SEARCHED]
-    asked += [("ddp", f"tp={tp},dp=*") for tp in powers]
-    found, refused = [], []
-    for strategy, layout in dict.fromkeys(asked):
+    choices: list[tuple[str, str | None]] = [(answer.strategy, answer.layout)]
+    choices += [(strategy, None) for strategy in SEARCHED]
+    choices += [("ddp", f"tp={tp},dp=*") for tp in powers]
+    answers, refused = [], []
+    for strategy, layout in dict.fromkeys(choices):
         named = f"{layout}, {strategy}" if layout else strategy
         try:
-            found.append((named, answer_as(strategy, layout)))
+            answers.append((named, answer_as(strategy, layout)))
         except EstimatorError as error:
             refused.append(f"{named}: {error}")
     # What does not fit comes last.
-    found.sort(key=lambda each: (each[1].fits == "no", -(each[1].samples_per_s or 0.0)))
-    rows = tuple(
+    answers.sort(key=lambda each: (each[1].fits == "no", -(each[1].samples_per_s or 0.0)))
+    rows = [
         (
-            named,
-            FITS_WORDS[each.fits],
-            format_interval(each),
-            _rate(each),
-            format_bytes(each.peak_memory_bytes),
+            *(named, FITS_WORDS[other.fits], format_interval(other), _rate(other)),
+            format_bytes(other.peak_memory_bytes),
         )
-        for named, each in found
-    )
-    columns = ("layout", "memory", "step", "samples/s", "peak")
-    return Section(
-        name="layouts",
-        title="Layouts",
-        sentences=tuple(refused),
-        table=Table(columns=columns, rows=rows, numbers=3),
-    )
+        for named, other in answers
+    ]
+    table = Table(("layout", "memory", "step", "samples/s", "peak"), rows, numbers=3)
+    return Section("layouts", table=table, items=refused)
 
 
 def cost_section(
     rows: Sequence[SweepRow], prices: PriceList, *, samples: float | None = None
 ) -> Section:
     """What training costs on each allocation of a sweep, instances paid whole."""
+    from estimator.advise.rent.billing import hourly_usd, paid_usd
+
     amount = samples or _SAMPLES
     cells: list[tuple[str, ...]] = []
-    refusal = ""
+    note = "On-demand prices, whole instances, time as it is billed."
     for row in rows:
         answer = row.answer
         if answer is None or not answer.samples_per_s:
@@ -200,65 +496,23 @@ def cost_section(
             usd_per_hour = hourly_usd(prices, answer.allocation)
             usd = paid_usd(prices, answer.allocation, duration_s)
         except PriceError as error:
-            refusal = str(error)
+            note = str(error)
             continue
         cells.append(
             (
-                row.allocation,
-                FITS_WORDS[answer.fits],
-                f"{usd_per_hour:.2f}",
-                format_seconds(duration_s),
-                f"{usd:.2f}",
+                *(row.allocation, FITS_WORDS[answer.fits], f"{usd_per_hour:.2f}"),
+                *(format_seconds(duration_s), f"{usd:.2f}"),
             )
         )
     columns = ("allocation", "memory", "USD per hour", f"{format_count(amount)}samples", "USD")
-    table = Table(columns=columns, rows=tuple(cells), numbers=3) if cells else None
-    sentences = (
-        (refusal,) if refusal else ("On-demand prices, whole instances, time as it is billed.",)
-    )
-    return Section(name="cost", title="Cost", sentences=sentences, table=table)
-
-
-def calibration_section(steps: Sequence[FittedStep], store: str) -> Section:
-    """Observed steps beside the engine's predictions and the calibrated ones."""
-    rows = tuple(
-        (
-            step.allocation,
-            str(step.batch_per_gpu),
-            str(step.observations),
-            format_seconds(step.observed_s),
-            _beside(step.engine_s, step.observed_s),
-            _beside(step.calibrated_s, step.observed_s),
-        )
-        for step in steps
-    )
-    columns = ("allocation", "batch", "seen", "observed", "engine", "calibrated")
-    return Section(
-        name="calibration",
-        title="Predicted against observed",
-        sentences=(f"Steps of this job in {store}.",),
-        table=Table(columns=columns, rows=rows, numbers=5),
-    )
-
-
-def assumptions_section(answer: Estimate) -> Section:
-    """What the answer takes for granted, and what each part of it is known by."""
-    rows = tuple(
-        (part, source, format_ratio(share), format_error(error))
-        for part, source, share, error in answer.provenance
-    )
-    columns = ("part", "source", "share of time", "error")
-    return Section(
-        name="assumptions",
-        title="Assumptions",
-        sentences=answer.assumptions,
-        table=Table(columns=columns, rows=rows, numbers=2),
-    )
+    table = Table(columns, cells, numbers=3) if cells else None
+    return Section("cost", table=table, sentences=[note])
 
 
 def smaller_allocations(allocation: Allocation) -> list[str]:
     """One device, then doubled up to a node, then nodes, up to the allocation itself.
 
+    >>> from estimator.placement.allocation import Allocation
     >>> smaller_allocations(Allocation.parse("3x4:t4-g4dn"))
     ['1x1:t4-g4dn', '1x2:t4-g4dn', '1x4:t4-g4dn', '2x4:t4-g4dn', '3x4:t4-g4dn']
     """
@@ -267,14 +521,6 @@ def smaller_allocations(allocation: Allocation) -> list[str]:
     (group,) = allocation.groups
     devices = sorted({1 << n for n in range(group.devices_per_node.bit_length())})
     nodes = sorted({1 << n for n in range(group.nodes.bit_length())} | {group.nodes})
-    each = group.devices_per_node
-    shapes = [(1, count) for count in devices] + [(count, each) for count in nodes]
+    shapes = [(1, count) for count in devices]
+    shapes += [(count, group.devices_per_node) for count in nodes]
     return list(dict.fromkeys(f"{n}x{d}:{group.machine}" for n, d in shapes))
-
-
-def _rate(answer: Estimate) -> str:
-    return format_count(answer.samples_per_s).strip() if answer.samples_per_s else ""
-
-
-def _beside(predicted_s: float, observed_s: float) -> str:
-    return f"{format_seconds(predicted_s)} ({100 * (predicted_s / observed_s - 1):+.0f} %)"

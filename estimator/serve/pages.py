@@ -16,10 +16,8 @@ from estimator.report.facts import heading
 from estimator.report.page import template, zoom_hash
 from estimator.report.sections import (
     Section,
-    answer_section,
-    assumptions_section,
-    breakdown_section,
-    memory_section,
+    drawn_memory_sections,
+    estimate_sections,
     scaling_section,
     smaller_allocations,
     timeline_section,
@@ -90,15 +88,8 @@ def _answered(answers: Answers, graph: str, on: str, strategy: str) -> tuple[str
 
     answer = answer_of(on)
     rows = sweep(smaller_allocations(answer.allocation), answer_of)
-    sections = [
-        answer_section(answer),
-        breakdown_section(answer),
-        timeline_section(answer),
-        scaling_section(rows),
-        memory_section(answer),
-        assumptions_section(answer),
-    ]
-    return heading(answer), sections
+    more = [timeline_section(answer), scaling_section(rows), *drawn_memory_sections(answer)]
+    return heading(answer), estimate_sections(answer, more=more, verbose=True)
 
 
 def _page(name: str, *, status: int = 200, **content: Any) -> Response:

@@ -12,9 +12,9 @@ import pytest
 
 import estimator as est
 from estimator.advise.layouts.search import LayoutRanking, LayoutRow, best_layouts
-from estimator.cli.console import print_tables
-from estimator.cli.render.plans import layouts_report
+from estimator.cli.console import print_sections
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.report.plans import layouts_sections
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]
@@ -174,7 +174,8 @@ def test_layouts_checkpoints_and_strategies_are_never_cut_off(
         why="communication +12 %",
     )
     ranking = LayoutRanking(rows=(row,), candidates=1, worked_out=1, too_large=0, refusals=())
-    print_tables(layouts_report(ranking, model="net", allocation="128x8:m", global_batch=2048))
+    about = {"model": "net", "allocation": "128x8:m"}
+    print_sections(layouts_sections(ranking, **about, global_batch=2048))
     printed = capsys.readouterr().out
     for text in (row.layout, "distributed-optimizer, selective:op"):
         assert any(text in line for line in printed.splitlines())

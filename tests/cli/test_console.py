@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 import estimator as est
 from estimator.cli import console
 from estimator.cli.main import main
 from estimator.errors import WorkloadError, sentence
 from estimator.estimates.balance import Balance
+from estimator.report.sections import Section, Table
 from tests.synthetic import perceptron
 
 
@@ -58,9 +57,8 @@ def test_what_a_file_holds_moves_no_cursor(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", stream)
-    table = Table("name")
-    table.add_row(Text(HOSTILE, style="bold"))
-    console.print_tables(table)
+    table = Table(("name", "value"), [(HOSTILE,)], numbers=1)
+    console.print_sections([Section(table=table)])
     console.print_text(f"a\t{HOSTILE}\nb")
     printed = stream.getvalue()
     assert "\\x1b]0;owned\\x07\\x1b[2J[red]" in printed

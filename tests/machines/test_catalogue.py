@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 import estimator as est
-from estimator.cli.render.profiles import machines_report
+from estimator.cli.console import rendered
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s, architectures, with_typical_costs
+from estimator.report.profiles import machines_sections
 from estimator.timeline.collectives.algorithms import widest_link
 from tests.synthetic import perceptron
 
@@ -152,7 +153,7 @@ def test_every_machine_answers_and_says_that_nothing_was_measured(
 def test_the_list_of_machines_names_each_once_on_eighty_columns() -> None:
     machines = {name: (DATA / "machines" / f"{name}.json", PROFILES[name]) for name in NAMES}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(machines_report(machines, store=Path("nowhere")))
+    console.print(rendered(machines_sections(machines, store=Path("nowhere"))))
     lines = console.export_text().splitlines()
     named = [line.split()[0] for line in lines if line.split() and line.split()[0] in NAMES]
     assert sorted(named) == NAMES

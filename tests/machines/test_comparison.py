@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from estimator.cli.render.profiles import comparison_report
+from estimator.cli.console import rendered
 from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import (
     compare_profiles,
@@ -23,6 +23,7 @@ from estimator.machines.comparison import (
     only_in,
 )
 from estimator.machines.profile import Interference, LinkKind, MachineProfile, Provenance
+from estimator.report.profiles import comparison_section
 
 
 def test_equal_profiles_differ_by_nothing(small_profile: MachineProfile) -> None:
@@ -67,7 +68,7 @@ def test_a_comparison_shows_what_either_has_and_estimates_assume(
     small_profile: MachineProfile,
 ) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(comparison_report(small_profile, load_profile("h100-sxm")))
+    console.print(rendered([comparison_section(small_profile, load_profile("h100-sxm"))]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     # Its memory bandwidth is measured by neither; the datasheet tells one and a typical host cost.
@@ -130,7 +131,7 @@ def test_a_comparison_says_which_profile_was_disturbed_and_what_that_touches(
     told = replace(small_profile.links[0], provenance=Provenance(source="datasheet", at="2026"))
     one, other = replace(small_profile, name="a", interference=BUSY, links=(told,)), small_profile
     console = Console(width=1000, record=True, file=io.StringIO())
-    console.print(comparison_report(one, replace(other, name="b")))
+    console.print(rendered([comparison_section(one, replace(other, name="b"))]))
     lines = console.export_text().splitlines()
     (said,) = [line for line in lines if "other programs used 50 % of the cores" in line]
     # What shares a core for half of the time takes twice as long.

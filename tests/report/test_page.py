@@ -68,19 +68,16 @@ def answer(graph: OpGraph) -> Estimate:
 @pytest.fixture
 def content(graph: OpGraph, answer: Estimate) -> str:
     rows = sweep(["1x1:t4-g4dn", "2x2:t4-g4dn"], lambda text: estimate(graph, text))
-    sections = [
-        all_sections.answer_section(answer),
-        all_sections.breakdown_section(answer),
+    more = [
         all_sections.timeline_section(answer),
         all_sections.scaling_section(rows),
-        all_sections.memory_section(answer),
+        *all_sections.drawn_memory_sections(answer),
         all_sections.layouts_section(answer, lambda s, layout: estimate(graph, "2x2:t4-g4dn")),
         all_sections.cost_section(rows, PriceList.load()),
-        all_sections.assumptions_section(answer),
+        # Names of operators have no spaces either.
+        all_sections.Section("long", sentences=(f"aten.{'long_' * 20}",)),
     ]
-    # Names of operators have no spaces either.
-    long = all_sections.Section(name="long", title="Long", sentences=(f"aten.{'long_' * 20}",))
-    return page(HOSTILE, [*sections, long])
+    return page(HOSTILE, all_sections.estimate_sections(answer, more=more, verbose=True))
 
 
 @pytest.mark.parametrize(("strategy", "micro_batches"), [("ddp", 1), ("ddp", 3), ("fsdp", 10)])
@@ -89,7 +86,7 @@ def test_pictures_of_the_timeline_and_of_memory_end_with_the_step(
 ) -> None:
     answer = estimate(graph, "2x2:t4-g4dn", strategy=strategy, accumulation_steps=micro_batches)
     timeline = all_sections.timeline_section(answer).figure.axes[0]
-    memory = all_sections.memory_section(answer).figure.axes[0]
+    memory = all_sections.drawn_memory_sections(answer)[0].figure.axes[0]
     unit_s, _ = time_unit(answer.step_time_s)
     end = answer.step_time_s / unit_s
     assert timeline.get_xlim()[1] == pytest.approx(end)
@@ -123,8 +120,9 @@ def test_an_estimate_in_a_notebook_shows_its_parts_and_escapes_names(answer: Est
 
 
 def test_the_parts_of_the_step_fill_it(answer: Estimate) -> None:
-    shares = all_sections.breakdown_section(answer).shares
-    assert sum(share.ratio for share in shares) == pytest.approx(1.0)
+    table = all_sections.breakdown_section(answer).table
+    assert table is not None
+    assert sum(table.bars) == pytest.approx(1.0)
 
 
 def _span(start_s: float, duration_s: float, phase: str = "forward", lane: str = "compute") -> Span:
@@ -215,7 +213,7 @@ def test_layouts_list_what_is_refused_with_its_reason(graph: OpGraph, answer: Es
     )
     assert section.table is not None
     assert {row[0] for row in section.table.rows} == {"ddp", "zero1", "zero2", "fsdp"}
-    assert section.sentences[0].startswith("tp=2,dp=*, ddp: ")
+    assert section.items[0].startswith("tp=2,dp=*, ddp: ")
 
 
 @pytest.mark.parametrize("absent", ["matplotlib.figure", "matplotlib.patches"])
@@ -229,8 +227,12 @@ def test_without_matplotlib_a_timeline_says_what_to_install(
 
 
 def test_figures_are_written_as_png_and_svg(answer: Estimate, tmp_path: Path) -> None:
-    sections = [all_sections.timeline_section(answer), all_sections.memory_section(answer)]
-    found = write_figures([*sections, all_sections.answer_section(answer)], tmp_path / "figures")
+    sections = [
+        all_sections.timeline_section(answer),
+        *all_sections.drawn_memory_sections(answer),
+        all_sections.breakdown_section(answer),
+    ]
+    found = write_figures(sections, tmp_path / "figures")
     names = ["timeline.png", "timeline.svg", "memory.png", "memory.svg"]
     assert [path.name for path in found] == names
     assert found[0].read_bytes().startswith(b"\x89PNG")

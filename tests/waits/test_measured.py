@@ -17,9 +17,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from estimator.cli.render.plans import measured_report
+from estimator.cli.console import rendered
 from estimator.errors import AllocationError, ModelError
 from estimator.probe.devices.storage import evict, load, resident_ratio
+from estimator.report.plans import measured_sections
 from estimator.waits import measured as measured_module
 from estimator.waits.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
 from estimator.waits.predicted import Stall
@@ -269,7 +270,7 @@ def test_measured_stalls_are_shares_of_the_run_they_lengthen_and_beside_it_of_a_
         missing={},
     )
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(measured_report(found))
+    console.print(rendered(measured_sections(found)))
     lines = console.export_text().splitlines()
     shares = {line.split()[0]: re.findall(r"[0-9.]+ %", line) for line in lines if " to " in line}
     # The network's 0.6 s are 75 % of T5 and 300 % of T1.

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 import estimator as est
-from estimator.cli.render.plans import predicted_report
+from estimator.cli.console import rendered
 from estimator.errors import StrategyError
 from estimator.estimates.request import EstimateRequest
 from estimator.machines.profile import MachineProfile
+from estimator.report.plans import predicted_sections
+from estimator.report.sections import Section
 from estimator.units import format_ratio
 from estimator.waits.predicted import PredictedStalls, predict_stalls
 from tests.synthetic import Machine, perceptron
@@ -33,9 +35,9 @@ def predicted(
     return predict_stalls(request, against=against)
 
 
-def printed(tables: RenderableType) -> str:
+def printed(sections: list[Section]) -> str:
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(tables)
+    console.print(rendered(sections))
     return console.export_text()
 
 
@@ -111,7 +113,7 @@ def test_shares_of_stalls_are_of_the_step_they_lengthen_and_beside_it_of_the_ste
     None
 ):
     profile = PLAIN.profile()
-    lines = printed(predicted_report(predicted("3x2:m", profile))).splitlines()
+    lines = printed(predicted_sections(predicted("3x2:m", profile))).splitlines()
     device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
     inside, across = (node_s - device_s) / node_s, (all_s - node_s) / node_s
     shares = {line.split()[1]: re.findall(r"[-0-9.]+ %", line) for line in lines if ":m  " in line}

@@ -1,4 +1,4 @@
-"""Lay out machine profiles, and two side by side, as tables for people."""
+"""Describe machine profiles, and several side by side, as sections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from estimator.cli.render.answers import facts, grid, listed, stacked
 from estimator.machines.comparison import (
     Compared,
     GroupRatio,
@@ -27,6 +22,7 @@ from estimator.machines.comparison import (
 )
 from estimator.machines.typical import with_typical_costs
 from estimator.report.facts import part_name
+from estimator.report.sections import Section, Table
 from estimator.units import (
     format_bandwidth,
     format_bytes,
@@ -38,101 +34,76 @@ from estimator.units import (
 if TYPE_CHECKING:
     from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile
 
+    _Fitted = tuple[str, int, Link | CollectiveCost]
+
 
 # What every device of its maker is called, and a list need not say in each row.
 _MAKERS = ("NVIDIA ", "AMD ", "Tesla ", "GeForce ", "Instinct ")
 _SHORT = ("float16", "bfloat16")
 
 
-def machines_report(
+def machines_sections(
     machines: Mapping[str, tuple[Path, MachineProfile | None]], *, store: Path
-) -> Group:
+) -> list[Section]:
     """Every machine that can be named, those of the user's `store` first.
 
     A damaged profile says so, with its file.
     """
-    own: dict[str, MachineProfile] = {}
-    chips: dict[str, MachineProfile] = {}
-    whole: dict[str, MachineProfile] = {}
-    rented: dict[str, MachineProfile] = {}
+    groups: dict[str, dict[str, MachineProfile]] = {
+        name: {} for name in ("store", "chips", "systems", "rented")
+    }
     damaged = []
     for name, (path, profile) in machines.items():
         if profile is None:
             damaged.append(f"{name}: {path}; probe that machine again")
         elif path.is_relative_to(store):
-            own[name] = profile
+            groups["store"][name] = profile
         elif "instance_type" in profile.hardware:
-            rented[name] = profile
+            groups["rented"][name] = profile
         else:
-            (whole if "system" in profile.hardware else chips)[name] = profile
+            groups["systems" if "system" in profile.hardware else "chips"][name] = profile
     legend = (
         "GiB, GB/s and TFLOP/s are of one device: its memory, that memory's bandwidth, its dense "
         "peak in 16 bits (in 32 where there is no other). Gbit/s are what a node sends to others. "
         "'estimator machines show NAME' tells the rest and the sources."
     )
-    return stacked(
-        _own_machines(own),
-        _catalogue("chips, in a server of the usual size", chips),
-        _catalogue("machines sold whole", whole),
-        _rented_machines(rented),
-        listed("damaged", damaged),
-        Text(legend),
-    )
+    return [
+        _machines("in your store", groups["store"], "made", wraps=("devices", "made")),
+        _machines("chips, in a server of the usual size", groups["chips"], "GB/s", "TFLOP/s"),
+        _machines("machines sold whole", groups["systems"], "GB/s", "TFLOP/s"),
+        _machines("rented machines", groups["rented"], "instance", wraps=("instance",)),
+        Section("damaged", items=damaged),
+        Section(sentences=[legend]),
+    ]
 
 
-def _narrow(title: str, *columns: str, wide: str, numbers: int = 0) -> Table:
-    """A table for 80 columns, of which only the column `wide` gives way."""
-    table = grid(title, *columns, numbers=numbers)
-    table.collapse_padding = True
-    for column in table.columns:
-        column.no_wrap = column.header != wide
-        column.overflow = "fold"
-    return table
-
-
-def _own_machines(machines: Mapping[str, MachineProfile]) -> Table | None:
-    columns = "machine", "devices", "made", "Gbit/s of a node", "GiB"
-    table = _narrow("in your store", *columns, wide="devices", numbers=1)
-    table.columns[columns.index("made")].no_wrap = False
-    for name, profile in machines.items():
-        made = _made(profile, profile.provenance.at[: len("2026-01-01")])
-        table.add_row(
-            name, _short_devices(profile), made, _network_in_words(profile), _memory_gib(profile)
-        )
-    return table if table.row_count else None
-
-
-def _catalogue(title: str, machines: Mapping[str, MachineProfile]) -> Table | None:
-    columns = "machine", "devices", "Gbit/s of a node", "GiB", "GB/s", "TFLOP/s"
-    table = _narrow(title, *columns, wide="devices", numbers=3)
+def _machines(
+    title: str,
+    machines: Mapping[str, MachineProfile],
+    *more: str,
+    wraps: Sequence[str] = ("devices",),
+) -> Section:
+    """A table for 80 columns, of which only those in `wraps` give way; `more` are its own."""
+    order = ("machine", "instance", "devices", "made", "Gbit/s of a node", "GiB", "GB/s", "TFLOP/s")
+    columns = [name for name in order if name in {"machine", "devices", *order[4:6], *more}]
+    rows = []
     for name, profile in machines.items():
         device = profile.devices[0]
-        bandwidth = device.memory_bandwidth_bytes_per_s
-        peaks = device.peak_flops_per_s
-        best = max([peaks[dtype] for dtype in _SHORT if dtype in peaks] or peaks.values())
-        table.add_row(
-            name,
-            _short_devices(profile),
-            _network_in_words(profile),
-            _memory_gib(profile),
-            "" if bandwidth is None else f"{bandwidth / 1e9:.0f}",
-            f"{best / 1e12:.3g}" if best < 1e15 else f"{best / 1e12:.0f}",
-        )
-    return table if table.row_count else None
-
-
-def _rented_machines(machines: Mapping[str, MachineProfile]) -> Table | None:
-    columns = "machine", "instance", "devices", "Gbit/s of a node", "GiB"
-    table = _narrow("rented machines", *columns, wide="instance", numbers=1)
-    for name, profile in machines.items():
-        instance = str(profile.hardware["instance_type"])
-        network, memory = _network_in_words(profile), _memory_gib(profile)
-        table.add_row(name, instance, _short_devices(profile), network, memory)
-    return table if table.row_count else None
-
-
-def _memory_gib(profile: MachineProfile) -> str:
-    return f"{profile.devices[0].memory_bytes / 2**30:.3g}"
+        bandwidth, peaks = device.memory_bandwidth_bytes_per_s, device.peak_flops_per_s
+        best = max([peaks[dtype] for dtype in _SHORT if dtype in peaks] or peaks.values() or [0.0])
+        cells = {
+            "machine": name,
+            "instance": str(profile.hardware.get("instance_type")),
+            "devices": _short_devices(profile),
+            "made": _made(profile, profile.provenance.at[: len("2026-01-01")]),
+            "Gbit/s of a node": _network_in_words(profile),
+            "GiB": f"{device.memory_bytes / 2**30:.3g}",
+            "GB/s": "" if bandwidth is None else f"{bandwidth / 1e9:.0f}",
+            "TFLOP/s": f"{best / 1e12:.3g}" if best < 1e15 else f"{best / 1e12:.0f}",
+        }
+        rows.append([cells[column] for column in columns])
+    numbers = len(columns) - columns.index("GiB")
+    return Section(title, table=Table(columns, rows, numbers=numbers, wraps=wraps))
 
 
 def _short_devices(profile: MachineProfile) -> str:
@@ -153,10 +124,6 @@ def _network_in_words(profile: MachineProfile) -> str:
     return f"{best.bandwidth_bytes_per_s * 8 / 1e9:.3g} {kind}"
 
 
-def _devices_in_words(profile: MachineProfile) -> str:
-    return f"{len(profile.devices)} x {profile.devices[0].name}"
-
-
 def _made(profile: MachineProfile, at: str) -> str:
     """Where a profile as a whole comes from: a machine of the catalogue may have gained groups."""
     groups = (profile.links, profile.network, profile.collectives, profile.kernels)
@@ -166,7 +133,7 @@ def _made(profile: MachineProfile, at: str) -> str:
     return f"{profile.provenance.source} {at}".strip()
 
 
-def profile_report(profile: MachineProfile) -> Group:
+def profile_sections(profile: MachineProfile) -> list[Section]:
     """A profile group by group, fastest kernels first."""
     rows = [("made", _made(profile, profile.provenance.at))]
     rows += [("meanwhile", str(profile.interference))] if profile.interference else []
@@ -174,18 +141,18 @@ def profile_report(profile: MachineProfile) -> Group:
     rows += [_fact(key, value) for key, value in profile.hardware.items() if value is not None]
     rows += [_fact(key, value) for key, value in details if value is not None and key != "source"]
     rows += [(key, value) for key, value in profile.software.items()]
-    heading = f"{profile.name}: {_devices_in_words(profile)}"
-    return stacked(
-        Group(Text(heading, style="bold"), facts(rows)),
-        _devices_table(profile),
-        _host_facts(profile),
-        _kernels_table(profile),
-        _links_table(profile),
-        _collectives_table(profile),
-        _updates_table(profile),
-        listed("missing", profile.missing),
-        listed("sources", _sources(profile)),
-    )
+    devices = f"{len(profile.devices)} x {profile.devices[0].name}"
+    return [
+        Section(f"{profile.name}: {devices}", facts=rows),
+        _devices(profile),
+        Section(facts=_host_facts(profile)),
+        _kernels(profile),
+        _links(profile),
+        _collectives(profile),
+        _updates(profile),
+        Section("missing", items=profile.missing),
+        Section("sources", items=_sources(profile)),
+    ]
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
@@ -207,22 +174,23 @@ def _fact(key: str, value: str | int | float | bool) -> tuple[str, str]:
     return key.replace("_", " "), str(value)
 
 
-def _devices_table(profile: MachineProfile) -> Table:
-    table = grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
+def _devices(profile: MachineProfile) -> Section:
+    rows = []
     for indices, device in _alike_devices(profile.devices):
         bandwidth = device.memory_bandwidth_bytes_per_s
         peaks = (
             f"{dtype} {format_count(rate)}FLOP/s" for dtype, rate in device.peak_flops_per_s.items()
         )
-        table.add_row(
-            f"{device.kind}:{indices}",
-            device.name,
-            ",".join(map(str, device.cores)),
-            format_bytes(device.memory_bytes),
-            "" if bandwidth is None else format_bandwidth(bandwidth),
-            "\n".join(peaks),
+        rows.append(
+            (
+                *(f"{device.kind}:{indices}", device.name, ",".join(map(str, device.cores))),
+                format_bytes(device.memory_bytes),
+                "" if bandwidth is None else format_bandwidth(bandwidth),
+                "\n".join(peaks),
+            )
         )
-    return table
+    columns = ("device", "name", "cores", "memory", "bandwidth", "peak")
+    return Section("devices", table=Table(columns, rows, numbers=3))
 
 
 def _alike_devices(devices: Sequence[Device]) -> Iterator[tuple[str, Device]]:
@@ -240,14 +208,14 @@ def _sources(profile: MachineProfile) -> list[str]:
     return list(dict.fromkeys(note for note in notes if note))
 
 
-def _host_facts(profile: MachineProfile) -> Table | None:
+def _host_facts(profile: MachineProfile) -> list[tuple[str, str]]:
     rows = []
     if profile.host is not None:
         rows += [
-            (f"host, {part_name(field.name)}", format_seconds(seconds))
-            for field in fields(profile.host)
-            if field.name.endswith("_s")
-            and (seconds := getattr(profile.host, field.name)) is not None
+            (f"host, {part_name(item.name)}", format_seconds(seconds))
+            for item in fields(profile.host)
+            if item.name.endswith("_s")
+            and (seconds := getattr(profile.host, item.name)) is not None
         ]
     if profile.memory is not None:
         per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
@@ -261,19 +229,13 @@ def _host_facts(profile: MachineProfile) -> Table | None:
         rows.append(("allocator", profile.memory.allocator))
     if profile.input is not None:
         rows += [
-            (words, format_bandwidth(rate))
-            for words, rate in (
-                ("files, of the disk", profile.input.disk_bytes_per_s),
-                ("files, cached", profile.input.cache_bytes_per_s),
-                ("copies in memory, one core", profile.input.copy_bytes_per_s),
-            )
-            if rate is not None
-        ]
-        rows += [
-            (words, f"{format_count(rate).strip()} {what}/s")
-            for words, what, rate in (
-                ("JPEG decoding, one core", "pixels", profile.input.jpeg_pixels_per_s),
-                ("records of tokens, one core", "tokens", profile.input.tokens_per_s),
+            (words, shown(rate))
+            for words, rate, shown in (
+                ("files, of the disk", profile.input.disk_bytes_per_s, format_bandwidth),
+                ("files, cached", profile.input.cache_bytes_per_s, format_bandwidth),
+                ("copies in memory, one core", profile.input.copy_bytes_per_s, format_bandwidth),
+                ("JPEG decoding, one core", profile.input.jpeg_pixels_per_s, _per_s("pixels")),
+                ("records of tokens, one core", profile.input.tokens_per_s, _per_s("tokens")),
             )
             if rate is not None
         ]
@@ -281,10 +243,14 @@ def _host_facts(profile: MachineProfile) -> Table | None:
         rows.append(("spread between ranks", format_ratio(profile.rank_jitter_ratio)))
     if profile.kernels_timed_ratio is not None:
         rows.append(("kernel calls timed", format_ratio(profile.kernels_timed_ratio)))
-    return facts(rows) if rows else None
+    return rows
 
 
-def _kernels_table(profile: MachineProfile) -> Table | None:
+def _per_s(noun: str) -> Callable[[float], str]:
+    return lambda rate: f"{format_count(rate).strip()} {noun}/s"
+
+
+def _kernels(profile: MachineProfile) -> Section:
     """One row per family of operators: a probe times some hundred operators."""
     from estimator.graph.costs.call_costs import family_of, op_cost
     from estimator.tensors import OpCall
@@ -296,41 +262,37 @@ def _kernels_table(profile: MachineProfile) -> Table | None:
             cost = op_cost(OpCall.decode(dict(point.call)))
             flops, moved = (cost.flops, cost.moved_bytes) if cost else (0.0, 0.0)
             family.append((point.warm_s, flops / point.warm_s, moved / point.warm_s))
-    table = grid(
-        "kernels, inputs in cache",
-        "family",
-        "dtype",
-        "calls",
-        "shortest",
-        "best FLOP/s",
-        "best bytes/s",
-        numbers=4,
-    )
+    rows = []
     for (name, dtype), calls in rates.items():
         seconds, flops_per_s, bytes_per_s = zip(*calls, strict=True)
-        table.add_row(
-            name,
-            dtype,
-            str(len(calls)),
-            format_seconds(min(seconds)),
-            f"{format_count(max(flops_per_s))}FLOP/s" if any(flops_per_s) else "",
-            format_bandwidth(max(bytes_per_s)),
+        rows.append(
+            (
+                *(name, dtype, str(len(calls)), format_seconds(min(seconds))),
+                f"{format_count(max(flops_per_s))}FLOP/s" if any(flops_per_s) else "",
+                format_bandwidth(max(bytes_per_s)),
+            )
         )
-    return table if table.row_count else None
+    columns = ("family", "dtype", "calls", "shortest", "best FLOP/s", "best bytes/s")
+    return Section("kernels, inputs in cache", table=Table(columns, rows, numbers=4))
 
 
-def _links_table(profile: MachineProfile) -> Table | None:
-    table = grid("links", "link", "flows", "latency", "bandwidth", "fit error", numbers=4)
-    for link in (*profile.links, *profile.network):
-        error = link.provenance.relative_error
-        table.add_row(
-            _link_name(link),
-            str(link.flows),
-            format_seconds(link.latency_s),
-            format_bandwidth(link.bandwidth_bytes_per_s),
-            "" if error is None else format_ratio(error),
+def _fitted(title: str, columns: tuple[str, str], rows: Iterator[_Fitted]) -> Section:
+    """What was measured as a latency and a bandwidth, each with the error of that fit."""
+    cells = [
+        (
+            *(name, str(count), format_seconds(cost.latency_s)),
+            format_bandwidth(cost.bandwidth_bytes_per_s),
+            "" if (error := cost.provenance.relative_error) is None else format_ratio(error),
         )
-    return table if table.row_count else None
+        for name, count, cost in rows
+    ]
+    table = Table((*columns, "latency", "bandwidth", "fit error"), cells, numbers=4)
+    return Section(title, table=table)
+
+
+def _links(profile: MachineProfile) -> Section:
+    links = ((_link_name(link), link.flows, link) for link in (*profile.links, *profile.network))
+    return _fitted("links", ("link", "flows"), links)
 
 
 _LOCALITY_WORDS = {
@@ -357,75 +319,59 @@ def _collective_name(cost: CollectiveCost) -> str:
     return f"{cost.op.replace('_', '-')}, {cost.backend}{across}"
 
 
-def _collectives_table(profile: MachineProfile) -> Table | None:
-    table = grid(
-        "collectives", "collective", "ranks", "latency", "bandwidth", "fit error", numbers=4
-    )
-    for cost in profile.collectives:
-        error = cost.provenance.relative_error
-        table.add_row(
-            _collective_name(cost),
-            str(cost.group_size),
-            format_seconds(cost.latency_s),
-            format_bandwidth(cost.bandwidth_bytes_per_s),
-            "" if error is None else format_ratio(error),
-        )
-    return table if table.row_count else None
+def _collectives(profile: MachineProfile) -> Section:
+    costs = ((_collective_name(cost), cost.group_size, cost) for cost in profile.collectives)
+    return _fitted("collectives", ("collective", "ranks"), costs)
 
 
-def _updates_table(profile: MachineProfile) -> Table | None:
-    table = grid(
-        "updates", "optimizer", "dtype", "launch", "per tensor", "per 1 M parameters", numbers=3
-    )
-    for update in profile.updates:
-        table.add_row(
-            f"{update.optimizer}, {update.form}, {update.device}",
-            update.dtype,
-            format_seconds(update.launch_s),
-            format_seconds(update.per_tensor_s),
+def _updates(profile: MachineProfile) -> Section:
+    rows = [
+        (
+            *(f"{update.optimizer}, {update.form}, {update.device}", update.dtype),
+            *(format_seconds(update.launch_s), format_seconds(update.per_tensor_s)),
             format_seconds(update.per_parameter_s * 1e6),
         )
-    return table if table.row_count else None
+        for update in profile.updates
+    ]
+    columns = ("optimizer", "dtype", "launch", "per tensor", "per 1 M parameters")
+    return Section("updates", table=Table(columns, rows, numbers=3))
 
 
-def comparison_report(first: MachineProfile, second: MachineProfile) -> Group:
+def comparison_section(first: MachineProfile, second: MachineProfile) -> Section:
     """Two profiles side by side, group by group; a ratio is the second's number over the first's.
 
     Where a machine is known by its datasheet only, its host and updates are what estimates take.
     """
     one, other = with_typical_costs(first), with_typical_costs(second)
     common = compare_profiles(one, other)
-    table = grid("", "quantity", first.name, second.name, "ratio", numbers=3)
     rows = [*_common_rows(common), *_lone_rows(only_in(one, other), 0)]
     rows += _lone_rows(only_in(other, one), 1)
+    cells: list[tuple[str, ...]] = []
     for group in dict.fromkeys(group for group, _ in rows):
-        table.add_row(Text(group, style="bold"))
-        for its, cells in rows:
-            if its == group:
-                table.add_row(*cells)
-        table.add_section()
-    remarks = [
+        cells.append((group,))
+        cells += [row for of_group, row in rows if of_group == group]
+    remarks = [f"'{first.name}' and '{second.name}' have no number in common"]
+    if common:
+        difference = format_ratio(median_difference_ratio(common))
+        remarks = [f"{len(common)} numbers in common, median difference {difference}"]
+    remarks += [
         f"host and updates of '{profile.name}' are usual ones: none of its own was measured"
         for profile, completed in ((first, one), (second, other))
         if completed is not profile
     ]
-    if common:
-        difference = format_ratio(median_difference_ratio(common))
-        remarks.insert(0, f"{len(common)} numbers in common, median difference {difference}")
-    else:
-        remarks.insert(0, f"'{first.name}' and '{second.name}' have no number in common")
     remarks += _disturbed({first.name: first, second.name: second})
-    return Group(table, *map(Text, remarks))
+    table = Table(("quantity", first.name, second.name, "ratio"), cells, numbers=3)
+    return Section(table=table, sentences=remarks)
 
 
-def several_report(rows: Sequence[GroupRatio], profiles: Mapping[str, MachineProfile]) -> Group:
+def several_section(rows: Sequence[GroupRatio], profiles: Mapping[str, MachineProfile]) -> Section:
     """How long each of several machines takes, group by group, and which of them is odd."""
     machines = list(dict.fromkeys(row.machine for row in rows))
-    table = grid("times as long as usual", "group", *machines, numbers=len(machines))
+    cells = []
     for group in dict.fromkeys(row.group for row in rows):
-        found = [row for row in rows if row.group == group]
-        name = f"{group}, {found[0].quantities} numbers"
-        table.add_row(name, *(_factor(row.ratio) for row in found))
+        ratios = [row for row in rows if row.group == group]
+        name = f"{group}, {ratios[0].quantities} numbers"
+        cells.append((name, *(_factor(row.ratio) for row in ratios)))
     remarks = [
         f"{row.machine} is odd: {row.group} {_factor(max(row.ratio, 1 / row.ratio))} times as "
         f"{'slow' if row.ratio > 1 else 'fast'} as usual"
@@ -435,7 +381,10 @@ def several_report(rows: Sequence[GroupRatio], profiles: Mapping[str, MachinePro
     if not machines:
         remarks = ["these machines have no number in common"]
     remarks = remarks or ["none is odd: they differ as repeats do"]
-    return Group(table, *map(Text, [*remarks, *_disturbed(profiles)]))
+    table = Table(("group", *machines), cells, numbers=len(machines))
+    return Section(
+        "times as long as usual", table=table, sentences=[*remarks, *_disturbed(profiles)]
+    )
 
 
 def _disturbed(profiles: Mapping[str, MachineProfile]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Lay out answers as tables for people, with rich, which starting a command does not need."""
