@@ -13,14 +13,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-# The scripts of this folder import each other by bare names.
+# Modules of this folder import each other by bare names, also in processes that they start.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
+from options import Options, answer_of
 from pages import fill_pages
 from published_data import shipped_tables
 from results import (
@@ -36,6 +41,8 @@ from results import (
 )
 from suites import SUITES, Part, Suite
 
+from estimator.errors import EstimatorError
+
 ANY_MACHINE = "any-machine"
 
 
@@ -49,6 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     run.add_argument("suite", choices=SUITES, metavar="SUITE")
     run.add_argument("--quick", action="store_true", help="a subset, in minutes")
     run.add_argument("--json", action="store_true", help="print the result, write nothing")
+    run.add_argument("--only", nargs="+", default=(), help="cases whose names hold such a text")
     run.add_argument("--models", type=Path, help="a file of functions that return models")
     run.add_argument("--data", type=Path, help="a folder of tables instead of data/published")
     run.add_argument("--out", type=Path, default=FOLDER, help="the folder of results")
@@ -82,9 +90,9 @@ def _run(options: argparse.Namespace) -> int:
     if suite.needs == "root" and os.geteuid() != 0:
         failed(f"{options.suite} joins network namespaces, which needs root")
     before_s = canary_s() if suite.times else None
+    told = {"quick": options.quick, "only": tuple(options.only), **given}
     answers = [
-        (part.name, _answer(part, given, options.quick))
-        for part in _parts(suite, given, options.quick)
+        (part.name, _answer(part, told)) for part in _parts(suite, given.keys(), options.quick)
     ]
     result = result_of(
         options.suite,
@@ -101,34 +109,46 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(suite: Suite, given: Mapping[str, Path], quick: bool) -> list[Part]:
+def _parts(suite: Suite, given: Collection[str], quick: bool) -> list[Part]:
     """The parts to run: those that take what was given, all where nothing was."""
     return [
-        part for part in suite.parts if not (quick and part.is_slow) and given.keys() <= part.takes
+        part for part in suite.parts if not (quick and part.is_slow) and set(given) <= part.takes
     ]
 
 
-def _answer(part: Part, given: Mapping[str, Path], quick: bool) -> Mapping[str, Any]:
-    """What a part prints; its exit code tells goals missed, which its cases say too."""
-    script = Path(__file__).resolve().parent / part.script
-    words = part.quick if quick and part.quick is not None else part.words
-    work = script.parents[1] / "build" / part.name
+def _answer(part: Part, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a part finds, in a process of its own."""
+    here = Path(__file__).resolve().parent
+    work = here.parent / "build" / part.name
     work.mkdir(parents=True, exist_ok=True)
-    data = given.get("data") or shipped_tables()
-    folders = {"data": data, "work": work}
+    if part.words is not None:
+        return _printed(part, told, work)
+    options = Options(work=work, **told)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(answer_of, part.name, options).result()
+        except (EstimatorError, FileNotFoundError) as error:
+            failed(f"{part.name}: {error}")
+            raise AssertionError from error
+
+
+def _printed(part: Part, told: Mapping[str, Any], work: Path) -> Mapping[str, Any]:
+    """What a script with a command line prints; its exit code tells goals missed."""
+    script = Path(__file__).resolve().parent / f"{part.name}.py"
+    words = part.quick if told["quick"] and part.quick is not None else part.words or ()
+    folders = {"data": told.get("data") or shipped_tables(), "work": work}
     command = [sys.executable, str(script), *(word.format_map(folders) for word in words)]
     command += ["--json"] * part.prints_json
-    for name in given if all("{data}" not in word for word in words) else ():
-        command += [f"--{name}", str(given[name].resolve())]
-    paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    command += ["--only", *told["only"]] if told["only"] else []
+    if "models" in told:
+        command += ["--models", str(told["models"].resolve())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not part.prints_json and done.stdout:
         return {"report": done.stdout.splitlines()}
     try:
         answer = json.loads(done.stdout)
     except json.JSONDecodeError:
-        failed(f"{part.script} ended with code {done.returncode} and printed no result")
+        failed(f"{script.name} ended with code {done.returncode} and printed no result")
     return answer if isinstance(answer, dict) else {"cases": answer}
 
 

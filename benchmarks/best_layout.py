@@ -1,55 +1,35 @@
 """Judge the layout that the engine would choose among those measured of one model and batch.
 
-``python benchmarks/best_layout.py [--data DIR] [--only SOURCE ...] [--json]`` takes the published
-rows of one source, model, number of GPUs and global batch together, wherever there are several, and
-asks the engine for the fastest of them, micro-batches included. The goal is a choice within 5 % of
-the best measured step in 90 of 100 groups. "slower" is how much longer the chosen one was measured
-than the best, "said" how much longer the engine says that the best one takes than the chosen.
+The published rows of one source, model, number of GPUs and global batch are taken together,
+wherever there are several, and the engine is asked for the fastest of them, micro-batches included.
+The goal is a choice within 5 % of the best measured step in 90 of 100 groups.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from options import add_data, parser_of, print_found
+from options import Options
 from published.graphs import GraphStore
 from published.mapping import Question, verdicts
 from published.methods import cold_cases
-from summary import format_table
 
 from estimator.files import home
 
 NEAR_RATIO, SHARE_ASKED = 0.05, 0.9
 
 
-def main() -> None:
-    """Ask, choose, compare, print."""
-    parser = parser_of(__doc__)
-    add_data(parser)
-    parser.add_argument("--only", nargs="+", default=["vtrain"], help="tables, or words of sources")
-    options = parser.parse_args()
-    if not options.data.is_dir():
-        sys.exit(f"best_layout: there is no folder {options.data}; say --data DIR")
-    found = verdicts(options.data, GraphStore(home() / "published"), options.only)
-    cases = list(choices([each.question for each in found if each.question is not None]))
-    table = [["model", "GPUs", "batch", "layouts", "chosen", "best", "slower", "said"]]
-    table += [
-        [
-            case["model"],
-            str(case["ranks"]),
-            f"{case['global_batch']:g}",
-            str(case["layouts"]),
-            case["chosen"],
-            case["best"],
-            f"{100 * case['regret_ratio']:.1f} %",
-            "" if case["said_ratio"] is None else f"{100 * case['said_ratio']:.1f} %",
-        ]
-        for case in cases
-    ]
-    print_found(options, [format_table(table), verdict(cases)], machine="published", cases=cases)
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """A group a figure, then the share of the groups whose choice is near the best."""
+    sources = options.only or (["sailor_e2e"] if options.quick else ["vtrain"])
+    asked = verdicts(options.data, GraphStore(home() / "published"), sources)
+    cases = list(choices([each.question for each in asked if each.question is not None]))
+    for case in cases:
+        name = f"{case['model']}, {case['ranks']} GPUs, batch {case['global_batch']:g}"
+        yield {**case, "id": f"{name}: {case['chosen']}", "value": case["regret_ratio"]}
+    yield {"id": "chosen within 5 % of the best", "value": near_ratio(cases), "least": SHARE_ASKED}
 
 
 def choices(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
@@ -92,17 +72,6 @@ def _named(case: dict[str, Any]) -> str:
     return f"{case['layout'] or 'dp=*'} x {case['batch_per_gpu']:g}"
 
 
-def verdict(cases: Sequence[dict[str, Any]]) -> str:
-    """How often the choice is near the best."""
-    if not cases:
-        return "no group of several layouts"
-    near = sum(case["regret_ratio"] <= NEAR_RATIO for case in cases)
-    reached = near >= SHARE_ASKED * len(cases)
-    return (
-        f"chosen within {NEAR_RATIO:.0%} of the best measured in {near} of {len(cases)} groups "
-        f"({near / len(cases):.0%}): {'reached' if reached else 'missed'}"
-    )
-
-
-if __name__ == "__main__":
-    main()
+def near_ratio(cases: Sequence[dict[str, Any]]) -> float:
+    """The share of the groups whose choice is near the best."""
+    return sum(case["regret_ratio"] <= NEAR_RATIO for case in cases) / max(1, len(cases))

@@ -7,12 +7,9 @@ models. Run it on a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import math
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -20,15 +17,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from probe_accuracy import figure, judged, now, print_table
+from options import Options
+from probe_accuracy import judged
+from records import say
 
 import estimator as est
 from estimator.errors import ProbeError
 from estimator.graph.models.model_text import load_model
-from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import (
     Compared,
     compare_profiles,
@@ -37,7 +34,7 @@ from estimator.machines.comparison import (
 from estimator.machines.profile import MachineProfile
 from estimator.probe.machine import probe_machine
 
-BOUND_RATIO = 0.10
+BOUND_RATIO, BUDGET_S = 0.10, 60.0
 MODELS = (
     "examples/demo_models.py:gpt2",
     "examples/demo_models.py:resnet18",
@@ -73,45 +70,18 @@ CASES = {
 }
 
 
-def main() -> int:
-    """Run the cases asked for; 1 if a profile was kept that is off by more than the bound."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--quiet-profile", help="one probed alone before; else probed first")
-    parser.add_argument("--keep", type=Path, help="a folder for the profiles")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds per probe")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def run(options: Options) -> Iterator[Row]:
+    """Probe alone, then beside each kind of work."""
     graphs = {text: traced(text) for text in MODELS}
-    if options.quiet_profile:
-        quiet = load_profile(options.quiet_profile)
-    else:
-        quiet = probe_machine(budget_s=options.budget, strict=True, say=tell)
-    tell(f"alone: {quiet.interference}")
-    if options.keep:
-        options.keep.mkdir(parents=True, exist_ok=True)
-        quiet.save(options.keep / "alone.json")
-    rows = []
-    for name in options.cases:
-        found = probed_beside(CASES[name], quiet, options.budget)
-        if isinstance(found, MachineProfile):
-            if options.keep:
-                found.save(options.keep / f"{name}.json")
-            rows += compared(str(CASES[name]), quiet, found, graphs)
-        else:
-            rows.append(found)
-    if options.json:
-        print(
-            json.dumps({"machine": platform.machine(), "at": now(), "cases": [*map(figure, rows)]})
-        )
-    else:
-        print_table(rows)
-    return 1 if any(row["status"] == "missed" for row in rows) else 0
-
-
-def tell(sentence: str) -> None:
-    """Say something on stderr."""
-    print(sentence, file=sys.stderr)
+    quiet = probe_machine(budget_s=BUDGET_S, strict=True, say=say)
+    say(f"alone: {quiet.interference}")
+    for name, hog in CASES.items():
+        if options.takes(name):
+            found = probed_beside(hog, quiet, BUDGET_S)
+            if isinstance(found, MachineProfile):
+                yield from compared(str(hog), quiet, found, graphs)
+            else:
+                yield found
 
 
 def traced(text: str) -> est.OpGraph:
@@ -125,10 +95,10 @@ def probed_beside(hog: Hog, quiet: MachineProfile, budget_s: float) -> MachinePr
     began = time.monotonic()
     with running(hog):
         try:
-            found = probe_machine(budget_s=budget_s, strict=True, earlier=quiet, say=tell)
+            found = probe_machine(budget_s=budget_s, strict=True, earlier=quiet, say=say)
         except ProbeError as error:
             return judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))
-    tell(f"{hog}: {found.interference}; {time.monotonic() - began:.0f} s in all")
+    say(f"{hog}: {found.interference}; {time.monotonic() - began:.0f} s in all")
     return found
 
 
@@ -192,7 +162,3 @@ def running(hog: Hog) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(started.stdout), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

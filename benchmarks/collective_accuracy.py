@@ -1,7 +1,6 @@
 """Predict published collectives from half of their sizes, and larger groups from smaller ones.
 
-``python benchmarks/collective_accuracy.py [--data DIR] [--json]`` reads ``collectives.csv`` in DIR
-(by default those that ship in data/published). Splits: ``sizes`` fits every other size of a group
+Of ``collectives.csv``. Splits: ``sizes`` fits every other size of a group
 and predicts the rest; ``devices`` predicts a group from groups with fewer devices on each of as
 many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at least two;
 ``catalogue`` and ``ends`` predict every system by a fit to the others (`collective_systems`).
@@ -9,16 +8,15 @@ many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at l
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from collective_groups import Group, read_groups
 from collective_systems import GOALS as COLD_GOALS
 from collective_systems import by_size, cases_of_systems, fitted_to_all
-from options import add_data, parser_of, print_found
+from options import Options
 from records import say
-from summary import SummaryRow, format_table, summarise
+from summary import format_table, summarise
 
 from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
 from estimator.placement.mesh import ring_between
@@ -32,48 +30,25 @@ ALL_GOALS = GOALS | COLD_GOALS
 IMPORTED = Provenance(source="imported", relative_error=0.05)
 
 
-def main() -> None:
-    """Predict, compare, print; exit code 1 where a system misses its goal."""
-    parser = parser_of(__doc__)
-    add_data(parser)
-    options = parser.parse_args()
-    path = options.data / "collectives.csv"
-    if not path.is_file():
-        sys.exit(f"collective_accuracy: there is no {path}; say --data DIR")
-    groups = read_groups(path)
-    cases = [case for split in GOALS for case in cases_of(split, groups)]
+def run(options: Options) -> Mapping[str, Any]:
+    """Every prediction; a table of errors by size; what is fitted to all systems."""
+    groups = read_groups(options.data / "collectives.csv")
     cold = list(cases_of_systems(groups))
-    cases += cold
+    cases = [case for split in GOALS for case in cases_of(split, groups)] + cold
     say(f"{len(groups)} groups, {len(cases)} predictions")
     rows = summarise(cases, by=("split", "system"))
-    tables = [table(rows)]
-    tables.append("\npredicted / measured from the catalogue, k fitted to the other systems\n")
-    tables.append(format_table(by_size(cold)))
-    tables += [
-        f"k fitted to all systems, {kind}: {pipelining:.1f}"
-        for kind, pipelining in fitted_to_all(groups).items()
+    medians = [
+        {
+            "id": f"{row.group['split']}, {row.group['system']}: median error",
+            "value": row.median_ratio,
+            "bound": ALL_GOALS[row.group["split"]],
+        }
+        for row in rows
     ]
-    print_found(options, tables, machine="published", cases=cases)
-    if any(row.median_ratio > ALL_GOALS[row.group["split"]] for row in rows):
-        sys.exit(1)
-
-
-def table(rows: Sequence[SummaryRow]) -> str:
-    """Errors of every split and system beside the goal for the median."""
-    lines = [["system", "split", "cases", "median", "p90", "worst", "bias", "goal"]]
-    for row in rows:
-        ratios = (row.median_ratio, row.p90_ratio, row.worst_ratio, row.bias_ratio or 0.0)
-        goal = ALL_GOALS[row.group["split"]]
-        lines.append(
-            [
-                row.group["system"],
-                row.group["split"],
-                str(row.cases),
-                *(f"{100 * ratio:.1f} %" for ratio in ratios),
-                f"{100 * goal:.0f} %" + ("" if row.median_ratio <= goal else " missed"),
-            ]
-        )
-    return format_table(lines)
+    report = ["predicted / measured from the catalogue, k fitted to the other systems"]
+    report += [format_table(by_size(cold))]
+    report += [f"k fitted to all, {kind}: {k:.1f}" for kind, k in fitted_to_all(groups).items()]
+    return {"cases": cases + medians, "summary": rows, "report": report}
 
 
 def cases_of(split: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -178,7 +153,3 @@ def cost_of(group: Group) -> CollectiveCost:
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         provenance=IMPORTED,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from collective_groups import Group
+from records import say
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -192,12 +193,14 @@ def ring_cost(group: Group) -> tuple[float, float]:
     return ring.rounds(shape).across, ring.share(shape).across
 
 
-def fitted(asked: Sequence[Asked]) -> float:
-    """The k by least squares of logarithms; every system counts the same."""
+def fitted(asked: Sequence[Asked]) -> float | None:
+    """The k by least squares of logarithms; every system counts the same. None: nothing teaches."""
     systems: dict[str, list[Asked]] = {}
     for each in asked:
         if each.group.source != TIMES_CALLS:
             systems.setdefault(CLUSTERS[each.group.system], []).append(each)
+    if not systems:
+        return None
 
     def error(pipelining: float) -> float:
         return fmean(
@@ -220,6 +223,9 @@ def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         for cluster in dict.fromkeys(CLUSTERS[each.group.system] for each in some):
             others = [each for each in some if CLUSTERS[each.group.system] != cluster]
             pipelining = fitted(others) if locality in FITTED else None
+            if locality in FITTED and pipelining is None:
+                say(f"{cluster}, {locality}: no other system among the tables to learn from")
+                continue
             for each in some:
                 if CLUSTERS[each.group.system] == cluster:
                     yield from _cases(each, pipelining)
@@ -228,7 +234,8 @@ def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
 def fitted_to_all(groups: Sequence[Group]) -> dict[str, float]:
     """The k of each kind of link by all systems: what `PIPELINING` holds."""
     asked = list(asked_of(groups))
-    return {name: fitted([each for each in asked if each.locality == name]) for name in FITTED}
+    found = {name: fitted([each for each in asked if each.locality == name]) for name in FITTED}
+    return {name: pipelining for name, pipelining in found.items() if pipelining is not None}
 
 
 def _cases(asked: Asked, pipelining: float | None) -> Iterator[dict[str, Any]]:

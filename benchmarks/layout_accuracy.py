@@ -1,25 +1,25 @@
 """Predict steps of two CPU ranks that share a model, then run them on gloo: layers or stages.
 
-Tensor-parallel ranks divide layers by `parallelize_module`; with --pipeline each holds half of the
+Tensor-parallel ranks divide layers by `parallelize_module`; pipeline ranks each hold half of the
 blocks under torch's schedules, four micro-batches a step.
 Every case is predicted before it is measured; a measurement is the median over fresh processes of
-the slowest rank's step. What is found is appended to a file in --work, from which a further run
+the slowest rank's step. What is found is appended to a file, from which a further run
 continues.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from layout_models import Case, decoder
-from options import add_work, parser_of, print_found
+from options import Options, local_machine
 from records import Record, Records, now, say
+from summary import noise_ratio, off
 
-import estimator as est
 from estimator.estimates.estimate import Estimate
 from estimator.graph.partition.plan import Plan
 from estimator.graph.trace.trace import trace_graph
@@ -171,65 +171,41 @@ def measured(
     return found
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--machine", default="local")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--only", type=int, action="append", default=[])
-    parser.add_argument("--pipeline", action="store_true")
-    add_work(parser, "layout_accuracy")
-    options = parser.parse_args()
+def run(options: Options) -> Iterator[Record]:
+    """Every case by layers, then by stages; a quick run takes the first, with fewer processes."""
     warnings.filterwarnings("ignore")
-    options.work.mkdir(parents=True, exist_ok=True)
     records = Records(options.work / "records.jsonl")
-    profile = est.load_profile(options.machine)
-    rows = []
-    for number, case in enumerate(CASES):
-        if options.only and number not in options.only:
+    profile = local_machine(options.work)
+    counts = {"steps": 8, "processes": 1} if options.quick else {"steps": 15, "processes": 3}
+    for case, how in product(CASES[:1] if options.quick else CASES, ("tp", "sp", *SCHEDULES)):
+        if not options.takes(case.name):
             continue
-        for how in SCHEDULES if options.pipeline else ("tp", "sp"):
-            if not records.of("layout", case.name, how=how):
-                plan, answer = predicted(case, profile, how)
-                at = now()
-                counts = {"steps": options.steps, "processes": options.processes}
-                runs = measured(case, how, plan, profile, **counts)
-                records.add(_record(case, how, answer, runs, predicted_at=at))
-                say(_line(records.found[-1]))
-            rows += records.of("layout", case.name, how=how)[-1:]
-    errors = sorted(abs(row["error_ratio"]) for row in rows)
-    median, worst = statistics.median(errors), errors[-1]
-    lines = [*map(_line, rows), f"median {median:.1%}, worst {worst:.1%}, {len(rows)} cases"]
-    print_found(options, lines, machine=profile.name, cases=rows, median=median, worst=worst)
-    return 0
+        if not records.of("layout", case.name, how=how):
+            plan, answer = predicted(case, profile, how)
+            at = now()
+            runs = measured(case, how, plan, profile, **counts)
+            records.add(_record(case, how, answer, runs, predicted_at=at))
+            say(f"{case.name}, {how}: {off(answer.step_time_s, statistics.median(runs))}")
+        yield records.of("layout", case.name, how=how)[-1]
 
 
 def _record(
     case: Case, how: str, answer: Estimate, runs: list[float], *, predicted_at: str
 ) -> Record:
     """A case's prediction beside its measurement."""
-    step_s = statistics.median(runs)
     return {
         "kind": "layout",
         "key": case.name,
+        "id": f"{case.name}, {answer.layout}",
         "how": how,
+        "method": "pipeline" if how in SCHEDULES else "layers",
         "layout": answer.layout,
         "predicted_at": predicted_at,
         "predicted_s": answer.step_time_s,
+        "low_s": answer.low_s,
+        "high_s": answer.high_s,
         "layer_communication_s": answer.breakdown.layer_communication_s,
-        "measured_s": step_s,
+        "measured_s": statistics.median(runs),
+        "noise_ratio": noise_ratio(runs),
         "runs_s": runs,
-        "error_ratio": answer.step_time_s / step_s - 1,
     }
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['key']:20} {row['layout']:14} predicted {row['predicted_s'] * 1e3:7.1f} ms "
-        f"(communication {row['layer_communication_s'] * 1e3:5.1f}) measured "
-        f"{row['measured_s'] * 1e3:7.1f} ms  {row['error_ratio']:+.1%}"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

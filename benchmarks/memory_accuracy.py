@@ -3,11 +3,8 @@
 Every allocation and release of one real step on the CPU is read from torch's profiler
 (``profile_memory``), on top of what is held when the step starts. The prediction is written down
 before the step is run. The bound is 2 % on each model of `local_models.py`; on
-architectures drawn at random (`--draw`) a median of 0.5 % and 3 % at worst, and the level during
+architectures drawn at random a median of 0.5 % and 3 % at worst, and the level during
 95 % of the operators within 2 % of the peak.
-
-    python benchmarks/memory_accuracy.py [--only MODEL ...]
-    python benchmarks/memory_accuracy.py --draw 24 --seed 1 [--results FILE]
 """
 
 from __future__ import annotations
@@ -25,18 +22,18 @@ import local_models
 import memory_models
 import torch
 from memory_steps import measured_step, optimizer_of
-from options import parser_of
+from options import Options
+from records import say
 from traced_models import answer, ask_all, define_torchvision_schemas
 
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.graph.trace.training_call import TrainingCall
-from estimator.units import format_bytes, format_ratio
-from estimator.workload.optimizers import OPTIMIZERS
 
 BOUND_RATIO = 0.02
 DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO = 0.005, 0.03
-NEAR_RATIO = 0.95
+NEAR_RATIO, RIGHT_RATIO = 0.95, 0.98
+DRAWN, DRAWN_SEED = 24, 1
 TRACED_BATCH = 2
 DRAWN_BATCHES = (TRACED_BATCH, 3, 5)
 
@@ -101,18 +98,6 @@ def cases_of(
             )
 
 
-def line_of(case: Case) -> str:
-    """One case as people read it."""
-    predicted, measured = format_bytes(case.predicted_bytes), format_bytes(case.measured_bytes)
-    sizes = f"predicted {predicted:>9}  measured {measured:>9}"
-    kind = f"{case.optimizer}{' again' if case.checkpoints else ''}"
-    near = f"  {format_ratio(case.curve_ratio)} of ops near"
-    return (
-        f"{case.model:40} {case.batch_per_gpu or '':>4} {kind:13} {sizes}  "
-        f"{format_ratio(case.error_ratio):>7}{near}"
-    )
-
-
 def look_at(name: str) -> dict[str, Any]:
     """Every case of a drawn architecture."""
     parameters = memory_models.size_of(name)
@@ -128,37 +113,31 @@ def look_at(name: str) -> dict[str, Any]:
             try:
                 build(TRACED_BATCH)
             except Exception as error:  # noqa: BLE001 - any model may have no checkpoints
-                print(f"{name}: no checkpoints: {error}", file=sys.stderr)
+                say(f"{name}: no checkpoints: {error}")
                 continue
         cases += cases_of(name, build, ["sgd", "adamw"], batches=DRAWN_BATCHES, checkpoints=again)
     return {"status": "ok", "cases": [asdict(case) for case in cases]}
 
 
-def drawn_cases(count: int, seed: int, results: Path | None) -> list[Case]:
+def drawn_cases(count: int, seed: int, results: Path) -> list[Case]:
     """The cases of so many architectures, each in a process that may die; others are said."""
     names = memory_models.names_of(count, seed)
-    known: dict[str, Any] = {}
-    if results is not None and results.exists():
-        lines = results.read_text(encoding="utf-8").splitlines()
-        known = {each["model"]: each for each in map(json.loads, lines)}
-    left = [name for name in names if name not in known]
-    asked = ask_all([sys.executable, __file__, "--worker"], left)
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    known: dict[str, Any] = {found["model"]: found for found in map(json.loads, lines)}
+    asked = ask_all([sys.executable, __file__], [name for name in names if name not in known])
     cases: list[Case] = []
     done = 0
     for name in names:
         if done == count:
             break
         found = known.get(name) or {"model": name, **next(asked)[1]}
-        if name not in known and results is not None:
+        if name not in known:
             with results.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(found) + "\n")
-        if found["status"] != "ok":
-            print(f"{name}: {found['status']}: {found['reason'][:200]}", file=sys.stderr)
-            continue
-        done += 1
-        cases += [Case(**each) for each in found["cases"]]
-        for each in found["cases"]:
-            print(line_of(Case(**each)), file=sys.stderr, flush=True)
+        say(f"{name}: {found['status']} {found.get('reason', '')[:200]}")
+        if found["status"] == "ok":
+            done += 1
+            cases += [Case(**case) for case in found["cases"]]
     return cases
 
 
@@ -185,62 +164,42 @@ def boundary(cases: list[Case]) -> tuple[int, int]:
     return right, asked
 
 
-def listed_cases(only: list[str] | None, optimizers: list[str]) -> list[Case]:
-    """Those of `local_models.py`."""
-    cases = []
-    for make in local_models.ALL:
-        if only and make.__name__ not in only:
-            continue
-        torch.manual_seed(0)
-        for case in cases_of(make.__name__, lambda _batch, make=make: make(), optimizers):
-            cases.append(case)
-            print(line_of(case), file=sys.stderr, flush=True)
-    return cases
-
-
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="names of local_models.py")
-    parser.add_argument("--optimizer", nargs="+", default=["sgd", "adamw"], choices=OPTIMIZERS)
-    parser.add_argument("--draw", type=int, help="so many architectures drawn at random instead")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, help="file that a stopped draw goes on with")
-    parser.add_argument("--worker", action="store_true", help="answer names on stdin")
-    chosen = parser.parse_args()
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """Models of `local_models.py`, then drawn ones; a quick run takes two of the former."""
     torch.set_num_threads(1)
     define_torchvision_schemas()
-    if chosen.worker:
-        answer(look_at)
-        return 0
-    if chosen.draw:
-        cases = drawn_cases(chosen.draw, chosen.seed, chosen.results)
-    else:
-        cases = listed_cases(chosen.only, chosen.optimizer)
-    if not cases:
-        print(f"no model is called {chosen.only}; see local_models.py", file=sys.stderr)
-        return 2
+    listed: list[Case] = []
+    for make in local_models.ALL:
+        name = make.__name__
+        if options.takes(name) and not (options.quick and name not in ("gpt2", "resnet")):
+            torch.manual_seed(0)
+            say(name)
+            listed += cases_of(name, lambda _batch, make=make: make(), ["sgd", "adamw"])
+    yield from figures("listed", listed, BOUND_RATIO, BOUND_RATIO)
+    if not (options.quick or options.only):
+        drawn = drawn_cases(DRAWN, DRAWN_SEED, options.work / "drawn.jsonl")
+        yield from figures("drawn", drawn, DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO)
+
+
+def figures(
+    kind: str, cases: list[Case], median_ratio: float, worst_ratio: float
+) -> Iterator[dict[str, Any]]:
+    """How far each peak is off, and all of them together."""
     errors = [abs(case.error_ratio) for case in cases]
-    curves = [case.curve_ratio for case in cases]
-    followed = sum(curve >= NEAR_RATIO for curve in curves)
-    if chosen.json:
-        rows = [asdict(case) | {"error_ratio": case.error_ratio} for case in cases]
-        print(json.dumps({"bound_ratio": BOUND_RATIO, "cases": rows}))
-    else:
-        print("\n".join(map(line_of, cases)))
-        print(
-            f"{len(cases)} cases of {len({case.model for case in cases})} models: median "
-            f"{format_ratio(statistics.median(errors))}, worst {format_ratio(max(errors))}; levels "
-            f"near at {format_ratio(statistics.median(curves))} of the ops of the median case, at "
-            f"{format_ratio(NEAR_RATIO)} or more in {followed} cases"
-        )
-        right, asked = boundary(cases)
-        if asked:
-            print(f"fits or not, a tenth of the batch off: {right} of {asked} right")
-    if chosen.draw:
-        near = statistics.median(errors) <= DRAWN_MEDIAN_RATIO
-        return 0 if near and max(errors) <= DRAWN_WORST_RATIO else 1
-    return 0 if max(errors) <= BOUND_RATIO else 1
+    for case, error in zip(cases, errors, strict=True):
+        name = f"{case.model}, {case.optimizer}, batch {case.batch_per_gpu or 'as it is'}"
+        name += ", checkpoints" if case.checkpoints else ""
+        yield {"id": name, "value": error, "bound": worst_ratio, **asdict(case)}
+    if cases:
+        median = statistics.median(errors)
+        yield {"id": f"{kind}: median error of the peak", "value": median, "bound": median_ratio}
+        near = sum(case.curve_ratio >= NEAR_RATIO for case in cases) / len(cases)
+        yield {"id": f"{kind}: cases whose level is near throughout", "value": near}
+    right, asked = boundary(cases)
+    if asked:
+        share = {"value": right / asked, "least": RIGHT_RATIO}
+        yield {"id": f"{kind}: fits or not, a tenth of the batch off", **share}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    answer(look_at)

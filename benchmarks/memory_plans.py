@@ -5,19 +5,16 @@ link of 12.5 GB/s out and 13.4 GB/s back. Parameters are updated at the end of t
 soon as its gradient is ready, whole or in slices, or in slices paced over the backward pass: the
 best of these counts. Durations are predicted, nothing is run. Needs timm and torchvision, unless
 the folder has the traced graphs already.
-
-    python benchmarks/memory_plans.py --graphs DIR [--only MODEL ...] [--json]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from options import parser_of, print_found
+from options import Options
 from records import Record, say
-from summary import format_table, percent
 from swap.checker import plan_flaws
 
 import estimator as est
@@ -156,21 +153,9 @@ def cases_of(graph: OpGraph, batch: int, *, budgets: int = 20) -> list[Record]:
     return cases
 
 
-def main() -> None:
-    """Trace, plan, print."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--graphs", type=Path, default=Path("graphs"), help="folder of graphs")
-    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
-    options = parser.parse_args()
-    graphs = [traced(model, options.graphs) for model in options.only]
-    cases = [case for graph in graphs for batch in BATCHES for case in cases_of(graph, batch)]
-    lines = [["plan", "MiB without", "planned", "TENSILE's", "saved", "slower", "flaws"]]
-    for case in cases:
-        sizes = [f"{case[name]:.0f}" for name in ("without_mib", "value", "bound")]
-        ratios = [percent(case[name]) for name in ("saved_ratio", "overhead_ratio")]
-        lines.append([case["id"], *sizes, *ratios, str(case["flaws"])])
-    print_found(options, [format_table(lines)], machine="rtx-2080-ti", cases=cases)
-
-
-if __name__ == "__main__":
-    main()
+def run(options: Options) -> Iterator[Record]:
+    """Every network at both batches."""
+    for model in filter(options.takes, MODELS):
+        graph = traced(model, options.work)
+        for batch in BATCHES:
+            yield from cases_of(graph, batch)

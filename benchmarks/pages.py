@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import FOLDER, Result, verdict
+from results import FOLDER, Result, bound_text, verdict
 from summary import percent
 
 PAGES = ("docs/accuracy.md", "docs/speed.md")
@@ -58,21 +58,17 @@ def lines_of(result: Result, name: str) -> Iterator[str]:
             [
                 str(case["id"]),
                 f"{case['value']:.3g} {case.get('unit') or ''}",
-                _bound(case),
+                bound_text(case),
                 verdict(case),
             ]
             for case in figures
         ]
-        yield from _table(["figure", "value", "at most", ""], rows)
+        yield from _table(["figure", "value", "asked", ""], rows)
     short = [table for table in result.tables if len(table["rows"]) <= MOST_ROWS]
     for table in [] if result.summary and result.converted_from else short[:MOST_TABLES]:
         yield f"\n{table['title']}:"
         yield from _table(table["columns"], table["rows"])
     yield ""
-
-
-def _bound(case: Any) -> str:
-    return "" if case.get("bound") is None else f"{case['bound']:g} {case.get('unit') or ''}"
 
 
 def _summary(rows: Sequence[Any]) -> tuple[list[str], list[list[str]]]:

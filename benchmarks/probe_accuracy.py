@@ -7,14 +7,11 @@ the kernel limits to a known rate, between two network namespaces made for it (n
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimator.machines.catalogue import load_profile
+from options import Options
+from records import say
+
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ring_between
@@ -52,91 +51,27 @@ LINK_BUDGET_S, LINK_TIMEOUT_S = 12.0, 120.0
 Row = dict[str, Any]
 
 
-def main() -> int:
-    """Run the parts asked for; 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--profiles", nargs=2, metavar=("A", "B"), help="two probes made before")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds per probe")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--child", nargs=3, metavar=("RANK", "STORE", "OUT"), help=argparse.SUPPRESS
-    )
-    options = parser.parse_args()
-    if options.child:
-        send_messages(int(options.child[0]), *options.child[1:])
-        return 0
+def run(options: Options) -> Iterator[Row]:
+    """Links of known rate, then two probes of a minute; a quick run has the links alone."""
     if (load := os.getloadavg()[0]) > 0.5:
-        print(f"other work is running here (load {load:.1f}): trust no figure", file=sys.stderr)
-    profiles = Profiles(options.profiles, options.budget)
-    rows = [row for part in options.parts for row in PARTS[part](profiles)]
-    if options.json:
-        about = {"machine": platform.processor() or platform.machine(), "at": now()}
-        print(json.dumps({**about, "cases": [figure(row) for row in rows]}))
-    else:
-        print_table(rows)
-    return 1 if any(row["status"] == "missed" for row in rows) else 0
-
-
-def now() -> str:
-    """The time in UTC, as profiles write it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        say(f"other work is running here (load {load:.1f}): trust no figure")
+    yield from links_part()
+    if not options.quick:
+        profiles = [probe_machine(budget_s=60.0, strict=True) for _ in range(2)]
+        yield from sizes_part(profiles[0])
+        yield from repeat_part(*profiles)
 
 
 def judged(part: str, name: str, error_ratio: float, bound_ratio: float | None, **more: Any) -> Row:
     """One figure beside its bound; without a bound it is shown and not judged."""
-    status = "shown" if bound_ratio is None else "ok" if error_ratio <= bound_ratio else "missed"
-    return {
-        "part": part,
-        "name": name,
-        "error_ratio": error_ratio,
-        "bound_ratio": bound_ratio,
-        "status": status,
-        **more,
-    }
-
-
-def figure(row: Row) -> Row:
-    """A row in the form of all suites."""
-    value, bound = row.get("error_ratio"), row.get("bound_ratio")
-    name = {"id": f"{row['part']}: {row['name']}"}
-    return {**row, **name, **({} if value is None else {"value": value, "bound": bound})}
-
-
-def print_table(rows: Sequence[Row]) -> None:
-    """One line per figure, then what each part left out."""
-    for row in rows:
-        if row["status"] == "skipped":
-            print(f"{row['part']:<7} skipped: {row['name']}")
-            continue
-        bound = "" if row["bound_ratio"] is None else f"target <= {100 * row['bound_ratio']:.0f} %"
-        note = row.get("note", "")
-        error = f"{100 * row['error_ratio']:6.1f} %"
-        print(f"{row['part']:<7} {row['name']:<58} {error}  {row['status']:<6} {bound} {note}")
-
-
-class Profiles:
-    """Two probes of this machine: those named, or made when first asked for."""
-
-    def __init__(self, names: Sequence[str] | None, budget_s: float) -> None:
-        self.budget_s = budget_s
-        self.found = [load_profile(name) for name in names or ()]
-
-    def __getitem__(self, index: int) -> MachineProfile:
-        while len(self.found) <= index:
-            print(f"probing, {self.budget_s:.0f} s ...", file=sys.stderr)
-            self.found.append(probe_machine(budget_s=self.budget_s, strict=True))
-            for part in self.found[-1].missing:
-                print(f"not measured: {part}", file=sys.stderr)
-        return self.found[index]
+    return {"id": f"{part}: {name}", "value": error_ratio, "bound": bound_ratio, **more}
 
 
 # Half of the sizes predict the other half
 
 
-def sizes_part(profiles: Profiles) -> list[Row]:
+def sizes_part(profile: MachineProfile) -> list[Row]:
     """Every link and collective of one probe, by the prediction that the engine uses; updates."""
-    profile = profiles[0]
     rows, errors = [], []
     for name, found in (*collective_halves(profile), *link_halves(profile)):
         rows.append(judged("sizes", name, statistics.median(found), None))
@@ -211,11 +146,9 @@ def errors_at(
 # Two probes of one machine
 
 
-def repeat_part(profiles: Profiles) -> list[Row]:
+def repeat_part(first: MachineProfile, second: MachineProfile) -> list[Row]:
     """How far two probes disagree, by group of numbers and over all of them."""
-    compared = tuple(
-        row for row in compare_profiles(profiles[0], profiles[1]) if row.unit != "bytes"
-    )
+    compared = tuple(row for row in compare_profiles(first, second) if row.unit != "bytes")
     groups: dict[str, list[Any]] = {}
     for row in compared:
         groups.setdefault("kernels" if row.group.startswith("kernel ") else row.group, []).append(
@@ -238,7 +171,7 @@ def repeat_part(profiles: Profiles) -> list[Row]:
 # Links of known rate
 
 
-def links_part(_profiles: Profiles) -> list[Row]:
+def links_part() -> list[Row]:
     """Payload rate recovered through links that the kernel limits, beside the rate it should be."""
     if reason := why_no_namespaces():
         return [skipped("links", reason)]
@@ -261,13 +194,8 @@ def links_part(_profiles: Profiles) -> list[Row]:
 
 def skipped(part: str, reason: str) -> Row:
     """A part that cannot be had here, and why."""
-    return {
-        "part": part,
-        "name": reason,
-        "error_ratio": None,
-        "bound_ratio": None,
-        "status": "skipped",
-    }
+    say(f"{part}: skipped: {reason}")
+    return {"id": f"{part}: skipped", "status": "skipped", "reason": reason}
 
 
 def why_no_namespaces() -> str | None:
@@ -319,7 +247,7 @@ def exchange(namespaces: Sequence[str], folder: Path) -> list[Any]:
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", name, sys.executable, __file__),
-                *("--child", str(rank), str(folder / "store"), str(outs[rank])),
+                *(str(rank), str(folder / "store"), str(outs[rank])),
             ],
             env={**os.environ, "GLOO_SOCKET_IFNAME": JOINT, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
@@ -351,8 +279,5 @@ def send_messages(rank: int, store: str, out: str) -> None:
     Path(out).write_text(json.dumps(windows))
 
 
-PARTS = {"links": links_part, "sizes": sizes_part, "repeat": repeat_part}
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    send_messages(int(sys.argv[1]), *sys.argv[2:])

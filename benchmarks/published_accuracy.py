@@ -1,70 +1,60 @@
 """Judge estimates against step times that others measured and published, source by source.
 
-``python benchmarks/published_accuracy.py [--data DIR] [--only SOURCE ...] [--json]`` reads every
-table of DIR in the standard columns (by default those that ship in data/published). Rows that
+Every table of a folder in the standard columns is read (by default those that ship in
+data/published). Rows that
 qualify (a training step under a strategy that the engine has, of a source that is described in
 ``published/``) are asked of the engine with an empty store (`cold`), after 8 observations drawn at
 random of each source and GPU, five times (`calibrated`), and of a line of operations at a fixed
 share of the peak (`naive`). What does not qualify, or is not mapped, is counted with its reason.
-``--picture FILE`` draws. Sources are never pooled.
+Sources are never pooled. Graphs of timm's models (`published/timm_bank.py`) are looked for in the
+folder `timm` of the work, and a kernel model fitted without what is judged in its `kernels.json`;
+the picture of ``docs/accuracy.md`` is drawn there.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from options import add_data, parser_of, print_found
+from options import Options
 from published.graphs import GraphStore
 from published.mapping import Outcome, Question, Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
 from published.timm_questions import timm_verdicts
 from records import say
-from summary import Case, SummaryRow, format_rows, format_table, summarise
+from summary import Case, SummaryRow, format_table, summarise
 
 from estimator.files import home
 from estimator.kernels.datasheet_model import choose_kernel_model
 
 # Reasons printed for each source, the commonest first.
 _MOST_REASONS = 12
+QUICK = ("torchtitan", "sailor_e2e", "fms")
 _COLUMNS = ["source", "table", "rows", "qualify", "mapped", "commonest reason against"]
 
 
-def main() -> None:
-    """Map, predict, print."""
-    parser = parser_of(__doc__)
-    add_data(parser)
-    parser.add_argument("--only", nargs="+", default=(), help="tables, or words of sources")
-    parser.add_argument("--picture", type=Path, help="where to draw, as .svg or .png")
-    parser.add_argument("--graphs", type=Path, help="where traced models are kept")
-    parser.add_argument("--timm", type=Path, help="a folder of timm's graphs, to judge its rows by")
-    parser.add_argument("--kernels", type=Path, help="a kernel model fitted without what is judged")
-    options = parser.parse_args()
-    if options.kernels:
-        choose_kernel_model(options.kernels)
-    found, cases = _run(options)
-    if options.picture:
-        draw(cases, options.picture)
-    rows, counts = summaries(cases), counted(found)
-    lines = [format_table([_COLUMNS, *counts]), "", *tables_of(rows), *_reasons(found)]
-    tables = [{"title": "Rows", "columns": _COLUMNS, "rows": counts}]
-    print_found(options, lines, cases=cases, summary=rows, tables=tables)
-
-
-def _run(options: argparse.Namespace) -> tuple[list[Verdict], list[dict[str, Any]]]:
-    """What becomes of every row, and the cases of those that are mapped."""
-    if not options.data.is_dir():
-        sys.exit(f"published_accuracy: there is no folder {options.data}; say --data DIR")
-    graphs = GraphStore(options.graphs or home() / "published")
-    found = list(verdicts(options.data, graphs, options.only))
-    if options.timm:
-        found += timm_verdicts(options.data, options.timm)
-    return found, judged([verdict.question for verdict in found if verdict.question is not None])
+def run(options: Options) -> Mapping[str, Any]:
+    """The cases of every mapped row by every method, and what became of all rows; draws them."""
+    if (kernels := options.work / "kernels.json").exists():
+        choose_kernel_model(kernels)
+    few = QUICK if options.quick else ()
+    asked = list(verdicts(options.data, GraphStore(home() / "published"), options.only or few))
+    if (bank := options.work / "timm").is_dir():
+        asked += timm_verdicts(options.data, bank)
+    cases = judged([row.question for row in asked if row.question is not None])
+    if find_spec("matplotlib") and cases:
+        draw(cases, options.work / "accuracy.svg")
+    counts = counted(asked)
+    return {
+        "cases": cases,
+        "summary": summaries(cases),
+        "report": [format_table([_COLUMNS, *counts]), "", *_reasons(asked)],
+        "tables": [{"title": "Rows", "columns": _COLUMNS, "rows": counts}],
+    }
 
 
 def judged(questions: Sequence[Question]) -> list[dict[str, Any]]:
@@ -97,12 +87,6 @@ def summaries(cases: Sequence[Case]) -> list[SummaryRow]:
         *summarise(ordered, by=("source", "method")),
         *summarise(cold, by=("place", "source", "method")),
     ]
-
-
-def tables_of(rows: Sequence[SummaryRow]) -> Iterator[str]:
-    """A table of the sources, and one of their places."""
-    for _, alike in groupby(rows, key=lambda row: tuple(row.group)):
-        yield format_rows(list(alike)) + "\n"
 
 
 def counted(found: Sequence[Verdict]) -> list[list[str]]:
@@ -172,7 +156,3 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     pyplot.rcParams["svg.hashsalt"] = "estimator"
     figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
 """Choices of what to rent, and training among revocations, against brute force.
 
-    PYTHONPATH=. python benchmarks/rent.py --data FOLDER
-
-FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. Choices: the cheapest
+Tables are `pollux_t4`, `sia_hetero` and `cmdare_workers`. Choices: the cheapest
 measured configuration within a time, for 50 budgets of each model, chosen by step times that were
 predicted after single devices and six steps on several; what costs the same within the noise of
 repeated measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous workers,
@@ -12,7 +10,6 @@ of GPUs.
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +22,8 @@ from calibration.protocols import few_shot, workers
 from calibration.tables import Job, read_steps
 from calibration.worker_tables import read_workers
 from numpy.typing import ArrayLike
+from options import Options
+from records import Record, say
 from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
 from estimator.advise.rent.transient import (
@@ -43,9 +42,8 @@ from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.machines.typical import RANK_JITTER_RATIO
 
 BUDGETS = 50
-# Second measurements that are drawn, and the budgets of which choices are shown one by one.
+# Second measurements that are drawn.
 DRAWS = 10
-SHOWN_EVERY = 7
 METHODS = ("calibrated", "linear", "largest", "again")
 SAMPLES = 1e6
 # USD per GPU and hour: T4 of g4dn.12xlarge and A100 of p4d.24xlarge (data/prices); of GPUs that are
@@ -204,6 +202,9 @@ def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) 
 def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration]]]:
     """Table, model and configurations on every GPU of which few-shot calibration has its steps."""
     for table in ("pollux_t4", "sia_hetero"):
+        if not (folder / f"{table}.csv").exists():
+            say(f"{table} does not ship; --data names a folder that holds {table}.csv")
+            continue
         models: defaultdict[str, list[Configuration]] = defaultdict(list)
         for job in read_steps([folder / f"{table}.csv"]).jobs:
             if few_shot(job):
@@ -212,11 +213,8 @@ def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration
             yield table, model, rows
 
 
-def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
-    """Choices as a table: any placement and batch, or any placement at each batch per GPU."""
-    about = "| table | model | choice among | configurations | method "
-    yield f"{about}| same % | late % | regret % | best thought late % | best thought dear % |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[Record]:
+    """How well is chosen: any placement and batch, or any placement at each batch per GPU."""
     everything: defaultdict[tuple[str, str], list[Chosen]] = defaultdict(list)
     for table, model, rows in models:
         by_batch: defaultdict[float, list[Configuration]] = defaultdict(list)
@@ -226,50 +224,25 @@ def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[
         for among, questions in (("all", [rows]), ("placements", several)):
             judgements = [judged(each) for each in questions]
             for method in METHODS:
-                found = [each[method] for each in judgements]
-                everything[among, method].append(Chosen(*np.mean(found, axis=0)))
-                about = f"| {table} | {model} | {among} | {sum(map(len, questions))} "
-                yield f"{about}| {method} | {_percent(everything[among, method][-1])} |"
+                chosen = Chosen(*np.mean([each[method] for each in judgements], axis=0))
+                everything[among, method].append(chosen)
+                if method == "calibrated":
+                    yield from _figures(f"{table}, {model}, among {among}, {method}", chosen)
     for (among, method), each in everything.items():
-        yield f"| both | mean | {among} | | {method} | {_percent(np.mean(each, axis=0))} |"
+        goals = {"least": 0.95, "bound": 0.05} if method == "calibrated" else {}
+        mean = Chosen(*np.mean(each, axis=0))
+        yield from _figures(f"mean, among {among}, {method}", mean, **goals)
 
 
-def noises(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
-    """By how much repetitions and predictions of each model's configurations are off."""
-    yield "| table | model | GPU | repetition off by % | prediction off by % |"
-    yield "|---|---|---|---|---|"
-    for table, model, rows in models:
-        for gpu in dict.fromkeys(row.gpu for row in rows):
-            of_gpu = [row for row in rows if row.gpu == gpu]
-            noise = max(row.noise_ratio for row in of_gpu)
-            off = np.mean([abs(row.predicted_s / row.time_s - 1) for row in of_gpu])
-            yield f"| {table} | {model} | {gpu} | {100 * noise:.1f} | {100 * off:.1f} |"
+def _figures(
+    name: str, chosen: Chosen, least: float | None = None, bound: float | None = None
+) -> Iterator[Record]:
+    about = {f"{field}": float(value) for field, value in chosen._asdict().items()}
+    yield {"id": f"{name}: same choice", "value": about["same_ratio"], "least": least, **about}
+    yield {"id": f"{name}: regret", "value": about["regret"], "bound": bound}
 
 
-def one_by_one(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
-    """Predicted beside measured of the best and of the choice, for some of the budgets."""
-    yield "| model | budget (s) | best | predicted, measured | chosen | predicted, measured | is |"
-    yield "|---|---|---|---|---|---|---|"
-    for table, model, rows in models:
-        for budget in list(budgets(rows))[::SHOWN_EVERY]:
-            best = _best(rows, budget)
-            chosen = _within(rows, budget, "predicted_s", "predicted_usd")
-            same, late, regret, *_ = _verdict(chosen, best, budget, best.predicted_s)
-            verdict = "same" if same else "late" if late else f"{100 * regret:.1f} % dearer"
-            cells = (model.split()[0] + f" ({table})", f"{budget:.0f}", *_shown(best))
-            yield f"| {' | '.join((*cells, *_shown(chosen), verdict))} |"
-
-
-def _shown(row: Configuration) -> tuple[str, str]:
-    usd = f"{row.predicted_usd:.3g}, {row.usd:.3g} USD"
-    return f"{row.gpu} {row.name}", f"{row.predicted_s:.0f}, {row.time_s:.0f} s; {usd}"
-
-
-def _percent(values: Iterable[float]) -> str:
-    return " | ".join(f"{100 * value:.1f}" for value in values)
-
-
-def asynchronous_workers(folder: Path) -> str:
+def asynchronous_workers(folder: Path) -> Record:
     """The mean error of numbers of workers that were not seen."""
     errors: list[float] = []
     for job in read_workers([folder / "cmdare_workers.csv"]).jobs:
@@ -277,21 +250,18 @@ def asynchronous_workers(folder: Path) -> str:
             fitted = AsynchronousRegressor().fit(job.X()[split.train], job.y()[split.train])
             ratio = fitted.predict(job.X()[split.test]) / job.y()[split.test]
             errors += np.abs(ratio - 1).tolist()
-    return f"Mean error of {len(errors)} rows: {100 * np.mean(errors):.2f} %"
+    name = f"asynchronous workers, {len(errors)} rows: mean error"
+    return {"id": name, "value": float(np.mean(errors)), "bound": 0.04}
 
 
-def played() -> Iterator[str]:
+def played() -> Iterator[Record]:
     """Closed forms against training that is played, and intervals against a search."""
-    yield "| training | expected (h) | played (h) | off by % |"
-    yield "|---|---|---|---|"
-    worst = 0.0
     for mtbf_h in (0.5, 2.0, 12.0, 72.0):
         costs = {"checkpoint_s": 60.0, "restart_s": 300.0, "mtbf_s": mtbf_h * HOUR}
         interval_s = 1000.0
         expected = expected_time_s(100 * interval_s, interval_s, **costs)
         times = simulated_times_s(100 * interval_s, interval_s, **costs, runs=20_000)
-        worst = max(worst, abs(times.mean() / expected - 1))
-        yield _row(f"synchronous, a failure every {mtbf_h:g} h", expected, times.mean())
+        yield _off(f"synchronous, a failure every {mtbf_h:g} h", expected, times.mean())
     for count, per_hour, most in ((4, 0.2, np.inf), (8, 1.0, 50.0), (16, 2.0, np.inf)):
         worker = Worker(steps_per_s=10.0, revocations=Revocations(per_hour=(per_hour,)))
         cluster = TransientCluster(
@@ -304,25 +274,19 @@ def played() -> Iterator[str]:
         steps = 1e6
         expected = cluster.asynchronous_s(steps)
         mean = float(np.mean([simulated_asynchronous_s(cluster, steps, seed=n) for n in range(40)]))
-        worst = max(worst, abs(mean / expected - 1))
         label = f"asynchronous, {count} workers revoked {per_hour:g} times an hour"
-        yield _row(f"{label}, servers take {most:g} steps/s", expected, mean)
-    yield ""
-    yield f"Off by at most {100 * worst:.2f} %."
-    yield ""
+        yield _off(f"{label}, servers take {most:g} steps/s", expected, mean)
     yield from intervals()
 
 
-def _row(label: str, expected_s: float, played_s: float) -> str:
-    off = 100 * (played_s / expected_s - 1)
-    return f"| {label} | {expected_s / HOUR:.3f} | {played_s / HOUR:.3f} | {off:+.2f} |"
+def _off(label: str, expected_s: float, played_s: float) -> Record:
+    off = abs(played_s / expected_s - 1)
+    about = {"expected_s": expected_s, "played_s": float(played_s)}
+    return {"id": f"{label}: closed form off by", "value": float(off), "bound": 0.01, **about}
 
 
-def intervals() -> Iterator[str]:
+def intervals() -> Iterator[Record]:
     """The chosen checkpoint interval against the best of a search over training that is played."""
-    about = "| a failure every (h) | checkpoint (s) | Young (s) | Daly (s) | chosen (s) "
-    yield f"{about}| found (s) | above % |"
-    yield "|---|---|---|---|---|---|---|"
     for mtbf_h, cost_s in ((1.0, 30.0), (6.0, 120.0), (24.0, 600.0)):
         mtbf_s = mtbf_h * HOUR
         asked = cost_s, mtbf_s
@@ -331,9 +295,10 @@ def intervals() -> Iterator[str]:
         # The same failures for every interval: what differs is the interval.
         found_s, best_s = _searched(work_s, *asked)
         above = _mean_played_s(work_s, chosen_s, *asked) / best_s - 1
-        shown = (young_interval_s(*asked), daly_interval_s(*asked), chosen_s, found_s)
-        times = " | ".join(f"{each:.0f}" for each in shown)
-        yield f"| {mtbf_h:g} | {cost_s:g} | {times} | {100 * above:+.2f} |"
+        names = "young_s", "daly_s", "chosen_s", "found_s"
+        times = young_interval_s(*asked), daly_interval_s(*asked), chosen_s, found_s
+        name = f"checkpoints of {cost_s:g} s, a failure every {mtbf_h:g} h: above the best interval"
+        yield {"id": name, "value": above, "bound": 0.01, **dict(zip(names, times, strict=True))}
 
 
 def _searched(work_s: float, cost_s: float, mtbf_s: float) -> tuple[float, float]:
@@ -357,13 +322,10 @@ def _mean_played_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: floa
     return float(simulated_times_s(work_s, interval_s, **costs, runs=2_000).mean())
 
 
-def goodputs() -> Iterator[str]:
+def goodputs() -> Iterator[Record]:
     """Shares of time that count on thousands of GPUs, of which the slowest is waited for."""
     # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024).
     device_mtbf_h = 16384 * 54 * 24 / 419
-    about = "| GPUs | a failure every (h) | checkpoint every (min) "
-    yield f"{about}| with failures % | and stragglers % | played % |"
-    yield "|---|---|---|---|---|---|"
     draw = np.random.default_rng(0)
     for gpus in (1000, 2000, 4000, 8000, 16000):
         mtbf_s = device_mtbf_h / gpus * HOUR
@@ -374,26 +336,15 @@ def goodputs() -> Iterator[str]:
         work_s = 1000 * interval_s
         alone_s = float(simulated_times_s(work_s, interval_s, **costs, runs=200).mean())
         slowest = np.mean([draw.normal(1.0, RANK_JITTER_RATIO, gpus).max() for _ in range(200)])
-        shares = _percent([ratio, both, work_s / alone_s / float(slowest)])
-        yield f"| {gpus:,} | {mtbf_s / HOUR:.1f} | {interval_s / 60:.0f} | {shares} |"
+        shown = {"failures_ratio": ratio, "both_ratio": both}
+        off = abs(both / (work_s / alone_s / float(slowest)) - 1)
+        yield {"id": f"{gpus:,} GPUs: goodput off by", "value": off, "bound": 0.01, **shown}
 
 
-def main() -> None:
-    """Print every table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    folder = parser.parse_args().data
-    models = list(measured_models(folder))
-    for title, lines in (
-        ("Cheapest within a time", choices(models)),
-        ("Repetitions and predictions", noises(models)),
-        ("Choices one by one", one_by_one(models)),
-        ("Asynchronous workers", [asynchronous_workers(folder)]),
-        ("Among failures", played()),
-        ("Thousands of GPUs", goodputs()),
-    ):
-        print(f"## {title}\n", *lines, "", sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+def run(options: Options) -> Iterator[Record]:
+    """Every figure; a quick run plays no training."""
+    yield from choices(list(measured_models(options.data)))
+    yield asynchronous_workers(options.data)
+    if not options.quick:
+        yield from played()
+        yield from goodputs()

@@ -3,12 +3,13 @@
 ``benchmarks/results/SUITE/MACHINE.json`` holds one `Result`: when and where it ran, with which
 versions, a canary before and after, its cases and their summary. A case is a mapping with an
 ``id``, and either what was predicted and measured (`summary.py` says which fields) or a figure:
-``value``, ``unit``, ``bound`` (the most it may be; None: shown beside the others).
+``value``, ``unit``, and ``bound`` and ``least``, the most and the least that it may be, if any.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import subprocess
@@ -20,11 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from records import now
-from summary import Case, error_ratio, format_rows, format_table, percent, summarise
+from summary import (
+    Case,
+    SummaryRow,
+    describe,
+    error_ratio,
+    format_rows,
+    format_table,
+    percent,
+    summarise,
+)
 
 FOLDER = Path(__file__).resolve().parent / "results"
 # Files of more would be megabytes: their summary is kept, and ``run --json`` prints all.
 MOST_CASES = 2000
+# Of more, people are shown the summary.
+MOST_SHOWN = 100
 _VERSIONED = ("torch", "numpy", "scikit-learn", "transformers")
 
 
@@ -130,9 +142,8 @@ def result_of(
     for part, answer in answers:
         found = [{"part": part, **case} for case in answer.get("cases") or ()]
         cases += found
-        rows = answer.get("summary") or [
-            asdict(row) for row in summarise(_timed(found), by=("source", "method"))
-        ]
+        told = answer.get("summary") or summarise(_timed(found), by=("source", "method"))
+        rows = [asdict(row) if isinstance(row, SummaryRow) else row for row in told]
         summary += [{**row, "group": {"part": part, **row["group"]}} for row in rows]
     return Result(
         suite=suite,
@@ -158,12 +169,17 @@ def text_of(result: Result) -> str:
     blocks = [f"{result.suite} on {result.machine}, {result.at[:16]}"]
     if figures:
         lines = [["figure", "value", "bound", ""]]
-        lines += [[str(case["id"]), _value(case), _bound(case), verdict(case)] for case in figures]
+        lines += [
+            [str(case["id"]), _value(case), bound_text(case), verdict(case)] for case in figures
+        ]
         blocks.append(format_table(lines))
     if result.report:
         blocks.append("\n".join(result.report))
-    elif timed := _timed(result.cases):
-        blocks.append(format_rows(summarise(timed, by=("part", "source", "method"))))
+    if timed := _timed(result.cases):
+        if len(timed) <= MOST_SHOWN:
+            blocks.append("\n".join(describe(timed)))
+        else:
+            blocks.append(format_rows(summarise(timed, by=("part", "source", "method"))))
     return "\n\n".join(blocks)
 
 
@@ -171,15 +187,20 @@ def _value(case: Case) -> str:
     return f"{case['value']:.4g} {case.get('unit') or ''}".strip()
 
 
-def _bound(case: Case) -> str:
-    bound = case.get("bound")
-    return "" if bound is None else f"<= {bound:g}"
+def bound_text(case: Case) -> str:
+    """What a figure may be, for people; nothing where it is not judged."""
+    unit = case.get("unit") or ""
+    sides = [("≥", case.get("least")), ("≤", case.get("bound"))]
+    return ", ".join(f"{sign} {side:g} {unit}".strip() for sign, side in sides if side is not None)
 
 
 def verdict(case: Case) -> str:
-    """Whether a figure keeps its bound; nothing where it has none."""
-    bound = case.get("bound")
-    return "" if bound is None else "reached" if case["value"] <= bound else "missed"
+    """Whether a figure keeps its bounds; nothing where it has none."""
+    least, most = case.get("least"), case.get("bound")
+    if least is None and most is None:
+        return ""
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    return "reached" if low <= case["value"] <= high else "missed"
 
 
 def compare(before: Result, after: Result) -> str:

@@ -2,24 +2,22 @@
 
 Jobs of traced CNN, RNN, GAN and Transformer models on two clusters, at two arrival
 rates, three seeds: every policy, then max-min and greedy policies on speeds that are off by a known
-amount or learnt in the replay. ``PYTHONPATH=. python benchmarks/schedulers.py``; ``--record`` keeps
-every replay, ``--out`` writes the page, ``--picture`` draws what error costs.
+amount or learnt in the replay.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import scheduler_models
+from options import Options
+from records import say
 from replay_speeds import EqualSpeeds, MistakenSpeeds
 
 import estimator as est
@@ -42,23 +40,27 @@ POLICIES = (
 )
 ELASTIC = ("max-min", "afs", "optimus")
 ERRORS = (0.0, 0.10, 0.25, 0.50)
+SEEDS, RATES = (0, 1, 2), (60.0, 20.0)
+# Replays of one cluster, rate of arrivals and seed are compared.
+WHERE = ("cluster", "arrivals_every_s", "seed")
+GOAL = (CLUSTERS[0], RATES[0], "max-min", "engine")
+LEAST_GAINS = {"average_jct_s": 1.9, "makespan_s": 1.5}
 Graphs = dict[str, list[est.OpGraph]]
 Case = dict[str, Any]
 
 
-def traced(folder: Path | None) -> Graphs:
-    """Every model looked at once; with a folder, graphs kept there are read."""
+def traced(folder: Path) -> Graphs:
+    """Every model, looked at once; graphs kept in the folder are read."""
     graphs: Graphs = {}
     for kind, names in scheduler_models.MODELS.items():
         for name in names:
-            kept = folder / f"{name}.graph" if folder else None
-            if kept and kept.exists():
+            kept = folder / f"{name}.graph"
+            if kept.exists():
                 graph = est.OpGraph.load(kept)
             else:
                 model, batch, loss = getattr(scheduler_models, name)()
                 graph = est.trace_model(model, batch, loss, target="cuda", name=name)
-                if kept:
-                    graph.save(kept)
+                graph.save(kept)
             graphs.setdefault(kind, []).append(graph)
     return graphs
 
@@ -79,12 +81,13 @@ def replayed(
     ran = replay.run()
     took_s = time.process_time() - begun
     found = asdict(outcome(ran, nodes, true))
-    return {"cluster": cluster, "policy": policy, "believed": label, "took_s": took_s, **found}
+    about = {"cluster": cluster, "policy": policy, "believed": label, "took_s": took_s}
+    hours = found["average_jct_s"] / 3600, found["makespan_s"] / 3600
+    say(f"{cluster}: {policy} ({label}) JCT {hours[0]:.3f} h, makespan {hours[1]:.2f} h")
+    return about | found
 
 
-def policies(
-    graphs: Graphs, cluster: str, every_s: float, seed: int, count: int, chosen: Sequence[str]
-) -> Iterator[Case]:
+def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
     """Policies with the engine's speeds, max-min also with perfect ones.
 
     On unlike machines it is also told that all are as fast as the first type.
@@ -92,7 +95,7 @@ def policies(
     jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true, believed = TrueSpeeds(jobs, seed), EngineSpeeds()
     about = {"part": "policies", "arrivals_every_s": every_s, "seed": seed}
-    for policy in chosen:
+    for policy in POLICIES:
         yield about | replayed(cluster, jobs, policy, true, believed, "engine")
         if policy == "max-min":
             yield about | replayed(cluster, jobs, policy, true, true, "perfect")
@@ -116,103 +119,32 @@ def errors(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) 
             yield about | replayed(cluster, jobs, policy, true, speeds, label)
 
 
-def ratios(cases: list[Case], number: str, cluster: str, every_s: float, **which: str) -> list[str]:
-    """By seed: the baseline's number over a policy's, with two decimals."""
-    against = which["against"], which.get("against_believed", "engine")
-    found = []
-    for seed in sorted({case["seed"] for case in cases}):
-        here = {
-            (case["policy"], case["believed"]): case[number]
-            for case in cases
-            if (case["cluster"], case["arrivals_every_s"], case["seed"]) == (cluster, every_s, seed)
-        }
-        mine = which["policy"], which.get("believed", "engine")
-        if mine in here and against in here:
-            found.append(f"{here[against] / here[mine]:.3f}")
-    return found
+def gains(cases: Sequence[Case]) -> Iterator[Case]:
+    """FIFO's completion time and makespan over those of each policy, in the mean of seeds."""
+    here = {tuple(case[name] for name in (*WHERE, "policy", "believed")): case for case in cases}
+    groups: dict[tuple[Any, ...], list[tuple[Case, Case]]] = {}
+    for (cluster, every_s, seed, *policy), case in here.items():
+        fifo = here.get((cluster, every_s, seed, "fifo", "engine"))
+        if fifo is not None and case is not fifo:
+            groups.setdefault((cluster, every_s, *policy), []).append((fifo, case))
+    for (cluster, every_s, policy, believed), pairs in groups.items():
+        name = f"{cluster}, a job every {every_s:g} s: {policy} ({believed})"
+        for what, number in (("JCT", "average_jct_s"), ("makespan", "makespan_s")):
+            by_seed = [fifo[number] / case[number] for fifo, case in pairs]
+            is_goal = (cluster, every_s, policy, believed) == GOAL
+            goal = LEAST_GAINS[number] if is_goal else None
+            mean = {"value": sum(by_seed) / len(by_seed), "least": goal, "by_seed": by_seed}
+            yield {"id": f"{name}: gain of {what} against FIFO", **mean}
 
 
-def policy_lines(cases: list[Case]) -> list[str]:
-    """A table for each cluster and arrival rate: gains over FIFO, seed by seed."""
-    lines = []
-    for cluster, every_s in dict.fromkeys((c["cluster"], c["arrivals_every_s"]) for c in cases):
-        here = [c for c in cases if (c["cluster"], c["arrivals_every_s"]) == (cluster, every_s)]
-        lines += [
-            "",
-            f"## {cluster}, a job every {every_s:g} s",
-            "",
-            "| policy | average JCT (h) | JCT gain by seed | makespan (h) | makespan gain by seed "
-            "| queue (h) | used | restarts a job | CPU (s) |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for policy, believed in dict.fromkeys((c["policy"], c["believed"]) for c in here):
-            rows = [c for c in here if (c["policy"], c["believed"]) == (policy, believed)]
-
-            def mean(number: str, rows: list[Case] = rows) -> float:
-                return float(sum(row[number] for row in rows) / len(rows))
-
-            which = {"policy": policy, "believed": believed, "against": "fifo"}
-            jct = ratios(here, "average_jct_s", cluster, every_s, **which)
-            makespan = ratios(here, "makespan_s", cluster, every_s, **which)
-            lines.append(
-                f"| {policy}{'' if believed == 'engine' else f', {believed}'} "
-                f"| {mean('average_jct_s') / 3600:.2f} | {', '.join(jct)} "
-                f"| {mean('makespan_s') / 3600:.1f} | {', '.join(makespan)} "
-                f"| {mean('average_queue_s') / 3600:.2f} | {mean('utilization_ratio'):.0%} "
-                f"| {mean('restarts_per_job'):.1f} | {mean('took_s'):.1f} |"
-            )
-    return lines
-
-
-def seed_lines(cases: list[Case]) -> list[str]:
-    """Max-min's gains over FIFO by the queue that FIFO leaves, where there are over three seeds."""
-    lines = []
-    for cluster, every_s in dict.fromkeys((c["cluster"], c["arrivals_every_s"]) for c in cases):
-        here = {
-            (c["policy"], c["seed"]): c
-            for c in cases
-            if (c["cluster"], c["arrivals_every_s"], c["believed"]) == (cluster, every_s, "engine")
-        }
-        pairs = [
-            (c, here["max-min", s])
-            for (p, s), c in here.items()
-            if p == "fifo" and ("max-min", s) in here
-        ]
-        if len(pairs) <= 3:
-            continue
-        lines += ["", f"## Gain against the queue: {cluster}, a job every {every_s:g} s", ""]
-        lines += ["| seed | queue of FIFO (h) | JCT gain | makespan gain |", "|---|---|---|---|"]
-        for fifo, mine in sorted(pairs, key=lambda pair: float(pair[0]["average_queue_s"])):
-            lines.append(
-                f"| {fifo['seed']} | {fifo['average_queue_s'] / 3600:.2f} "
-                f"| {fifo['average_jct_s'] / mine['average_jct_s']:.2f} "
-                f"| {fifo['makespan_s'] / mine['makespan_s']:.2f} |"
-            )
-    return lines
-
-
-def error_lines(cases: list[Case]) -> list[str]:
-    """What is kept of the JCT that perfect knowledge gives, by policy and belief."""
-    labels = list(dict.fromkeys(case["believed"] for case in cases))
-    first = cases[0]
-    where = f"{first['jobs']} jobs on {first['cluster']}, one every {first['arrivals_every_s']:g} s"
-    lines = [
-        "",
-        "## What error costs: JCT of perfect estimates over JCT, mean of seeds",
-        "",
-        f"{where}.",
-        "",
-        f"| policy | {' | '.join(labels)} |",
-        "|---" * (len(labels) + 1) + "|",
-    ]
+def costs_of_errors(cases: Sequence[Case]) -> Iterator[Case]:
+    """What each elastic policy keeps of the completion time that perfect knowledge gives."""
     for policy in dict.fromkeys(case["policy"] for case in cases):
-        ratios = kept_ratios(cases, policy)
-        kept = [f"{ratios[label]:.3f}" if label in ratios else "" for label in labels]
-        lines.append(f"| {policy} | {' | '.join(kept)} |")
-    return lines
+        for label, ratio in kept_ratios(cases, policy).items():
+            yield {"id": f"{policy}, speeds {label}: JCT kept of perfect ones", "value": ratio}
 
 
-def kept_ratios(cases: list[Case], policy: str) -> dict[str, float]:
+def kept_ratios(cases: Sequence[Case], policy: str) -> dict[str, float]:
     """Mean over seeds of (JCT without error) / JCT, by what was believed."""
     found: dict[str, list[float]] = {}
     mine = [case for case in cases if case["policy"] == policy]
@@ -242,60 +174,16 @@ def draw(cases: list[Case], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    """Replay, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=512)
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
-    parser.add_argument("--every", nargs="+", type=float, default=[60.0, 20.0])
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--only", choices=("policies", "errors"))
-    parser.add_argument("--graphs", type=Path, help="folder of traced models, to keep and read")
-    parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
-    parser.add_argument("--out", type=Path, help="page to write")
-    parser.add_argument("--picture", type=Path, help="what error costs, as .svg or .png")
-    options = parser.parse_args()
-    graphs = traced(options.graphs) if options.clusters else {}
-    found: list[Case] = []
-    for cluster, every_s, seed in product(options.clusters, options.every, options.seeds):
-        asked = graphs, cluster, every_s, seed, options.jobs
-        if options.only != "errors":
-            found += told(policies(*asked, options.policies), options.record)
+def run(options: Options) -> list[Case]:
+    """Replay every policy on both clusters; what error costs on the first; draw that."""
+    graphs, plans, wrong = traced(options.work), list[Case](), list[Case]()
+    seeds, jobs = ((0,), 128) if options.quick else (SEEDS, 512)
+    clusters, rates = (CLUSTERS[:1], RATES[:1]) if options.quick else (CLUSTERS, RATES)
+    for cluster, every_s, seed in product(clusters, rates, seeds):
+        plans += policies(graphs, cluster, every_s, seed, jobs)
         # What error costs is asked of one cluster and rate.
-        first = cluster == options.clusters[0] and every_s == options.every[0]
-        if options.only == "errors" or (options.only is None and first):
-            found += told(errors(*asked), options.record)
-    if options.record and options.record.exists():
-        found = [json.loads(line) for line in options.record.read_text().splitlines()]
-    wrong = [case for case in found if case["part"] == "errors"]
-    planned = [case for case in found if case["part"] == "policies"]
-    lines = policy_lines(planned) + seed_lines(planned)
-    lines += error_lines(wrong) if wrong else []
-    memory = max(case["highest_memory_bytes"] for case in found) / 2**30
-    lines += ["", f"Highest memory of a process: {memory:.2f} GiB."]
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
-    if options.picture and wrong:
-        draw(wrong, options.picture)
-
-
-def told(cases: Iterator[Case], record: Path | None) -> Iterator[Case]:
-    """The cases, each said on stderr and added to the record as it comes."""
-    for case in cases:
-        print(
-            f"{case['cluster']} every {case['arrivals_every_s']:g} s, seed {case['seed']}: "
-            f"{case['policy']} ({case['believed']}) JCT {case['average_jct_s'] / 3600:.3f} h, "
-            f"makespan {case['makespan_s'] / 3600:.2f} h, {case['took_s']:.1f} s of CPU",
-            file=sys.stderr,
-        )
-        case["highest_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if record:
-            with record.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(case) + "\n")
-        yield case
-
-
-if __name__ == "__main__":
-    main()
+        if not options.quick and (cluster, every_s) == (CLUSTERS[0], RATES[0]):
+            wrong += errors(graphs, cluster, every_s, seed, jobs)
+    if find_spec("matplotlib") and wrong:
+        draw(wrong, options.work / "schedulers.svg")
+    return [*gains(plans), *costs_of_errors(wrong)]

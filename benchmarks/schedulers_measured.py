@@ -4,14 +4,10 @@ Jobs are those of AdaptDL's benchmark (ResNet-18 on CIFAR, BERT-base, DeepSpeech
 the step times that Pollux measured on T4s, and Sia on RTX 2080 Ti and A100, at the placement and
 batch that the replay gave them. Policies believe the engine from its catalogue, the engine
 corrected by what the replay saw, or the fitted forms of Optimus, Pollux and ONES.
-``PYTHONPATH=. python benchmarks/schedulers_measured.py --data FOLDER --graphs FOLDER``; FOLDER of
-data holds `pollux_t4.csv` and `sia_hetero.csv`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import tempfile
@@ -22,12 +18,14 @@ from pathlib import Path
 
 import numpy as np
 from calibration.rivals import OnesRegressor
+from options import Options
 from published.graphs import GraphStore
 from published.machines import machine_of
 from published.rows import parsed
 from published.scheduler_sources import pollux, sia
+from records import say
 from replay_speeds import FittedSpeeds, sample_counts
-from schedulers import Case, policy_lines, replayed, told
+from schedulers import SEEDS, Case, gains, replayed
 
 import estimator as est
 from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
@@ -50,6 +48,7 @@ CLUSTERS = {
 }
 _NAMES = {"t4": "measured-t4", "2080": "measured-rtx-2080-ti", "a100": "measured-a100"}
 # More devices were measured on some placements only.
+JOBS = 128
 MOST_DEVICES = 16
 FORMS = {"optimus": OptimusRegressor, "pollux": PolluxRegressor, "ones": OnesRegressor}
 # Each policy with what it is given to believe; the first of a table is the baseline.
@@ -218,35 +217,18 @@ def cases(
         yield about | replayed(cluster, drawn, policy, true, believed, label, costs)
 
 
-def main() -> None:
-    """Replay, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of measured tables")
-    parser.add_argument("--graphs", type=Path, required=True, help="folder to keep graphs in")
-    parser.add_argument("--tables", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=128)
-    parser.add_argument("--policies", nargs="+", help="only these")
-    parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
-    parser.add_argument("--out", type=Path, help="page to write")
-    options = parser.parse_args()
-    store, found = GraphStore(options.graphs), list[Case]()
+def run(options: Options) -> list[Case]:
+    """Replay on each table that is there: gains against FIFO, in the mean of seeds."""
+    store, replays = GraphStore(options.work), list[Case]()
     home = Path(tempfile.mkdtemp())
     os.environ["ESTIMATOR_HOME"] = str(home)
-    for table in options.tables:
-        true, graphs = measured(options.data / f"{table}.csv", store, home)
-        cluster, pairs = CLUSTERS[table], ONE_TYPE if table == "pollux_t4" else TYPES
-        pairs = tuple(p for p in pairs if p[0] in (options.policies or p))
-        for seed in options.seeds:
-            asked = cluster, true, graphs, options.jobs, seed, pairs
-            found += told(cases(*asked), options.record)
-    if options.record and options.record.exists():
-        found = [json.loads(line) for line in options.record.read_text().splitlines()]
-    lines = policy_lines(found)
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    for table, cluster in CLUSTERS.items():
+        path = options.data / f"{table}.csv"
+        if not path.exists():
+            say(f"{table} does not ship; --data names a folder that holds {path.name}")
+            continue
+        true, graphs = measured(path, store, home)
+        pairs = ONE_TYPE if table == "pollux_t4" else TYPES
+        for seed in SEEDS:
+            replays += cases(cluster, true, graphs, JOBS, seed, pairs)
+    return [*gains(replays)]

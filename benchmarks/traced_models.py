@@ -3,13 +3,10 @@
 Run it in an environment of its own: timm needs torchvision, whose wheel does not load beside a CPU
 build of torch unless two schemas are defined first, which this does. Results go to a file as they
 come, so that an interrupted run goes on where it stopped.
-
-    python benchmarks/traced_models.py --suite timm --sample 200 --results coverage.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import json
@@ -21,11 +18,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from options import Options
+from records import say
+
 SUITES = ("timm", "transformers")
+# Models drawn of each, and the share that is to be traced.
+SAMPLES, QUICK_MODELS = {"timm": 240, "transformers": 10_000}, 8
+LEAST_TRACED = {"timm": 0.99, "transformers": 0.95}
 BATCH = 2
 # Short, because the CPU runs state-space models step by step: 512 steps are 300,000 operators.
 LENGTH = 64
@@ -36,59 +39,23 @@ TIMEOUT_S = 300.0
 MODELS_PER_WORKER = 25
 
 
-def main() -> None:
-    """Run, or go on with, a coverage run, and print its summary."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=(*SUITES, "all"), default="all")
-    parser.add_argument("--sample", type=int, help="so many models per suite, drawn with --seed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("coverage.jsonl"))
-    parser.add_argument("--retry", action="store_true", help="trace earlier failures again")
-    parser.add_argument("--only", nargs="*", help="only these models, whatever the results hold")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", choices=SUITES, help=argparse.SUPPRESS)
-    parser.add_argument("--list", choices=SUITES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker)
-    elif options.list:
-        print(json.dumps(names_of(options.list)))
-    else:
-        run(options)
-
-
-# Driver
-
-
-def run(options: argparse.Namespace) -> None:
-    """Trace what the results file lacks, then print the summary."""
-    suites = SUITES if options.suite == "all" else (options.suite,)
-    cases = []
-    for suite in suites:
-        listed = subprocess.run(
-            [sys.executable, __file__, "--list", suite], capture_output=True, text=True, check=True
-        )
-        names = json.loads(listed.stdout.splitlines()[-1])
-        if options.only:
-            names = [name for name in names if name in options.only]
-        elif options.sample and options.sample < len(names):
-            names = sorted(random.Random(options.seed).sample(names, options.sample))
-        found = {} if options.only else read_results(options.results, suite)
-        if options.retry:
-            found = {name: case for name, case in found.items() if case["status"] != "failed"}
-        missing = [name for name in names if name not in found]
-        with options.results.open("a", encoding="utf-8") as log:
-            for case in trace_all(suite, missing):
+def run(options: Options) -> Mapping[str, Any]:
+    """Trace what the results file lacks: all types of transformers, some models of timm."""
+    results, cases = options.work / "coverage.jsonl", []
+    for suite in SUITES[1:] if options.quick else SUITES:
+        names = list(filter(options.takes, names_of(suite)))
+        most = QUICK_MODELS if options.quick else SAMPLES[suite]
+        if most < len(names):
+            names = sorted(random.Random(0).sample(names, most))
+        known = read_results(results, suite)
+        with results.open("a", encoding="utf-8") as log:
+            for case in trace_all(suite, [name for name in names if name not in known]):
                 log.write(json.dumps(case) + "\n")
                 log.flush()
-                found[case["model"]] = case
-                line = f"{suite} {case['model']}: {case['status']} {case.get('reason', '')}"
-                print(line[:300], file=sys.stderr)
-        cases += [found[name] for name in names if name in found]
-    if options.json:
-        print(json.dumps({"cases": cases, "summary": summary(cases)}))
-    else:
-        print_summary(cases)
+                known[case["model"]] = case
+                say(f"{suite} {case['model']}: {case['status']} {case.get('reason', '')}"[:300])
+        cases += [{"id": f"{suite} {name}", **known[name]} for name in names if name in known]
+    return {"cases": cases + figures(cases), "report": failures(cases)}
 
 
 def read_results(path: Path, suite: str) -> dict[str, dict[str, Any]]:
@@ -101,7 +68,7 @@ def read_results(path: Path, suite: str) -> dict[str, dict[str, Any]]:
 
 def trace_all(suite: str, names: list[str]) -> Iterator[dict[str, Any]]:
     """Trace the models of a suite, one after the other."""
-    for name, case in ask_all([sys.executable, __file__, "--worker", suite], names):
+    for name, case in ask_all([sys.executable, __file__, suite], names):
         yield {"suite": suite, "model": name, **case}
 
 
@@ -144,29 +111,28 @@ def ask(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
     return found
 
 
-def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts per suite; the ratio of those that can be built here leaves the others out."""
-    told = {}
-    for suite in SUITES:
+def figures(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The share of each suite's models that is traced, of all and of those that can be built."""
+    shares = []
+    for suite, least in LEAST_TRACED.items():
         mine = [case for case in cases if case["suite"] == suite]
         trainable = [case for case in mine if case["status"] != "no_training_head"]
         traced = [case for case in trainable if case["status"] == "ok"]
-        failed = [case for case in trainable if case["status"] != "ok"]
-        buildable = len(traced) + sum(not beyond_us(case["reason"]) for case in failed)
-        if trainable:
-            told[suite] = {
-                "models": len(trainable),
-                "traced": len(traced),
-                "traced_ratio": len(traced) / len(trainable),
-                "buildable": buildable,
-                "traced_of_buildable_ratio": len(traced) / buildable if buildable else None,
-                "batch_free": sum(bool(case["batch_free"]) for case in traced),
-                "completed": sum(bool(case.get("completed")) for case in traced),
-                "text_alone": sum(bool(case.get("text_alone")) for case in traced),
-                "no_training_head": len(mine) - len(trainable),
-                "failures": Counter(cause_of(case["reason"]) for case in failed),
-            }
-    return told
+        buildable = [c for c in trainable if c["status"] == "ok" or not beyond_us(c["reason"])]
+        for what, models in (("", trainable), (" that can be built here", buildable)):
+            if models:
+                name = f"{suite}: traced of {len(models)} models{what}"
+                share = {"value": len(traced) / len(models)}
+                shares.append({"id": name, **share, "least": None if what else least})
+    return shares
+
+
+def failures(cases: list[dict[str, Any]]) -> list[str]:
+    """How many of each cause, then each of them."""
+    failed = [case for case in cases if case["status"] == "failed"]
+    counts = Counter(cause_of(case["reason"]) for case in failed)
+    lines = [f"{count} {cause}" for cause, count in counts.most_common()]
+    return lines + [f"{case['id']}: {case['reason']}" for case in failed]
 
 
 CANNOT_BUILD = "transformers cannot build its own default configuration"
@@ -195,27 +161,6 @@ def cause_of(reason: str) -> str:
 def beyond_us(reason: str) -> bool:
     """Whether the model cannot be built here at all, with or without this package."""
     return cause_of(reason).startswith((CANNOT_BUILD, "needs library"))
-
-
-def print_summary(cases: list[dict[str, Any]]) -> None:
-    """The summary for people, failures by cause and model."""
-    for suite, told in summary(cases).items():
-        print(
-            f"{suite}: traced {told['traced']} of {told['models']} "
-            f"({100 * told['traced_ratio']:.1f} %), {told['traced']} of the {told['buildable']} "
-            f"that can be built here ({100 * (told['traced_of_buildable_ratio'] or 0):.1f} %); "
-            f"{told['batch_free']} at every batch size, {told['completed']} after completing "
-            f"their default configuration, {told['text_alone']} on text without images; "
-            f"{told['no_training_head']} without a training head left out"
-        )
-        for cause, count in told["failures"].most_common():
-            print(f"  {count} {cause}")
-    for case in cases:
-        if case["status"] == "failed":
-            print(f"{case['suite']} {case['model']}: {case['reason']}")
-
-
-# Worker
 
 
 @functools.cache
@@ -385,4 +330,4 @@ def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    work(sys.argv[1])

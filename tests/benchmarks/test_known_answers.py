@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from known_answers import is_right_of_memory, table_of, verdicts
+from known_answers import is_right_of_memory, memory_figures
 from known_layouts import known_layout_rows
 from known_rows import KnownRow, known_rows, unseen
 from published.graphs import ModelSpec
@@ -115,20 +115,19 @@ def test_memory_is_right_where_what_ran_is_not_refused(fits: str, ran: bool, rig
     assert is_right_of_memory(case(fits=fits, ran=ran)) == right
 
 
-def test_halves_are_judged_apart_and_rows_that_did_not_fit_by_memory_alone() -> None:
+def test_halves_are_judged_apart_by_whether_rows_fit() -> None:
     cases = [
         case(predicted_s=1.04),
         case(half="unseen", predicted_s=1.3),
         case(fits="no", ran=False),
     ]
-    seen, unseen_half, _ = verdicts(cases)
-    assert seen == "seen: 1 steps, median 4.0 %, worst 4.0 %, memory right in 2 of 2: reached"
-    assert unseen_half.endswith("worst 30.0 %, memory right in 1 of 1: missed")
-
-
-def test_the_table_has_a_line_for_each_row() -> None:
-    _, line = table_of([case(predicted_s=0.9)])
-    assert line == ["a page", "a row", "seen", "1000 ms", "900 ms", "-10.0 %", "yes"]
+    figures = {figure["id"]: figure["value"] for figure in memory_figures(cases)}
+    assert figures == {
+        "seen: wrong of whether it fits": 0,
+        "unseen: wrong of whether it fits": 0,
+    }
+    (wrong,) = memory_figures([case(fits="no", ran=True), case(fits="yes", ran=True)])
+    assert (wrong["value"], wrong["bound"]) == (1, 0)
 
 
 def test_a_power_limit_of_a_source_is_that_of_its_devices() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import layout_accuracy
 import pytest
-from layout_accuracy import CASES, main, measured
+from layout_accuracy import CASES, measured, run
+from options import Options
 
 from estimator.graph.partition.plan import Plan
 from estimator.machines.catalogue import load_profile
@@ -26,11 +27,11 @@ def test_ranks_train_the_case_asked_for_where_only_some_cases_are_run(
 ) -> None:
     asked: list[Mapping[str, Any]] = []
 
-    def run(devices: Any, target: str, arguments: Mapping[str, Any], **_: Any) -> list[Any]:
+    def run_on(devices: Any, target: str, arguments: Mapping[str, Any], **_: Any) -> list[Any]:
         asked.append(arguments)
         return [{"step_s": 1.0}, {"step_s": 2.0}]
 
-    monkeypatch.setattr(layout_accuracy, "run_on_devices", run)
+    monkeypatch.setattr(layout_accuracy, "run_on_devices", run_on)
     monkeypatch.setattr(layout_accuracy, "CASES", CASES[3:])
     assert measured(CASES[3], "tp", PLAN, profile(), steps=1, processes=1) == [2.0]
     # A rank is a fresh process, which knows all cases again.
@@ -41,23 +42,20 @@ def test_ranks_train_the_case_asked_for_where_only_some_cases_are_run(
 
 
 def test_a_case_that_was_found_is_not_measured_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Answer:
-        layout, step_time_s = "tp=2", 0.9
+        layout, step_time_s, low_s, high_s = "tp=2", 0.9, 0.8, 1.0
 
         class breakdown:
             layer_communication_s = 0.1
 
-    measurements = iter(([1.0, 1.2, 0.8], [2.0, 1.8, 2.2]))
-    monkeypatch.setattr(layout_accuracy.est, "load_profile", lambda _: profile())
+    measurements = iter([[float(n), n + 0.2, n - 0.2] for n in range(1, 6)])
+    monkeypatch.setattr(layout_accuracy, "local_machine", lambda _: profile())
     monkeypatch.setattr(layout_accuracy, "predicted", lambda *_, **__: (PLAN, Answer()))
     monkeypatch.setattr(layout_accuracy, "measured", lambda *_, **__: next(measurements))
-    monkeypatch.setattr("sys.argv", ["layout_accuracy", "--only", "3", "--work", str(tmp_path)])
-    main()
-    first = capsys.readouterr().out
-    # Ten per cent below one second, 55 below two.
-    assert "-10.0%" in first
-    assert "median 32.5%, worst 55.0%, 2 cases" in first
-    main()
-    assert capsys.readouterr().out == first
+    options = Options(quick=True, data=tmp_path, work=tmp_path)
+    first = list(run(options))
+    assert [case["measured_s"] for case in first] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert {case["method"] for case in first} == {"layers", "pipeline"}
+    assert list(run(options)) == first

@@ -22,7 +22,7 @@ from published.own_kernels import (
 )
 from published.rows import NotMapped, NotQualified, parsed
 from published.sources import Source, Workload
-from published_accuracy import counted, summaries, tables_of
+from published_accuracy import counted, summaries
 from summary import constant_score_ratio
 from torch import nn
 from zoo.convolutional import resnet
@@ -384,7 +384,6 @@ def test_sources_are_summed_up_by_method_then_cold_by_place() -> None:
     assert whole.median_ratio == pytest.approx(0.2)
     assert naive.median_ratio == 0.0
     assert place.group["place"] == "one node"
-    assert len(list(tables_of([whole, naive, place]))) == 2
 
 
 def test_rows_are_counted_by_what_became_of_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from schedulers import seed_lines
+from schedulers import gains
 from schedulers_measured import MeasuredSpeeds
 
 from estimator.replay.jobs import Job
@@ -52,18 +52,15 @@ def test_a_placement_that_was_not_measured_takes_the_closest() -> None:
     assert seconds((1, 1), 40) == pytest.approx(1.7)
 
 
-def test_gains_over_fifo_are_listed_by_its_queue() -> None:
+def test_gains_over_fifo_are_means_over_seeds() -> None:
     shared = {"cluster": "c", "arrivals_every_s": 60.0, "believed": "engine"}
     cases = []
-    for seed in range(4):
-        # The later the seed, the shorter the queue: 4, 3, 2 and 1 h.
-        fifo = {"average_queue_s": 3600 * (4 - seed), "average_jct_s": 30, "makespan_s": 50}
-        mine = {"average_jct_s": 20, "makespan_s": 40 + 10 * seed}
-        cases += [shared | {"policy": "fifo", "seed": seed} | fifo]
-        cases += [shared | {"policy": "max-min", "seed": seed} | mine]
-    rows = [line for line in seed_lines(cases) if line.startswith("| ")][1:]
-    assert rows == [
-        *("| 3 | 1.00 | 1.50 | 0.71 |", "| 2 | 2.00 | 1.50 | 0.83 |"),
-        *("| 1 | 3.00 | 1.50 | 1.00 |", "| 0 | 4.00 | 1.50 | 1.25 |"),
-    ]
-    assert seed_lines(cases[:6]) == []
+    for seed, mine_s in enumerate((20, 10)):
+        fifo = {"policy": "fifo", "average_jct_s": 30, "makespan_s": 50}
+        mine = {"policy": "max-min", "average_jct_s": mine_s, "makespan_s": 40}
+        cases += [shared | {"seed": seed} | each for each in (fifo, mine)]
+    jct, makespan = gains(cases)
+    assert jct["by_seed"] == [1.5, 3.0]
+    assert jct["value"] == 2.25
+    assert makespan["value"] == 1.25
+    assert list(gains(cases[1::2])) == []
