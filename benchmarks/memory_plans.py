@@ -16,9 +16,10 @@ from pathlib import Path
 from options import Options
 from records import Record, say
 from swap.checker import plan_flaws
+from swap.steps import UpdateSchedule
 
 import estimator as est
-from estimator.advise.swap.problem import SwapProblem, UpdateSchedule, host_link, swap_problem
+from estimator.advise.swap.problem import SwapProblem, host_link, swap_problem
 from estimator.advise.swap.search import Planned, least_bytes, pareto, plan_within
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile

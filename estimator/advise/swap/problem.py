@@ -1,15 +1,11 @@
-"""Lay a step out as what a plan of memory needs: operators in order, tensors, the host link.
-
-The jobs take turns step by step, as under Gandiva's time-slicing (Xiao et al., OSDI 2018): what one
-job holds between its steps may be away while the others run, and all share the host link.
-"""
+"""Lay a step out as what a plan of memory needs: operators in order, tensors, the host link."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,34 +20,8 @@ from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.rank.program import StepProgram
 from estimator.workload.optimizers import RULES, state_sizes
 
-UpdatePlace = Literal["end", "ready", "paced"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSchedule:
-    """When parameters are updated, and how much of one at once.
-
-    At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
-    `register_post_accumulate_grad_hook`); or `paced`, from then on evenly over what is left of the
-    step, so that optimizer state comes over the host link piece by piece. What reads no other
-    parameter's gradient (clipping and gradient scalers do) may be updated before the end. A
-    parameter above `sub_group_bytes` is updated in slices with moments of their own, as the
-    sub-groups of DeepSpeed's ZeRO-3 are (`sub_group_size`).
-    """
-
-    place: UpdatePlace = "end"
-    sub_group_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sub_group_bytes is not None and self.sub_group_bytes < 1:
-            raise WorkloadError(
-                f"a sub-group has at least 1 byte, found {self.sub_group_bytes}; leave it out for "
-                "whole parameters"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSlice:
+class UpdateSlice(NamedTuple):
     """The update of one slice of a parameter, which comes after op `after` of the graph."""
 
     after: int
@@ -59,75 +29,29 @@ class UpdateSlice:
     size_bytes: int
 
 
-def update_slices(
-    structure: GraphStructure,
-    parameter_of: dict[int, int],
-    op_ends_s: Array,
-    updates: UpdateSchedule,
+def updated_at_the_end(
+    structure: GraphStructure, parameter_of: dict[int, int], op_ends_s: Array
 ) -> list[UpdateSlice]:
-    """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
-    graph = structure.graph
+    """Whole parameters after the last op, as torch updates them.
+
+    `parameter_of` are the storages of parameters, `op_ends_s` when each op ends.
+    """
+    graph, block = structure.graph, block_bytes(structure.graph)
     last = len(graph.ops) - 1
-    ready = {
-        number: last if parameter.ready_after is None else parameter.ready_after
+    return [
+        UpdateSlice(last, number, rounded_bytes(parameter.spec.nbytes, block))
         for number, parameter in enumerate(graph.parameters)
         if parameter.gradient is not None
-    }
-    # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
-    # be final before that of what the matrix multiplied.
-    for index, op in enumerate(graph.ops):
-        for value in op.inputs:
-            number = parameter_of.get(int(structure.storage_of[value]))
-            if number in ready:
-                ready[number] = max(ready[number], index)
-    if updates.place == "end":
-        ready = dict.fromkeys(ready, last)
-    sizes = {number: _sizes(structure, number, updates.sub_group_bytes) for number in ready}
-    slices = [
-        UpdateSlice(after=after, parameter=number, size_bytes=size)
-        for number, after in sorted(ready.items(), key=lambda item: item[1])
-        for size in sizes[number]
-    ]
-    return _paced(slices, op_ends_s) if updates.place == "paced" else slices
-
-
-def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int]:
-    """Bytes of the slices of a parameter, each in whole blocks of the allocator."""
-    block = block_bytes(structure.graph)
-    left = rounded_bytes(structure.graph.parameters[number].spec.nbytes, block)
-    if most is None:
-        return [left]
-    pieces = max(-(-left // most), 1)
-    size = rounded_bytes(-(-left // pieces), block)
-    return [min(size, left - start) for start in range(0, left, size)] or [left]
-
-
-def _paced(slices: list[UpdateSlice], op_ends_s: Array) -> list[UpdateSlice]:
-    """Each after its share, by bytes, of the time from the first ready gradient to the end."""
-    if not slices:
-        return slices
-    begin_s, end_s = float(op_ends_s[slices[0].after]), float(op_ends_s[-1])
-    done = np.cumsum([each.size_bytes for each in slices])
-    due_s = begin_s + (end_s - begin_s) * done / done[-1]
-    places = np.minimum(np.searchsorted(op_ends_s, due_s), len(op_ends_s) - 1)
-    return [
-        UpdateSlice(
-            after=max(each.after, int(place)),
-            parameter=each.parameter,
-            size_bytes=each.size_bytes,
-        )
-        for each, place in zip(slices, places, strict=True)
     ]
 
+
+# When the parameters of a step are updated, and how much of one at once.
+Updates = Callable[[GraphStructure, dict[int, int], Array], Sequence[UpdateSlice]]
 
 TensorKind = Literal["parameter", "gradient", "state", "activation"]
 
 # What draws random numbers gives others when it runs again.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
-
-AT_THE_END = UpdateSchedule()
-# They take norms or products of a whole parameter.
-_BY_TENSOR = ("lamb", "muon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,14 +144,13 @@ def swap_problem(
     *,
     d2h: Link | None = None,
     h2d: Link | None = None,
-    updates: UpdateSchedule = AT_THE_END,
-    fused_updates: bool = True,
+    updates: Updates = updated_at_the_end,
 ) -> SwapProblem:
     """The step of an estimate for one rank with one micro-batch.
 
     Every parameter is updated by itself, which then releases its gradient; `updates` say when. On a
-    GPU `fused_updates` are those of torch's fused optimizers, which hold no temporaries. Links
-    default to those of the machine. Raises WorkloadError, ProfileError.
+    GPU they are those of torch's fused optimizers, which hold no temporaries. Links default to
+    those of the machine. Raises WorkloadError, ProfileError.
     """
     plan = answer.plan
     if answer.ranks > 1 or answer.accumulation_steps > 1:
@@ -236,15 +159,6 @@ def swap_problem(
             f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
         )
     kind = plan.kinds[0]
-    if updates.sub_group_bytes is not None and answer.optimizer in _BY_TENSOR:
-        raise WorkloadError(
-            f"{answer.optimizer} updates whole tensors, found sub-groups of "
-            f"{updates.sub_group_bytes} bytes; leave out sub_group_bytes"
-        )
-    if updates.place != "end" and kind.program.bound.graph.grad_scaler:
-        raise WorkloadError(
-            "a gradient scaler checks all gradients before the update; update at the end"
-        )
     profile = kind.program.profile
     build = partial(
         _Builder,
@@ -252,10 +166,9 @@ def swap_problem(
         update_s=kind.update.update_s(plan.share),
         d2h=d2h or host_link(profile, "d2h"),
         h2d=h2d or host_link(profile, "h2d"),
-        fused=fused_updates and kind.program.bound.graph.target == "cuda",
     )
-    plain = build(updates=AT_THE_END).problem()
-    if updates == AT_THE_END:
+    plain = build(updates=updated_at_the_end).problem()
+    if updates is updated_at_the_end:
         return plain
     return replace(build(updates=updates).problem(), plain_bytes=plain.vanilla_bytes)
 
@@ -281,8 +194,7 @@ class _Builder:
         update_s: float,
         d2h: Link,
         h2d: Link,
-        updates: UpdateSchedule,
-        fused: bool,
+        updates: Updates,
     ) -> None:
         self.bound: BoundGraph = program.bound
         self.graph: OpGraph = program.bound.graph
@@ -293,10 +205,8 @@ class _Builder:
         ends_s = program.lanes.ends_s(0)
         self.op_s = np.diff(ends_s, prepend=0.0)
         self.update_s = update_s
-        self.fused = fused
         self.parameter_of = self._parameter_of()
-        slices = update_slices(self.structure, self.parameter_of, ends_s, updates)
-        self.order = self._order(slices)
+        self.order = self._order(updates(self.structure, self.parameter_of, ends_s))
 
     def _order(self, slices: Sequence[UpdateSlice]) -> list[tuple[int, UpdateSlice | None]]:
         """(op of the graph, None) and (-1, slice to update), in the order in which they run."""
@@ -355,12 +265,9 @@ class _Builder:
         )
 
     def _temporary(self, size_bytes: int) -> int:
-        """The root of the second moment, and in a loop the quotient (`temporaries_bytes`)."""
-        rule = RULES[self.graph.optimizer]
-        if self.fused or not rule.root_tensors:
-            return 0
-        foreach = self.graph.target == "cuda" and rule.form is None
-        return size_bytes if foreach else 2 * size_bytes
+        """On a CPU the root of the second moment and the quotient (`temporaries_bytes`)."""
+        fused = self.graph.target == "cuda"
+        return 0 if fused or not RULES[self.graph.optimizer].root_tensors else 2 * size_bytes
 
     def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
         structure, graph = self.structure, self.graph
@@ -490,49 +397,3 @@ def is_repeatable(op: Op) -> bool:
     """Whether running it again gives the same: of the forward pass, and not random."""
     name = op.call.target.lower()
     return op.phase == "forward" and not op.is_view and not any(word in name for word in _RANDOM)
-
-
-def joined(jobs: Sequence[SwapProblem]) -> SwapProblem:
-    """One step of every job, one after the other, as a problem of its own.
-
-    Raises WorkloadError where there are none, or their links are not the same.
-    """
-    if not jobs:
-        raise WorkloadError("there are no jobs to plan memory for; give at least one")
-    first = jobs[0]
-    if any((job.d2h, job.h2d) != (first.d2h, first.h2d) for job in jobs):
-        raise WorkloadError("jobs that share a device share its host link; give all the same one")
-    ops = sum(job.ops for job in jobs)
-    tensors: list[PlannedTensor] = []
-    reads: list[tuple[int, ...]] = []
-    writes: list[tuple[int, ...]] = []
-    for job in jobs:
-        begin, number = len(reads), len(tensors)
-        end = begin + job.ops
-        for tensor in job.tensors:
-            last = ops if tensor.is_standing else min(tensor.dies + begin, end - 1)
-            tensors.append(
-                replace(
-                    tensor,
-                    number=number + tensor.number,
-                    born=tensor.born if tensor.is_standing else tensor.born + begin,
-                    dies=last,
-                    accesses=tuple(op + begin for op in tensor.accesses),
-                    writers=tuple(op + begin for op in tensor.writers),
-                )
-            )
-        reads += [tuple(number + tensor for tensor in each) for each in job.reads]
-        writes += [tuple(number + tensor for tensor in each) for each in job.writes]
-    return SwapProblem(
-        op_s=np.concatenate([job.op_s for job in jobs]),
-        tensors=tuple(tensors),
-        reads=tuple(reads),
-        writes=tuple(writes),
-        repeatable=tuple(each for job in jobs for each in job.repeatable),
-        workspace_bytes=np.concatenate([job.workspace_bytes for job in jobs]),
-        fixed_bytes=sum(job.fixed_bytes for job in jobs),
-        d2h=first.d2h,
-        h2d=first.h2d,
-        order=tuple(op for job in jobs for op in job.order),
-        names=tuple(f"job {index}: {name}" for index, job in enumerate(jobs) for name in job.names),
-    )

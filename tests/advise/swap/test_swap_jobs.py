@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from swap.checker import plan_flaws
+from swap.steps import joined
 
 from estimator.advise.swap.plan import SwapPlan, play
-from estimator.advise.swap.problem import joined
 from estimator.advise.swap.search import plan_within
 from estimator.errors import WorkloadError
 from tests.advise.swap.swap_problems import link, problem_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from swap.checker import plan_flaws
+from swap.steps import UpdateSchedule
 from torch import nn
 
 import estimator as est
-from estimator.advise.swap.problem import SwapProblem, UpdateSchedule, swap_problem
+from estimator.advise.swap.problem import SwapProblem, swap_problem
 from estimator.advise.swap.search import plan_within
 from estimator.errors import WorkloadError
 from estimator.graph.ir.op_graph import OpGraph

@@ -1,0 +1,164 @@
+"""Lay updates and jobs out otherwise than the package does: paced slices, jobs that take turns.
+
+The jobs take turns step by step, as under Gandiva's time-slicing (Xiao et al., OSDI 2018): what one
+job holds between its steps may be away while the others run, and all share the host link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from estimator.advise.swap.problem import PlannedTensor, SwapProblem, UpdateSlice
+from estimator.elementwise import Array
+from estimator.errors import WorkloadError
+from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.sizes import block_bytes, rounded_bytes
+
+# They take norms or products of a whole parameter.
+_BY_TENSOR = ("lamb", "muon")
+UpdatePlace = Literal["end", "ready", "paced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSchedule:
+    """When parameters are updated, and how much of one at once.
+
+    At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
+    `register_post_accumulate_grad_hook`); or `paced`, from then on evenly over what is left of the
+    step, so that optimizer state comes over the host link piece by piece. What reads no other
+    parameter's gradient (clipping and gradient scalers do) may be updated before the end. A
+    parameter above `sub_group_bytes` is updated in slices with moments of their own, as the
+    sub-groups of DeepSpeed's ZeRO-3 are (`sub_group_size`).
+    """
+
+    place: UpdatePlace = "end"
+    sub_group_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sub_group_bytes is not None and self.sub_group_bytes < 1:
+            raise WorkloadError(
+                f"a sub-group has at least 1 byte, found {self.sub_group_bytes}; leave it out for "
+                "whole parameters"
+            )
+
+    def __call__(
+        self, structure: GraphStructure, parameter_of: dict[int, int], op_ends_s: Array
+    ) -> list[UpdateSlice]:
+        """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
+        if self.sub_group_bytes is not None and structure.graph.optimizer in _BY_TENSOR:
+            raise WorkloadError(
+                f"{structure.graph.optimizer} updates whole tensors, found sub-groups of "
+                f"{self.sub_group_bytes} bytes; leave out sub_group_bytes"
+            )
+        if self.place != "end" and structure.graph.grad_scaler:
+            raise WorkloadError(
+                "a gradient scaler checks all gradients before the update; update at the end"
+            )
+        return update_slices(structure, parameter_of, op_ends_s, self)
+
+
+def update_slices(
+    structure: GraphStructure,
+    parameter_of: dict[int, int],
+    op_ends_s: Array,
+    updates: UpdateSchedule,
+) -> list[UpdateSlice]:
+    """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
+    graph = structure.graph
+    last = len(graph.ops) - 1
+    ready = {
+        number: last if parameter.ready_after is None else parameter.ready_after
+        for number, parameter in enumerate(graph.parameters)
+        if parameter.gradient is not None
+    }
+    # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
+    # be final before that of what the matrix multiplied.
+    for index, op in enumerate(graph.ops):
+        for value in op.inputs:
+            number = parameter_of.get(int(structure.storage_of[value]))
+            if number in ready:
+                ready[number] = max(ready[number], index)
+    if updates.place == "end":
+        ready = dict.fromkeys(ready, last)
+    sizes = {number: _sizes(structure, number, updates.sub_group_bytes) for number in ready}
+    slices = [
+        UpdateSlice(after, number, size)
+        for number, after in sorted(ready.items(), key=lambda item: item[1])
+        for size in sizes[number]
+    ]
+    return _paced(slices, op_ends_s) if updates.place == "paced" else slices
+
+
+def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int]:
+    """Bytes of the slices of a parameter, each in whole blocks of the allocator."""
+    block = block_bytes(structure.graph)
+    left = rounded_bytes(structure.graph.parameters[number].spec.nbytes, block)
+    if most is None:
+        return [left]
+    pieces = max(-(-left // most), 1)
+    size = rounded_bytes(-(-left // pieces), block)
+    return [min(size, left - start) for start in range(0, left, size)] or [left]
+
+
+def _paced(slices: list[UpdateSlice], op_ends_s: Array) -> list[UpdateSlice]:
+    """Each after its share, by bytes, of the time from the first ready gradient to the end."""
+    if not slices:
+        return slices
+    begin_s, end_s = float(op_ends_s[slices[0].after]), float(op_ends_s[-1])
+    done = np.cumsum([each.size_bytes for each in slices])
+    due_s = begin_s + (end_s - begin_s) * done / done[-1]
+    places = np.minimum(np.searchsorted(op_ends_s, due_s), len(op_ends_s) - 1)
+    return [
+        each._replace(after=max(each.after, int(place)))
+        for each, place in zip(slices, places, strict=True)
+    ]
+
+
+def joined(jobs: Sequence[SwapProblem]) -> SwapProblem:
+    """One step of every job, one after the other, as a problem of its own.
+
+    Raises WorkloadError where there are none, or their links are not the same.
+    """
+    if not jobs:
+        raise WorkloadError("there are no jobs to plan memory for; give at least one")
+    first = jobs[0]
+    if any((job.d2h, job.h2d) != (first.d2h, first.h2d) for job in jobs):
+        raise WorkloadError("jobs that share a device share its host link; give all the same one")
+    ops = sum(job.ops for job in jobs)
+    tensors: list[PlannedTensor] = []
+    reads: list[tuple[int, ...]] = []
+    writes: list[tuple[int, ...]] = []
+    for job in jobs:
+        begin, number = len(reads), len(tensors)
+        end = begin + job.ops
+        for tensor in job.tensors:
+            last = ops if tensor.is_standing else min(tensor.dies + begin, end - 1)
+            tensors.append(
+                replace(
+                    tensor,
+                    number=number + tensor.number,
+                    born=tensor.born if tensor.is_standing else tensor.born + begin,
+                    dies=last,
+                    accesses=tuple(op + begin for op in tensor.accesses),
+                    writers=tuple(op + begin for op in tensor.writers),
+                )
+            )
+        reads += [tuple(number + tensor for tensor in each) for each in job.reads]
+        writes += [tuple(number + tensor for tensor in each) for each in job.writes]
+    return SwapProblem(
+        op_s=np.concatenate([job.op_s for job in jobs]),
+        tensors=tuple(tensors),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        repeatable=tuple(each for job in jobs for each in job.repeatable),
+        workspace_bytes=np.concatenate([job.workspace_bytes for job in jobs]),
+        fixed_bytes=sum(job.fixed_bytes for job in jobs),
+        d2h=first.d2h,
+        h2d=first.h2d,
+        order=tuple(op for job in jobs for op in job.order),
+        names=tuple(f"job {index}: {name}" for index, job in enumerate(jobs) for name in job.names),
+    )
