@@ -148,14 +148,6 @@ class Strategy(ABC):
         """Whether the optimizer runs on the host."""
         return False
 
-    def sharded_ranks(self, ranks: int) -> int:
-        """Over how many of the ranks the parameters are sharded: 1 where each holds them whole.
-
-        >>> Strategy.parse("fsdp:shard=4").sharded_ranks(8), Strategy.parse("ddp").sharded_ranks(8)
-        (4, 1)
-        """
-        return 1 if self.keeps.parameters == "whole" else self.shard_ranks or ranks
-
     def divides(self, ranks: Any) -> Any:
         """Whether the ranks can be divided as it asks: of one number, or of each in an array.
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array, Indices, maximum
+from estimator.elementwise import Array, Indices, maximum, minimum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.memory.sizes import StepTensors
@@ -31,7 +31,12 @@ from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import fastest_s, line_s
-from estimator.timeline.collectives.costs import CollectiveModel, Corrections, SizedCollective
+from estimator.timeline.collectives.costs import (
+    CollectiveCosts,
+    CollectiveModel,
+    Corrections,
+    SizedCollective,
+)
 from estimator.timeline.collectives.overlap import Overlap
 from estimator.timeline.rank.lanes import MicroBatches
 from estimator.timeline.rank.layer_collectives import (
@@ -242,6 +247,19 @@ class Communication(NamedTuple):
 class Network(ABC):
     """What a strategy's collectives cost by some profiles; a group names one by its number."""
 
+    def __init__(
+        self, rules: Any, profiles: Sequence[MachineProfile], cluster: Cluster | None
+    ) -> None:
+        self._rules, self._profiles, self._cluster = rules, profiles, cluster
+
+    def _sized(
+        self, op: CollectiveName, sizes_bytes: Array
+    ) -> tuple[CollectiveCosts, SizedCollective]:
+        """A collective of buffers of some sizes."""
+        kind, cache = self._rules.graph.target, self._rules.cache
+        costs = CollectiveCosts(self._profiles, op, kind, self._cluster, cache)
+        return costs, SizedCollective(costs.corrections, sizes_bytes)
+
     @cached_property
     def known(self) -> dict[Hashable, tuple[Any, Communication]]:
         """What ranks were found to wait for, by their kinds, groups and coefficients."""
@@ -370,6 +388,8 @@ class Rules(ABC, Generic[S]):
     axes: ClassVar[tuple[str, ...]] = (DP,)
     # Those of them along which it exchanges experts that ranks divide.
     expert_axes: ClassVar[tuple[str, ...]] = ()
+    network_class: ClassVar[type[Network]]
+    """What its collectives cost."""
     unmeasured: ClassVar[str] = (
         "a ring over the slowest link, corrected by the nearest measured group if there is one"
     )
@@ -392,13 +412,16 @@ class Rules(ABC, Generic[S]):
     def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
         """What a rank holds during a step; see `RankRequest` for `merging`."""
 
-    @abstractmethod
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
         """What its collectives cost by some profiles."""
+        return self.network_class(self, profiles, cluster)
 
-    @abstractmethod
     def shards(self, ranks: Any) -> Any:
         """Over how many of a step's ranks the strategy shards: a number, or one for each row."""
+        if self.strategy.keeps.state != "shard":
+            return 1
+        most = self.strategy.shard_ranks
+        return ranks if most is None else minimum(ranks, most)
 
     def update_share(self, ranks: Any) -> Any:
         """The part of the update that one rank does or waits for, its launch apart."""

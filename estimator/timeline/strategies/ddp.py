@@ -88,157 +88,6 @@ def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
     return tuple(launched)
 
 
-S = TypeVar("S", bound=Strategy)
-B = TypeVar("B", bound=Bucketed)
-
-
-class ReplicaRules(Rules[S]):
-    """All ranks hold everything and update everything; there may be buckets of gradients."""
-
-    reduce_op: ClassVar[CollectiveName] = "all_reduce"
-    after_op: ClassVar[CollectiveName | None] = None
-    reduced_by: ClassVar[str] = "all-reduce"
-    """What reduces gradients, in words."""
-    norm_op: ClassVar[CollectiveName | None] = None
-    """What adds up the norms of shards of gradients where they are clipped."""
-
-    def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
-        super().__init__(graph, shape, cache)
-        self.buckets = self.gradient_buckets()
-        self.gradient_bytes: Array = np.array([float(each.size_bytes) for each in self.buckets])
-        self.reduced_ratio = self.strategy.shard_dtypes(graph.precision).reduced_ratio
-        self.bucket_bytes: Array = self.gradient_bytes * self.reduced_ratio
-
-    def gradient_buckets(self) -> tuple[Bucket, ...]:
-        """What gradients are merged in."""
-        return ()
-
-    @property
-    def in_buckets(self) -> bool:
-        """Whether no gradient is held beside the buckets."""
-        return False
-
-    @property
-    def cast_copies(self) -> float:
-        """What casting a bucket to the dtype of its reduction moves, in copies of the bucket.
-
-        torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py: a bucket is cast, divided by
-        the number of ranks as such, and copied back; reading and writing it once is one copy.
-        """
-        ratio = self.reduced_ratio
-        return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
-
-    def held_bucket_bytes(self, gradients_bytes: int) -> int:
-        """As much as all gradients, and the copy of one bucket that is cast."""
-        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
-        return gradients_bytes + (
-            0 if self.reduced_ratio == 1 else int(largest * self.reduced_ratio)
-        )
-
-    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
-        """All micro-batches; the last one alone synchronises gradients."""
-        count = request.accumulation_steps
-        summed_s = (count - 1) * accumulate_s(request.trained, *request.machine)
-        buckets = self.buckets if request.merging else ()
-        sizes = [bucket.size_bytes for bucket in buckets]
-        back_s = copies_s(request.profile, sizes, request.devices_busy, request.cache)
-        each_s = back_s * (1 + self.cast_copies)
-        copied_s = float(each_s.sum()) if request.profile.host else 0.0
-        return RankLane(
-            lanes=request.lanes(
-                durations,
-                count=count,
-                host_s=durations.host_s,
-                added_s=_added_s(request, buckets, each_s),
-            ),
-            copies_s=copied_s + summed_s,
-            beside_s=summed_s,
-            accumulate_s=summed_s,
-            buckets=buckets,
-            copy_back_s=0.0 if self.in_buckets else float(back_s.sum()),
-        )
-
-    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
-        """What all ranks, or one, hold of the optimizer together."""
-        master_ratio = self.strategy.master_ratio(self.graph.precision)
-        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
-
-    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
-        """What ranks hold of the optimizer where there are several; see `Holding.updates`."""
-        return (Update.of(self.optimizer(tensors), sharded=False),)
-
-    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
-        if not merging:
-            return held_whole(tensors, ReplicaRules.updates(self, tensors))
-        return held_whole(
-            tensors,
-            self.updates(tensors),
-            bucket_bytes=self.held_bucket_bytes(tensors.trained_bytes()),
-            in_buckets=self.in_buckets,
-        )
-
-    def assumptions(self) -> Iterator[str]:
-        if self.strategy.master_ratio(self.graph.precision) > 1:
-            yield (
-                "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
-            )
-
-    def shards(self, ranks: Any) -> Any:
-        return 1
-
-    def update_share(self, ranks: Any) -> Any:
-        return 1.0
-
-    def network(
-        self, profiles: Sequence[MachineProfile], cluster: Cluster | None
-    ) -> BucketedNetwork:
-        return BucketedNetwork(self, profiles, cluster)
-
-    def reduce_costs(
-        self, profiles: Sequence[MachineProfile], cluster: Cluster | None
-    ) -> CollectiveCosts:
-        """What carries one bucket of gradients."""
-        kind = self.graph.target
-        return CollectiveCosts(profiles, self.reduce_op, kind, cluster, self.cache)
-
-    def bytes_after(self) -> Array:
-        """The sizes of the collectives that follow the update, one after the other."""
-        return np.zeros(0)
-
-    def words(self, ranks: int) -> str:
-        return f"reducing gradients of {ranks} ranks"
-
-
-class BucketedRules(ReplicaRules[B]):
-    """Ranks merge gradients in buckets."""
-
-    def gradient_buckets(self) -> tuple[Bucket, ...]:
-        return gradient_buckets(self.graph, self.strategy)
-
-
-@rules_for(DDP)
-class DistributedDataParallel(BucketedRules[DDP]):
-    """Gradients are all-reduced in buckets."""
-
-    @property
-    def in_buckets(self) -> bool:
-        return self.strategy.gradient_as_bucket_view
-
-
-def _added_s(request: RankRequest, buckets: Sequence[Bucket], each_s: Array) -> tuple[Any, Any]:
-    """Seconds of host and device that DDP adds to ops: its own host work, and copies."""
-    host = request.profile.host
-    if not buckets or host is None:
-        return 0.0, 0.0
-    host_s, device_s = np.zeros(len(request.graph.ops)), np.zeros(len(request.graph.ops))
-    host_s[0] = host.ddp_step_s
-    ready = [bucket.ready_after for bucket in buckets]
-    tensors = np.array([bucket.tensors for bucket in buckets])
-    np.add.at(device_s, ready, each_s)
-    np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
-    return host_s, device_s
-
-
 class BucketedNetwork(Network):
     """A queue of buckets, the buffers before it, and what follows the update.
 
@@ -246,36 +95,28 @@ class BucketedNetwork(Network):
     nothing says what that takes, it takes nothing.
     """
 
+    _rules: ReplicaRules[Any]
+
     def __init__(
-        self,
-        rules: ReplicaRules[Any],
-        profiles: Sequence[MachineProfile],
-        cluster: Cluster | None,
+        self, rules: ReplicaRules[Any], profiles: Sequence[MachineProfile], cluster: Cluster | None
     ) -> None:
+        super().__init__(rules, profiles, cluster)
         graph, cache = rules.graph, rules.cache
-        self._rules, self._profiles, self._cluster = rules, profiles, cluster
         self.reduce = rules.reduce_costs(profiles, cluster)
         self.queue = BucketQueue(self.reduce.corrections, rules.bucket_bytes)
         whole = float(rules.bucket_bytes.sum())
         self._whole = SizedCollective(self.reduce.corrections, np.array([whole]))
         self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
         self._of_group: dict[ProcessGroup, tuple[CollectiveModel, Overlap, Array | None]] = {}
-        self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
+        self._buffers = None
+        if graph.buffer_bytes:
+            self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
         self._norm = None
         if rules.norm_op is not None and graph.clip_grad_norm:
             self._norm = self._sized(rules.norm_op, np.array([NORM_BYTES]))
         self._after = None
-        if rules.after_op is not None:
-            self._after = self._sized(rules.after_op, rules.bytes_after())
-
-    def _sized(
-        self, op: CollectiveName, sizes_bytes: Array
-    ) -> tuple[CollectiveCosts, SizedCollective] | None:
-        if not sizes_bytes.sum():
-            return None
-        kind, cache = self._rules.graph.target, self._rules.cache
-        costs = CollectiveCosts(self._profiles, op, kind, self._cluster, cache)
-        return costs, SizedCollective(costs.corrections, sizes_bytes)
+        if rules.after_op is not None and (after_bytes := rules.bytes_after()).any():
+            self._after = self._sized(rules.after_op, after_bytes)
 
     def communication(self, ranks: Ranks) -> Communication:
         (group,) = ranks.groups[DP]
@@ -387,3 +228,144 @@ class BucketedNetwork(Network):
         if after_s:
             last = len(tasks.tasks) - 1
             tasks.add(NETWORK, float(after_s), last, label=Label("send parameters"))
+
+
+S = TypeVar("S", bound=Strategy)
+B = TypeVar("B", bound=Bucketed)
+
+
+class ReplicaRules(Rules[S]):
+    """All ranks hold everything and update everything; there may be buckets of gradients."""
+
+    network_class = BucketedNetwork
+    reduce_op: ClassVar[CollectiveName] = "all_reduce"
+    after_op: ClassVar[CollectiveName | None] = None
+    reduced_by: ClassVar[str] = "all-reduce"
+    """What reduces gradients, in words."""
+    norm_op: ClassVar[CollectiveName | None] = None
+    """What adds up the norms of shards of gradients where they are clipped."""
+
+    def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
+        super().__init__(graph, shape, cache)
+        self.buckets = self.gradient_buckets()
+        self.gradient_bytes: Array = np.array([float(each.size_bytes) for each in self.buckets])
+        self.reduced_ratio = self.strategy.shard_dtypes(graph.precision).reduced_ratio
+        self.bucket_bytes: Array = self.gradient_bytes * self.reduced_ratio
+
+    def gradient_buckets(self) -> tuple[Bucket, ...]:
+        """What gradients are merged in."""
+        return ()
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether no gradient is held beside the buckets."""
+        return False
+
+    @property
+    def cast_copies(self) -> float:
+        """What casting a bucket to the dtype of its reduction moves, in copies of the bucket.
+
+        torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py: a bucket is cast, divided by
+        the number of ranks as such, and copied back; reading and writing it once is one copy.
+        """
+        ratio = self.reduced_ratio
+        return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
+
+    def held_bucket_bytes(self, gradients_bytes: int) -> int:
+        """As much as all gradients, and the copy of one bucket that is cast."""
+        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
+        return gradients_bytes + (
+            0 if self.reduced_ratio == 1 else int(largest * self.reduced_ratio)
+        )
+
+    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
+        """All micro-batches; the last one alone synchronises gradients."""
+        count = request.accumulation_steps
+        summed_s = (count - 1) * accumulate_s(request.trained, *request.machine)
+        buckets = self.buckets if request.merging else ()
+        sizes = [bucket.size_bytes for bucket in buckets]
+        back_s = copies_s(request.profile, sizes, request.devices_busy, request.cache)
+        each_s = back_s * (1 + self.cast_copies)
+        copied_s = float(each_s.sum()) if request.profile.host else 0.0
+        return RankLane(
+            lanes=request.lanes(
+                durations,
+                count=count,
+                host_s=durations.host_s,
+                added_s=_added_s(request, buckets, each_s),
+            ),
+            copies_s=copied_s + summed_s,
+            beside_s=summed_s,
+            accumulate_s=summed_s,
+            buckets=buckets,
+            copy_back_s=0.0 if self.in_buckets else float(back_s.sum()),
+        )
+
+    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
+        """What all ranks, or one, hold of the optimizer together."""
+        master_ratio = self.strategy.master_ratio(self.graph.precision)
+        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
+
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
+        """What ranks hold of the optimizer where there are several; see `Holding.updates`."""
+        return (Update.of(self.optimizer(tensors), sharded=False),)
+
+    def holding(self, tensors: StepTensors, buckets: Sequence[Bucket], *, merging: bool) -> Holding:
+        if not merging:
+            return held_whole(tensors, ReplicaRules.updates(self, tensors))
+        return held_whole(
+            tensors,
+            self.updates(tensors),
+            bucket_bytes=self.held_bucket_bytes(tensors.trained_bytes()),
+            in_buckets=self.in_buckets,
+        )
+
+    def assumptions(self) -> Iterator[str]:
+        if self.strategy.master_ratio(self.graph.precision) > 1:
+            yield (
+                "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
+            )
+
+    def reduce_costs(
+        self, profiles: Sequence[MachineProfile], cluster: Cluster | None
+    ) -> CollectiveCosts:
+        """What carries one bucket of gradients."""
+        kind = self.graph.target
+        return CollectiveCosts(profiles, self.reduce_op, kind, cluster, self.cache)
+
+    def bytes_after(self) -> Array:
+        """The sizes of the collectives that follow the update, one after the other."""
+        return np.zeros(0)
+
+    def words(self, ranks: int) -> str:
+        return f"reducing gradients of {ranks} ranks"
+
+
+class BucketedRules(ReplicaRules[B]):
+    """Ranks merge gradients in buckets."""
+
+    def gradient_buckets(self) -> tuple[Bucket, ...]:
+        return gradient_buckets(self.graph, self.strategy)
+
+
+@rules_for(DDP)
+class DistributedDataParallel(BucketedRules[DDP]):
+    """Gradients are all-reduced in buckets."""
+
+    @property
+    def in_buckets(self) -> bool:
+        return self.strategy.gradient_as_bucket_view
+
+
+def _added_s(request: RankRequest, buckets: Sequence[Bucket], each_s: Array) -> tuple[Any, Any]:
+    """Seconds of host and device that DDP adds to ops: its own host work, and copies."""
+    host = request.profile.host
+    if not buckets or host is None:
+        return 0.0, 0.0
+    host_s, device_s = np.zeros(len(request.graph.ops)), np.zeros(len(request.graph.ops))
+    host_s[0] = host.ddp_step_s
+    ready = [bucket.ready_after for bucket in buckets]
+    tensors = np.array([bucket.tensors for bucket in buckets])
+    np.add.at(device_s, ready, each_s)
+    np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
+    return host_s, device_s

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array, exp, maximum, minimum
+from estimator.elementwise import Array, exp, maximum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph, UnitRun, frozen_unit_bytes, parameter_unit
 from estimator.graph.memory.sizes import (
@@ -43,10 +43,9 @@ from estimator.graph.memory.step import (
     held_alone,
 )
 from estimator.kernels.durations import Durations
-from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.rank.lanes import (
     HostCopies,
@@ -223,10 +222,219 @@ class MicroBatch:
         self._tasks.add(COMPUTE, 0.0, joined)
 
 
+class ShardedNetwork(Network):
+    """Gathers and scatters over the ranks that hold one replica, all-reduces between replicates."""
+
+    _rules: FullyShardedDataParallel
+
+    def __init__(
+        self,
+        rules: FullyShardedDataParallel,
+        profiles: Sequence[MachineProfile],
+        cluster: Cluster | None,
+    ) -> None:
+        super().__init__(rules, profiles, cluster)
+        passes = rules.passes
+        gathered, reduced, kept = passes.gathered_bytes, passes.reduced_bytes, passes.reduced_bytes
+        self._of_experts = None
+        if (experts := passes.experts) is not None:
+            gathered, reduced = gathered - experts.gathered, reduced - experts.reduced
+            kept = reduced + experts.parts * experts.reduced
+            self._of_experts = (
+                self._sized("all_gather", experts.gathered),
+                self._sized("reduce_scatter", experts.reduced),
+            )
+        self._gather = self._sized("all_gather", gathered)
+        self._scatter = self._sized("reduce_scatter", reduced)
+        # What is all-reduced is the shard that a rank holds.
+        self._reduce = self._sized("all_reduce", kept / (rules.strategy.shard or 1))
+        strategy = rules.strategy
+        self._host = HostCopies.of(profiles, passes) if strategy.offload else None
+        self._norm = None
+        if rules.graph.clip_grad_norm:
+            self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
+        self._overlaps = OverlapCosts(profiles, passes.gathered_bytes, rules.cache)
+
+    def communication(self, ranks: Ranks) -> Communication:
+        costs, relative_error, unknown = self._costs(ranks)
+        shape = self._rules.shape
+        overlap = self._overlap(ranks, costs)
+        once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
+        earlier_s, earlier = 0.0, shape.accumulation_steps - 1
+        if earlier and self._rules.strategy.gradient_sync:
+            earlier_s = earlier * once_s
+        elif earlier:
+            earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
+        # What the earlier micro-batches' gradients are added up in follows all of them here.
+        spent_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
+        return Communication(
+            exposed_s=maximum(spent_s - ranks.lane_s, 0.0),
+            relative_error=relative_error,
+            overlap=overlap,
+            unknown=unknown,
+            slower_s=(slower_s - once_s) * shape.accumulation_steps,
+        )
+
+    def _once_and_slower_s(
+        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, relative_error: Any
+    ) -> tuple[Any, Any]:
+        """A micro-batch that reduces gradients, and one whose collectives are off by their error.
+
+        Nothing of gloo's is hidden, so that its error is that of the whole.
+        """
+        if self._blocks:
+            once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
+            return once_s, once_s
+        ratio = exp(relative_error)
+        # Of one class of ranks that compute beside their collectives both are simulated at once.
+        if not overlap.is_free and not any(map(np.ndim, (ratio, *costs[0][:1], *ranks.segments_s))):
+            rows = UnitCosts(*(np.outer(each_s, (1.0, ratio)) for each_s in costs))
+            both_s = self._micro_batch_s(ranks, rows, overlap, reducing=True)
+            return tuple(np.broadcast_to(both_s, 2).tolist())  # a number where nothing is sharded
+        slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
+        return tuple(
+            self._micro_batch_s(ranks, each, overlap, reducing=True) for each in (costs, slower)
+        )
+
+    def alone_s(self, ranks: Ranks) -> Any:
+        costs, _, _ = self._costs(ranks)
+        passes, shape = self._rules.passes, self._rules.shape
+        reduced = [0, *passes.reduced]
+        gathers_s = costs.gather_s[list(passes.gathered)].sum(axis=0)
+        reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
+        times = shape.accumulation_steps if self._rules.strategy.gradient_sync else 1
+        return shape.accumulation_steps * gathers_s + times * reductions_s + self._norm_s(ranks)
+
+    def _norm_s(self, ranks: Ranks) -> Any:
+        """Seconds of adding up the norms of shards of gradients, where they are clipped."""
+        if self._norm is None:
+            return 0.0
+        return slowest_of(self._norm, ranks.groups[DP_SHARD], ranks.ratio).times_s[0]
+
+    def _sums_s(self, ranks: Ranks) -> Any:
+        """Seconds of adding up gradients, shards or whole, on the rank that takes longest."""
+        if self._rules.shape.accumulation_steps == 1:
+            return 0.0
+        (group,) = ranks.groups[DP]
+        shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
+        seconds = ranks.segments_s[-1]
+        most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
+        return most / shards
+
+    def _costs(self, ranks: Ranks) -> tuple[UnitCosts, Any, Any]:
+        """(what each unit's collectives take over the slowest group, error of those of gradients,
+        whether nothing tells one of them).
+        """
+        shards, replicates = ranks.groups[DP_SHARD], ranks.groups[DP_REPLICATE]
+        gather = slowest_of(self._gather, shards, ranks.ratio)
+        scatter = slowest_of(self._scatter, shards, ranks.ratio)
+        reduce = slowest_of(self._reduce, replicates, ranks.ratio)
+        gather_s, scatter_s = gather.times_s, scatter.times_s
+        if self._of_experts is not None:
+            own = [
+                slowest_of(each, ranks.groups.get(EXPERT_SHARD, ()), ranks.ratio)
+                for each in self._of_experts
+            ]
+            gather_s, scatter_s = gather_s + own[0].times_s, scatter_s + own[1].times_s
+        if self._host is not None:
+            gather_s = gather_s + self._host.to_device_s(shards) * ranks.ratio
+            scatter_s = scatter_s + self._host.to_host_s(shards) * ranks.ratio
+        return (
+            UnitCosts(gather_s, scatter_s, reduce.times_s),
+            maximum(scatter.relative_error, reduce.relative_error),
+            gather.unknown | scatter.unknown | reduce.unknown,
+        )
+
+    def _overlap(self, ranks: Ranks, costs: UnitCosts) -> Overlap:
+        if self._blocks:
+            return NO_OVERLAP
+        alone_s = costs.gather_s.sum(axis=0) + costs.scatter_s.sum(axis=0)
+        return self._overlaps.overlap(ranks.groups[DP][0], alone_s)
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether a rank stands still until its collective is done, as with gloo."""
+        return self._rules.graph.target == "cpu"
+
+    def _micro_batch_s(
+        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, *, reducing: bool
+    ) -> Any:
+        tasks = TaskList()
+        self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
+        return play(tasks.tasks, overlap)
+
+    def _add_micro_batch(
+        self,
+        tasks: TaskList,
+        ranks: Ranks,
+        costs: UnitCosts,
+        *,
+        reducing: bool,
+        named: bool = False,
+    ) -> None:
+        """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
+        passes, segments_s = self._rules.passes, ranks.segments_s
+        if costs.gather_s.ndim == 1:
+            costs = UnitCosts(*(each.tolist() for each in costs))
+        micro = MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
+        micro.add(reducing=reducing)
+
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        for (costs, _), axis in ((self._scatter, DP_SHARD), (self._reduce, DP_REPLICATE)):
+            for group in groups[axis]:
+                if group.ranks > 1:
+                    yield costs.op.replace("_", "-"), group, costs.source(group)
+
+    def missing(self, groups: Groups) -> ProfileError:
+        for (costs, _), axis in (
+            (self._scatter, DP_SHARD),
+            (self._gather, DP_SHARD),
+            (self._reduce, DP_REPLICATE),
+        ):
+            for group in groups[axis]:
+                if group.ranks > 1 and costs.model(group).unknown:
+                    return without_cost(self._profiles[group.network], costs.op)
+        raise AssertionError("every collective of the strategy has a cost")
+
+    def add_tasks(self, tasks: TaskList, ranks: Ranks, overlap: Overlap) -> None:
+        costs, *_ = self._costs(ranks)
+        shape = self._rules.shape
+        count = shape.accumulation_steps
+        for number in listed(count):
+            last = number == count - 1
+            reducing = last or self._rules.strategy.gradient_sync
+            if last and (left := count - len(listed(count))):
+                alike = self._rules.strategy.gradient_sync
+                middle_s = left * self._micro_batch_s(ranks, costs, overlap, reducing=alike)
+                label = Label(f"micro-batches 3 to {count - 1}, each alike")
+                more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
+                tasks.add(COMPUTE, 0.0, more)
+            self._add_micro_batch(tasks, ranks, costs, reducing=reducing, named=True)
+        if shape.accumulation_steps > 1:
+            (group,) = ranks.groups[DP]
+            shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
+            summed = tasks.add(COMPUTE, ranks.segments_s[-1] / shards, label=Label("add gradients"))
+            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, summed))
+        norm_s = self._norm_s(ranks)
+        if norm_s:
+            label = Label("all-reduce the gradients' norm")
+            last_task = len(tasks.tasks) - 1
+            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, norm_s, last_task, label=label))
+
+    def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
+        pass
+
+
+def _of_rows(seconds: Array, ratio: Any) -> Array:
+    """Seconds of each unit, in a column where `ratio` has a number for each row."""
+    return seconds[:, None] if np.ndim(ratio) and seconds.ndim == 1 else seconds
+
+
 @rules_for(FSDP)
 class FullyShardedDataParallel(Rules[FSDP]):
     """Ranks hold shards of everything and gather parameters unit by unit."""
 
+    network_class = ShardedNetwork
     axes = (DP, DP_SHARD, DP_REPLICATE)
     expert_axes = (EXPERT_SHARD,)
 
@@ -242,13 +450,6 @@ class FullyShardedDataParallel(Rules[FSDP]):
         passes = self.passes
         ends = len(passes.forward_ends) + len(passes.backward_ends)
         return ends + 2 * len(passes.gathered_bytes) + 1
-
-    def shards(self, ranks: Any) -> Any:
-        shard = self.strategy.shard
-        return ranks if shard is None else minimum(ranks, shard)
-
-    def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
-        return ShardedNetwork(self, profiles, cluster)
 
     def lane(self, request: RankRequest, durations: Durations) -> RankLane:
         """One micro-batch, and the copies of all: each ends when its gradients are reduced."""
@@ -449,216 +650,3 @@ def _unit_bytes(graph: OpGraph) -> dict[str, int]:
     for parameter in graph.parameters:
         units[parameter_unit(parameter)] += rounded_bytes(parameter.spec.nbytes, block)
     return {path: size for path, size in units.items() if size}
-
-
-class ShardedNetwork(Network):
-    """Gathers and scatters over the ranks that hold one replica, all-reduces between replicates."""
-
-    def __init__(
-        self,
-        rules: FullyShardedDataParallel,
-        profiles: Sequence[MachineProfile],
-        cluster: Cluster | None,
-    ) -> None:
-        self._rules, self._profiles, self._cluster = rules, profiles, cluster
-        passes = rules.passes
-        gathered, reduced, kept = passes.gathered_bytes, passes.reduced_bytes, passes.reduced_bytes
-        self._of_experts = None
-        if (experts := passes.experts) is not None:
-            gathered, reduced = gathered - experts.gathered, reduced - experts.reduced
-            kept = reduced + experts.parts * experts.reduced
-            self._of_experts = (
-                self._sized("all_gather", experts.gathered),
-                self._sized("reduce_scatter", experts.reduced),
-            )
-        self._gather = self._sized("all_gather", gathered)
-        self._scatter = self._sized("reduce_scatter", reduced)
-        # What is all-reduced is the shard that a rank holds.
-        self._reduce = self._sized("all_reduce", kept / (rules.strategy.shard or 1))
-        strategy = rules.strategy
-        self._host = HostCopies.of(profiles, passes) if strategy.offload else None
-        self._norm = None
-        if rules.graph.clip_grad_norm:
-            self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
-        self._overlaps = OverlapCosts(profiles, passes.gathered_bytes, rules.cache)
-
-    def _sized(
-        self, op: CollectiveName, sizes_bytes: Array
-    ) -> tuple[CollectiveCosts, SizedCollective]:
-        kind, cache = self._rules.graph.target, self._rules.cache
-        costs = CollectiveCosts(self._profiles, op, kind, self._cluster, cache)
-        return costs, SizedCollective(costs.corrections, sizes_bytes)
-
-    def communication(self, ranks: Ranks) -> Communication:
-        costs, relative_error, unknown = self._costs(ranks)
-        shape = self._rules.shape
-        overlap = self._overlap(ranks, costs)
-        once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
-        earlier_s, earlier = 0.0, shape.accumulation_steps - 1
-        if earlier and self._rules.strategy.gradient_sync:
-            earlier_s = earlier * once_s
-        elif earlier:
-            earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
-        # What the earlier micro-batches' gradients are added up in follows all of them here.
-        spent_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
-        return Communication(
-            exposed_s=maximum(spent_s - ranks.lane_s, 0.0),
-            relative_error=relative_error,
-            overlap=overlap,
-            unknown=unknown,
-            slower_s=(slower_s - once_s) * shape.accumulation_steps,
-        )
-
-    def _once_and_slower_s(
-        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, relative_error: Any
-    ) -> tuple[Any, Any]:
-        """A micro-batch that reduces gradients, and one whose collectives are off by their error.
-
-        Nothing of gloo's is hidden, so that its error is that of the whole.
-        """
-        if self._blocks:
-            once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
-            return once_s, once_s
-        ratio = exp(relative_error)
-        # Of one class of ranks that compute beside their collectives both are simulated at once.
-        if not overlap.is_free and not any(map(np.ndim, (ratio, *costs[0][:1], *ranks.segments_s))):
-            rows = UnitCosts(*(np.outer(each_s, (1.0, ratio)) for each_s in costs))
-            both_s = self._micro_batch_s(ranks, rows, overlap, reducing=True)
-            return tuple(np.broadcast_to(both_s, 2).tolist())  # a number where nothing is sharded
-        slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
-        return tuple(
-            self._micro_batch_s(ranks, each, overlap, reducing=True) for each in (costs, slower)
-        )
-
-    def alone_s(self, ranks: Ranks) -> Any:
-        costs, _, _ = self._costs(ranks)
-        passes, shape = self._rules.passes, self._rules.shape
-        reduced = [0, *passes.reduced]
-        gathers_s = costs.gather_s[list(passes.gathered)].sum(axis=0)
-        reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
-        times = shape.accumulation_steps if self._rules.strategy.gradient_sync else 1
-        return shape.accumulation_steps * gathers_s + times * reductions_s + self._norm_s(ranks)
-
-    def _norm_s(self, ranks: Ranks) -> Any:
-        """Seconds of adding up the norms of shards of gradients, where they are clipped."""
-        if self._norm is None:
-            return 0.0
-        return slowest_of(self._norm, ranks.groups[DP_SHARD], ranks.ratio).times_s[0]
-
-    def _sums_s(self, ranks: Ranks) -> Any:
-        """Seconds of adding up gradients, shards or whole, on the rank that takes longest."""
-        if self._rules.shape.accumulation_steps == 1:
-            return 0.0
-        (group,) = ranks.groups[DP]
-        shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
-        seconds = ranks.segments_s[-1]
-        most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
-        return most / shards
-
-    def _costs(self, ranks: Ranks) -> tuple[UnitCosts, Any, Any]:
-        """(what each unit's collectives take over the slowest group, error of those of gradients,
-        whether nothing tells one of them).
-        """
-        shards, replicates = ranks.groups[DP_SHARD], ranks.groups[DP_REPLICATE]
-        gather = slowest_of(self._gather, shards, ranks.ratio)
-        scatter = slowest_of(self._scatter, shards, ranks.ratio)
-        reduce = slowest_of(self._reduce, replicates, ranks.ratio)
-        gather_s, scatter_s = gather.times_s, scatter.times_s
-        if self._of_experts is not None:
-            own = [
-                slowest_of(each, ranks.groups.get(EXPERT_SHARD, ()), ranks.ratio)
-                for each in self._of_experts
-            ]
-            gather_s, scatter_s = gather_s + own[0].times_s, scatter_s + own[1].times_s
-        if self._host is not None:
-            gather_s = gather_s + self._host.to_device_s(shards) * ranks.ratio
-            scatter_s = scatter_s + self._host.to_host_s(shards) * ranks.ratio
-        return (
-            UnitCosts(gather_s, scatter_s, reduce.times_s),
-            maximum(scatter.relative_error, reduce.relative_error),
-            gather.unknown | scatter.unknown | reduce.unknown,
-        )
-
-    def _overlap(self, ranks: Ranks, costs: UnitCosts) -> Overlap:
-        if self._blocks:
-            return NO_OVERLAP
-        alone_s = costs.gather_s.sum(axis=0) + costs.scatter_s.sum(axis=0)
-        return self._overlaps.overlap(ranks.groups[DP][0], alone_s)
-
-    @property
-    def _blocks(self) -> bool:
-        """Whether a rank stands still until its collective is done, as with gloo."""
-        return self._rules.graph.target == "cpu"
-
-    def _micro_batch_s(
-        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, *, reducing: bool
-    ) -> Any:
-        tasks = TaskList()
-        self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
-        return play(tasks.tasks, overlap)
-
-    def _add_micro_batch(
-        self,
-        tasks: TaskList,
-        ranks: Ranks,
-        costs: UnitCosts,
-        *,
-        reducing: bool,
-        named: bool = False,
-    ) -> None:
-        """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
-        passes, segments_s = self._rules.passes, ranks.segments_s
-        if costs.gather_s.ndim == 1:
-            costs = UnitCosts(*(each.tolist() for each in costs))
-        micro = MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
-        micro.add(reducing=reducing)
-
-    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
-        for (costs, _), axis in ((self._scatter, DP_SHARD), (self._reduce, DP_REPLICATE)):
-            for group in groups[axis]:
-                if group.ranks > 1:
-                    yield costs.op.replace("_", "-"), group, costs.source(group)
-
-    def missing(self, groups: Groups) -> ProfileError:
-        for (costs, _), axis in (
-            (self._scatter, DP_SHARD),
-            (self._gather, DP_SHARD),
-            (self._reduce, DP_REPLICATE),
-        ):
-            for group in groups[axis]:
-                if group.ranks > 1 and costs.model(group).unknown:
-                    return without_cost(self._profiles[group.network], costs.op)
-        raise AssertionError("every collective of the strategy has a cost")
-
-    def add_tasks(self, tasks: TaskList, ranks: Ranks, overlap: Overlap) -> None:
-        costs, *_ = self._costs(ranks)
-        shape = self._rules.shape
-        count = shape.accumulation_steps
-        for number in listed(count):
-            last = number == count - 1
-            reducing = last or self._rules.strategy.gradient_sync
-            if last and (left := count - len(listed(count))):
-                alike = self._rules.strategy.gradient_sync
-                middle_s = left * self._micro_batch_s(ranks, costs, overlap, reducing=alike)
-                label = Label(f"micro-batches 3 to {count - 1}, each alike")
-                more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
-                tasks.add(COMPUTE, 0.0, more)
-            self._add_micro_batch(tasks, ranks, costs, reducing=reducing, named=True)
-        if shape.accumulation_steps > 1:
-            (group,) = ranks.groups[DP]
-            shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
-            summed = tasks.add(COMPUTE, ranks.segments_s[-1] / shards, label=Label("add gradients"))
-            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, summed))
-        norm_s = self._norm_s(ranks)
-        if norm_s:
-            label = Label("all-reduce the gradients' norm")
-            last_task = len(tasks.tasks) - 1
-            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, norm_s, last_task, label=label))
-
-    def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
-        pass
-
-
-def _of_rows(seconds: Array, ratio: Any) -> Array:
-    """Seconds of each unit, in a column where `ratio` has a number for each row."""
-    return seconds[:, None] if np.ndim(ratio) and seconds.ndim == 1 else seconds

@@ -7,7 +7,7 @@ and copied back. A step is the mean over those from one average to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,6 @@ from estimator.elementwise import Array
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import Bytes, Update
 from estimator.kernels.durations import Durations
-from estimator.machines.profile import MachineProfile
-from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveModel
 from estimator.timeline.rank.rules import RankLane, RankRequest, Ranks, rules_for
 from estimator.timeline.rank.updates import copies_s
@@ -29,10 +27,23 @@ from estimator.workload.strategies import LocalSGD
 _PASSES = 3
 
 
+class AveragingNetwork(BucketedNetwork):
+    """One all-reduce of all parameters, of which each step has its part."""
+
+    def _buffers_s(self, ranks: Ranks) -> Any:
+        # Nothing wraps the model that would send its buffers.
+        return 0.0
+
+    def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
+        seconds, unknown = super()._after_s(ranks, reduce)
+        return seconds / self._rules.strategy.every, unknown
+
+
 @rules_for(LocalSGD)
 class PeriodicAveraging(ReplicaRules[LocalSGD]):
     """No gradient is sent; parameters are all-reduced after the update of some steps."""
 
+    network_class = AveragingNetwork
     after_op = "all_reduce"
 
     def bytes_after(self) -> Array:
@@ -40,11 +51,6 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
 
     def _averaged_bytes(self) -> int:
         return sum(p.spec.nbytes for p in self.graph.parameters if p.gradient is not None)
-
-    def network(
-        self, profiles: Sequence[MachineProfile], cluster: Cluster | None
-    ) -> BucketedNetwork:
-        return AveragingNetwork(self, profiles, cluster)
 
     def lane(self, request: RankRequest, durations: Durations) -> RankLane:
         own = super().lane(request, durations)
@@ -70,22 +76,3 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
 
     def words(self, ranks: int) -> str:
         return f"averaging parameters of {ranks} ranks"
-
-
-class AveragingNetwork(BucketedNetwork):
-    """One all-reduce of all parameters, of which each step has its part."""
-
-    def __init__(
-        self,
-        rules: PeriodicAveraging,
-        profiles: Sequence[MachineProfile],
-        cluster: Cluster | None,
-    ) -> None:
-        super().__init__(rules, profiles, cluster)
-        self._every = rules.strategy.every
-        # Nothing wraps the model that would send its buffers.
-        self._buffers = None
-
-    def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
-        seconds, unknown = super()._after_s(ranks, reduce)
-        return seconds / self._every, unknown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,18 +67,34 @@ class ServerCosts:
         return "fitted"
 
 
+class ServerNetwork(BucketedNetwork):
+    """The queue of pushes and pulls, and the last bucket's way back."""
+
+    @cached_property
+    def _last(self) -> SizedCollective:
+        return SizedCollective((NO_CORRECTIONS,), self._rules.bucket_bytes[-1:])
+
+    def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
+        return self._last.time_s(reduce) * ranks.ratio, False
+
+    def missing(self, groups: Groups) -> ProfileError:
+        return ProfileError(
+            f"profile '{self._profiles[groups[DP][0].network].name}' has no network, over which "
+            "parameter servers are reached; probe several nodes together, as 'estimator probe "
+            "--launch' says"
+        )
+
+
 @rules_for(ParameterServers)
 class ServerRules(BucketedRules[ParameterServers]):
     """Servers hold and update parameters; a rank holds a copy and no optimizer state."""
 
+    network_class = ServerNetwork
     reduced_by = "push, pull"
     unmeasured = "its bytes over the slowest link of a worker or of the servers"
 
     def reduce_costs(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Any:
         return ServerCosts(profiles, self.strategy)
-
-    def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> ServerNetwork:
-        return ServerNetwork(self, profiles, cluster)
 
     def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """A worker updates nothing."""
@@ -96,27 +113,4 @@ class ServerRules(BucketedRules[ParameterServers]):
         return (
             f"sending gradients of {ranks} ranks to {servers} parameter server{plural} and "
             "parameters back"
-        )
-
-
-class ServerNetwork(BucketedNetwork):
-    """The queue of pushes and pulls, and the last bucket's way back."""
-
-    def __init__(
-        self,
-        rules: ServerRules,
-        profiles: Sequence[MachineProfile],
-        cluster: Cluster | None,
-    ) -> None:
-        super().__init__(rules, profiles, cluster)
-        self._last = SizedCollective((NO_CORRECTIONS,), rules.bucket_bytes[-1:])
-
-    def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
-        return self._last.time_s(reduce) * ranks.ratio, False
-
-    def missing(self, groups: Groups) -> ProfileError:
-        return ProfileError(
-            f"profile '{self._profiles[groups[DP][0].network].name}' has no network, over which "
-            "parameter servers are reached; probe several nodes together, as 'estimator probe "
-            "--launch' says"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,12 +32,6 @@ B = TypeVar("B", bound=Bucketed)
 
 class SharedOptimizer(BucketedRules[B]):
     """A rank updates its share; what it has updated is sent to all others."""
-
-    def shards(self, ranks: Any) -> Any:
-        return ranks
-
-    def update_share(self, ranks: Any) -> Any:
-        return 1.0 / ranks
 
     def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """Even shares.
