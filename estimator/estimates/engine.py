@@ -109,8 +109,8 @@ class Engine:
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
         mesh, layout = step.mesh, step.request.layout
-        of = step.graph, mesh, step.batches, step.shape, layout.schedule, self.cache
-        stages = stage_plans(*of, points=layout.cut, coefficients=coefficients)
+        of = step.graph, mesh, step.batches, step.shape, self.cache
+        stages = stage_plans(*of, coefficients)
         pipeline = mesh.pp, mesh.micro_batches
         return pipeline_answer(layout.schedule, *pipeline, stages)
 

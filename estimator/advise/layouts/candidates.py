@@ -365,7 +365,7 @@ class LayoutBounds:
             cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
             mesh = Mesh.laid_out(self._placement, layout, DDP())
             layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
-            of = graph, mesh, batch, layer_collectives, layout.schedule, cache
+            of = graph, mesh, batch, layer_collectives, cache
             costs = self._blocks(layout, batch)
             found = self._stages[key] = costs.stages(balanced_points(*of))
         return found

@@ -57,6 +57,9 @@ from estimator.timeline.simulator.tasks import LANES, Label, SpanColumns, Timeli
 from estimator.workload.layouts import layers_of
 from estimator.workload.schedules import Schedule
 
+# What two ranks gather is twice what each sends the other, in one round: what sending it takes.
+_SEND: CollectiveName = "all_gather"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -409,25 +412,19 @@ def _held_at_once(
     )
 
 
-# What two ranks gather is twice what each sends the other, in one round: what sending it takes.
-_SEND: CollectiveName = "all_gather"
-
-
 def stage_plans(
     graph: OpGraph,
     mesh: Mesh,
     batches: tuple[int, ...] | None,
     shape: StepShape,
-    schedule: Schedule,
     cache: Cache,
-    *,
-    points: tuple[str, ...] = (),
     coefficients: Coefficients = UNCALIBRATED,
 ) -> tuple[StagePlan, ...]:
     """The stages of the graph of one rank, in the order of the model, for one micro-batch each.
 
-    Where ranks hold two copies of the model, those of the second follow. They begin at `points`, by
-    default where the slowest one takes least. Raises StrategyError, WorkloadError, ProfileError.
+    Where ranks hold two copies of the model, those of the second follow. They begin where the
+    layout's `cut` says, by default where the slowest one takes least. Raises StrategyError,
+    WorkloadError, ProfileError.
     """
     if graph.is_summary:
         raise StrategyError(
@@ -445,8 +442,8 @@ def stage_plans(
     found = cache.get(
         "stage plans",
         (graph, placement.cluster, *placement.kinds),
-        lambda: _stage_plans(graph, mesh, batches, one, schedule, points, cache),
-        *(placement.allocation, *axes, batches, one, schedule, points),
+        lambda: _Planner(graph, mesh, batches, one, cache).plans(),
+        *(placement.allocation, *axes, batches, one),
     )
     if coefficients is UNCALIBRATED:
         return found
@@ -463,55 +460,106 @@ def stage_plans(
     )
 
 
-def _stage_plans(
-    graph: OpGraph,
-    mesh: Mesh,
-    batches: tuple[int, ...] | None,
-    shape: StepShape,
-    schedule: Schedule,
-    points: tuple[str, ...],
-    cache: Cache,
-) -> tuple[StagePlan, ...]:
-    batch = batches[0] if batches else None
-    stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
-    if schedule.is_two_way:
-        stages += stages
-    merging = mesh.replicas > 1
-    whole = bound_of(graph, batch, cache)
-    held = Counter(name for stage in stages for name in stage.parameters)
-    tied = frozenset(name for name, count in held.items() if count > 1)
-    plans: dict[Members, StepPlan] = {}
-    found = []
-    returned_s = 0.0
-    busy = max(kind.ranks_per_node for kind in mesh.placement.kinds)
-    for number, stage in enumerate(stages):
-        members = members_of(stage.graph, mesh.placement, batches, shape, cache, merging=merging)
-        own = _held(mesh, members, schedule.rank_of(number, mesh.pp))
-        plan = plans.get(own)
-        if plan is None:
-            plan = plans[own] = step_plan(mesh, own, cache)
-        slowest = slowest_kind(plan.kinds, plan.shards)
-        sent_s = _passing_s(mesh, schedule, number, stage.sent_bytes(whole), cache)
-        found.append(
-            StagePlan(
-                stage=stage,
-                plan=plan,
-                passes_s=_passes_s(slowest, stage, cache),
-                sent_s=sent_s,
-                returned_s=returned_s,
-                tied_s=_tied_s(mesh, schedule, number, stages, tied, cache),
-                kept_bytes=_kept_bytes(
-                    # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
-                    slowest.program.bound,
-                    () if mesh.layout.megatron else stage.outputs,
-                    cache,
-                ),
-                added_s=0.0 if mesh.layout.megatron else _added_s(slowest, busy, cache),
+class _Planner(NamedTuple):
+    """What the stages of a pipeline are planned from."""
+
+    graph: OpGraph
+    mesh: Mesh
+    batches: tuple[int, ...] | None
+    shape: StepShape
+    cache: Cache
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.mesh.layout.schedule
+
+    @property
+    def batch(self) -> int | None:
+        return self.batches[0] if self.batches else None
+
+    def plans(self) -> tuple[StagePlan, ...]:
+        mesh, cache = self.mesh, self.cache
+        stages = self._stages()
+        if self.schedule.is_two_way:
+            stages += stages
+        whole = bound_of(self.graph, self.batch, cache)
+        held = Counter(name for stage in stages for name in stage.parameters)
+        tied = frozenset(name for name, count in held.items() if count > 1)
+        plans: dict[Members, StepPlan] = {}
+        found = []
+        returned_s = 0.0
+        busy = max(kind.ranks_per_node for kind in mesh.placement.kinds)
+        for number, stage in enumerate(stages):
+            of = stage.graph, mesh.placement, self.batches, self.shape, cache
+            members = members_of(*of, merging=mesh.replicas > 1)
+            own = _held(mesh, members, self.schedule.rank_of(number, mesh.pp))
+            plan = plans.get(own)
+            if plan is None:
+                plan = plans[own] = step_plan(mesh, own, cache)
+            slowest = slowest_kind(plan.kinds, plan.shards)
+            sent_s = self._passing_s(number, stage.sent_bytes(whole))
+            # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
+            outputs = () if mesh.layout.megatron else stage.outputs
+            found.append(
+                StagePlan(
+                    stage=stage,
+                    plan=plan,
+                    passes_s=_passes_s(slowest, stage, cache),
+                    sent_s=sent_s,
+                    returned_s=returned_s,
+                    tied_s=self._tied_s(number, stages, tied),
+                    kept_bytes=_kept_bytes(slowest.program.bound, outputs, cache),
+                    added_s=0.0 if mesh.layout.megatron else _added_s(slowest, busy, cache),
+                )
             )
+            # What a stage sends on comes back as its gradient, over the same link.
+            returned_s = sent_s
+        return tuple(found)
+
+    def _stages(self) -> tuple[Stage, ...]:
+        graph, mesh, cache, points = self.graph, self.mesh, self.cache, self.mesh.layout.cut
+        blocks = blocks_of(graph, cache)
+        if layers := layers_of(points):
+            points = blocks.of_layers(layers)
+        elif not points and mesh.layout.megatron:
+            # Without --pipeline-model-parallel-layout its stages have as many layers each.
+            points = blocks.even(self.schedule.model_stages(mesh.pp))
+        if not points:
+            points = balanced_points(graph, mesh, self.batch, self.shape.layer_collectives, cache)
+        known = structure_of(graph, cache), dataflow_of(graph, cache)
+        return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
+
+    def _passing_s(self, number: int, size_bytes: int) -> float:
+        """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
+        if not size_bytes:
+            return 0.0
+        one, other = (self.schedule.rank_of(each, self.mesh.pp) for each in (number, number + 1))
+        return _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
+
+    def _tied_s(self, number: int, stages: Sequence[Stage], tied: frozenset[str]) -> float:
+        """Seconds in which gradients of weights that ranks share are added up between them.
+
+        `tied` are the names of all weights that several stages hold. What several of one rank hold
+        counts for the first of these.
+        """
+        one, mesh, schedule = stages[number], self.mesh, self.schedule
+        if tied.isdisjoint(one.parameters):
+            return 0.0
+        sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
+        own = dict(zip(one.parameters, sizes, strict=True))
+        rank, elsewhere = schedule.rank_of(number, mesh.pp), dict[int, set[str]]()
+        for other, stage in enumerate(stages):
+            where = schedule.rank_of(other, mesh.pp)
+            if where != rank:
+                elsewhere.setdefault(where, set()).update(own.keys() & stage.parameters)
+            elif other < number:
+                for name in own.keys() & stage.parameters:
+                    del own[name]
+        return sum(
+            _pair_s(mesh, rank, where, "all_reduce", sum(own[name] for name in names), self.cache)
+            for where, shared in elsewhere.items()
+            if (names := shared & own.keys())
         )
-        # What a stage sends on comes back as its gradient, over the same link.
-        returned_s = sent_s
-    return tuple(found)
 
 
 def _kept_bytes(bound: BoundGraph, outputs: tuple[int, ...], cache: Cache) -> int:
@@ -554,33 +602,11 @@ def _passes_s(kind: RankClass, stage: Stage, cache: Cache) -> tuple[float, float
     return slow * forward_s, slow * input_s, slow * weight_s
 
 
-def _stages(
-    graph: OpGraph,
-    mesh: Mesh,
-    batch: int | None,
-    shape: StepShape,
-    schedule: Schedule,
-    points: tuple[str, ...],
-    cache: Cache,
-) -> tuple[Stage, ...]:
-    blocks = blocks_of(graph, cache)
-    if layers := layers_of(points):
-        points = blocks.of_layers(layers)
-    elif not points and mesh.layout.megatron:
-        # Without --pipeline-model-parallel-layout Megatron-LM's stages have as many layers each.
-        points = blocks.even(schedule.model_stages(mesh.pp))
-    if not points:
-        points = balanced_points(graph, mesh, batch, shape.layer_collectives, schedule, cache)
-    known = structure_of(graph, cache), dataflow_of(graph, cache)
-    return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
-
-
 def balanced_points(
     graph: OpGraph,
     mesh: Mesh,
     batch: int | None,
     layer_collectives: LayerCollectives | None,
-    schedule: Schedule,
     cache: Cache,
 ) -> tuple[str, ...]:
     """The points by which the slowest stage takes least, on the first ranks' kind of node."""
@@ -600,7 +626,7 @@ def balanced_points(
         seconds = cache.get("op seconds", (bound, node.profile), spent, *details)
         return blocks.balanced(stages, seconds)
 
-    stages = schedule.model_stages(mesh.pp)
+    stages = mesh.layout.schedule.model_stages(mesh.pp)
     details = node.ranks_per_node, layer_collectives
     return cache.get("balanced", (bound, node.profile), balanced, *details, stages)
 
@@ -626,15 +652,6 @@ def _held(mesh: Mesh, members: Members, rank: int) -> Members:
         kinds=tuple(members.kinds[number] for number in held),
         kind_of=tuple(place.get(number, 0) for number in members.kind_of),
     )
-
-
-def _passing_s(mesh: Mesh, schedule: Schedule, number: int, size_bytes: int, cache: Cache) -> float:
-    """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
-    if not size_bytes:
-        return 0.0
-    ranks = mesh.pp
-    pair = schedule.rank_of(number, ranks), schedule.rank_of(number + 1, ranks)
-    return _pair_s(mesh, *pair, _SEND, 2 * size_bytes, cache)
 
 
 def _pair_s(
@@ -665,36 +682,3 @@ def _pair_s(
         raise without_cost(node.profile, op)
     sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
     return float(sized.time_s(model))
-
-
-def _tied_s(
-    mesh: Mesh,
-    schedule: Schedule,
-    number: int,
-    stages: Sequence[Stage],
-    tied: frozenset[str],
-    cache: Cache,
-) -> float:
-    """Seconds in which gradients of weights that ranks share are added up between them.
-
-    `tied` are the names of all weights that several stages hold. What several of one rank hold
-    counts for the first of these.
-    """
-    one, ranks = stages[number], mesh.pp
-    if tied.isdisjoint(one.parameters):
-        return 0.0
-    sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
-    own = dict(zip(one.parameters, sizes, strict=True))
-    rank, elsewhere = schedule.rank_of(number, ranks), dict[int, set[str]]()
-    for other, stage in enumerate(stages):
-        where = schedule.rank_of(other, ranks)
-        if where != rank:
-            elsewhere.setdefault(where, set()).update(own.keys() & stage.parameters)
-        elif other < number:
-            for name in own.keys() & stage.parameters:
-                del own[name]
-    return sum(
-        _pair_s(mesh, rank, where, "all_reduce", sum(own[name] for name in names), cache)
-        for where, shared in elsewhere.items()
-        if (names := shared & own.keys())
-    )

@@ -17,7 +17,6 @@ from estimator.timeline.pipelines.stage_plans import stage_plans
 from estimator.timeline.rank.rules import StepShape
 from estimator.workload import DDP
 from estimator.workload.layouts import Layout
-from estimator.workload.schedules import Schedule
 from tests.graph.partition.test_stages import traced
 from tests.synthetic import Machine, with_every_collective
 
@@ -196,14 +195,12 @@ def test_copies_of_dualpipe_add_up_their_gradients_once() -> None:
         engine = Engine()
         mesh = Mesh.laid_out(
             engine.place("1x2:m", profile=PROFILE),
-            Layout.parse("pp=2,schedule=dualpipe,dp=1"),
+            Layout.parse("pp=2,schedule=dualpipe,dp=1,cut=layers.4"),
             DDP(),
             micro_batches=8,
         )
         shape = StepShape(DDP(), 8)
-        schedule = Schedule.parse("dualpipe")
-        points = ("layers.4",)
-        stages = stage_plans(graph, mesh, (8,), shape, schedule, engine.cache, points=points)
+        stages = stage_plans(graph, mesh, (8,), shape, engine.cache)
         sizes = [7552, 7552, second, second]
         assert [stage.tied_s for stage in stages] == pytest.approx([1e-4 + n / 1e9 for n in sizes])
 
