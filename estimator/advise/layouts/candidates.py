@@ -7,7 +7,7 @@ pipeline share the operators of a micro-batch however it is cut: one of them has
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -131,65 +131,11 @@ def _batches(share: int, graph: OpGraph) -> Iterator[int]:
             yield batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockCosts:
-    """Of each block of a graph at one batch: seconds of a micro-batch's passes, and bytes.
+class Stages(NamedTuple):
+    """What the stages of a pipeline take at least: seconds of a micro-batch, bytes.
 
-    All are at most those of the stage that holds the block, beside what its other blocks have.
     `kept_bytes` wait between the passes of a micro-batch.
     """
-
-    blocks: Blocks
-    forward_s: Array
-    backward_s: Array
-    kept_bytes: Array
-    parameters_bytes: Array
-    states_bytes: Array
-
-    @classmethod
-    def of(
-        cls, bound: BoundGraph, structure: GraphStructure, blocks: Blocks, seconds: Array
-    ) -> BlockCosts:
-        """The costs by `seconds` of each op."""
-        graph, owner, count = bound.graph, blocks.owner, len(blocks.points)
-        is_forward = structure.is_forward
-        parameters, states = np.zeros(count), np.zeros(count)
-        trained = [p for p in graph.parameters if p.gradient is not None]
-        optimizer = check_optimizer(graph.optimizer)
-        for parameter, tensor in zip(trained, trained_tensors(graph), strict=True):
-            if parameter.ready_after is not None:
-                block = owner[parameter.ready_after]
-                parameters[block] += parameter.spec.nbytes
-                states[block] += sum(state_sizes(optimizer, tensor))
-        return cls(
-            blocks=blocks,
-            forward_s=_by(owner, np.where(is_forward, seconds, 0.0), count),
-            backward_s=_by(owner, np.where(is_forward, 0.0, seconds), count),
-            kept_bytes=_kept(bound, structure, blocks),
-            parameters_bytes=parameters,
-            states_bytes=states,
-        )
-
-    def stages(self, points: Sequence[str]) -> Stages:
-        """The sums of the stages that begin with the model and at these blocks."""
-        number = {point: place for place, point in enumerate(self.blocks.points)}
-        begins = [0, *(number[point] for point in points), len(number)]
-
-        def sums(values: Array) -> Array:
-            return np.array([values[begin:end].sum() for begin, end in pairwise(begins)])
-
-        return Stages(
-            forward_s=sums(self.forward_s),
-            backward_s=sums(self.backward_s),
-            kept_bytes=sums(self.kept_bytes),
-            parameters_bytes=sums(self.parameters_bytes),
-            states_bytes=sums(self.states_bytes),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stages:
-    """What the stages of a pipeline take at least: seconds of a micro-batch, bytes."""
 
     forward_s: Array
     backward_s: Array
@@ -246,6 +192,48 @@ class Stages:
     def _held(self, schedule: Schedule, rank: int, ranks: int) -> list[int]:
         """The stages of the model that a rank holds, of both copies where it has two."""
         return [number % len(self.forward_s) for number in schedule.stages_of(rank, ranks)]
+
+
+class BlockCosts(NamedTuple):
+    """The same of each block of a graph at one batch, as if it were a stage.
+
+    All are at most those of the stage that holds the block, beside what its other blocks have.
+    """
+
+    blocks: Blocks
+    each: Stages
+
+    @classmethod
+    def of(
+        cls, bound: BoundGraph, structure: GraphStructure, blocks: Blocks, seconds: Array
+    ) -> BlockCosts:
+        """The costs by `seconds` of each op."""
+        graph, owner, count = bound.graph, blocks.owner, len(blocks.points)
+        is_forward = structure.is_forward
+        parameters, states = np.zeros(count), np.zeros(count)
+        trained = [p for p in graph.parameters if p.gradient is not None]
+        optimizer = check_optimizer(graph.optimizer)
+        for parameter, tensor in zip(trained, trained_tensors(graph), strict=True):
+            if parameter.ready_after is not None:
+                block = owner[parameter.ready_after]
+                parameters[block] += parameter.spec.nbytes
+                states[block] += sum(state_sizes(optimizer, tensor))
+        forward_s = _by(owner, np.where(is_forward, seconds, 0.0), count)
+        backward_s = _by(owner, np.where(is_forward, 0.0, seconds), count)
+        kept = _kept(bound, structure, blocks)
+        return cls(blocks, Stages(forward_s, backward_s, kept, parameters, states))
+
+    def stages(self, points: Sequence[str]) -> Stages:
+        """The sums of the stages that begin with the model and at these blocks."""
+        number = {point: place for place, point in enumerate(self.blocks.points)}
+        begins = [0, *(number[point] for point in points), len(number)]
+
+        return Stages(
+            *(
+                np.array([values[begin:end].sum() for begin, end in pairwise(begins)])
+                for values in self.each
+            )
+        )
 
 
 def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:
@@ -305,8 +293,9 @@ class LayoutBounds:
         self._passes: dict[tuple[Layout, int], _MicroBatch] = {}
         self._stages: dict[tuple[Layout, int], Stages] = {}
 
-    def step_s(self, layout: Layout, batch: int, micro_batches: int) -> float:
+    def step_s(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least."""
+        _, layout, _, batch, micro_batches = candidate
         each_s, ranks = self._micro_batch(layout, batch).seconds, layout.pp
         if ranks == 1:
             return each_s * micro_batches * (1 + self._spread_ratio)
@@ -317,10 +306,10 @@ class LayoutBounds:
             return each_s / (1 - (1 - 1 / micro_batches) ** ranks)
         return each_s * micro_batches / ranks
 
-    def memory_ratio(
-        self, layout: Layout, strategy: Strategy, dp: int, batch: int, micro_batches: int
-    ) -> float:
+    def memory_ratio(self, candidate: Candidate) -> float:
         """The share of a device's memory that the fullest rank needs at least."""
+        _, layout, strategy, batch, micro_batches = candidate
+        dp = layout.dp or 1
         part = self._engine.split(self._graph, layout)
         held = self._held.get(id(part))
         if held is None:
@@ -338,16 +327,15 @@ class LayoutBounds:
         each = (parameters + states + max(gradients, kept)) / layout.pp
         return max(each, one.touched_bytes) / self._usable_bytes
 
-    def closer(
-        self, layout: Layout, strategy: Strategy, batch: int, micro_batches: int
-    ) -> tuple[float, float]:
+    def closer(self, candidate: Candidate) -> tuple[float, float]:
         """(seconds of a step, share of a device's memory) at least, by more work than before.
 
         Of a pipeline they are those of the stages into which it is cut, of FSDP those of what it
         gathers and reduces, one after the other.
         """
+        _, layout, strategy, batch, micro_batches = candidate
         if layout.pp == 1:
-            return self._exchanged_s(layout, strategy, batch, micro_batches), 0.0
+            return self._exchanged_s(candidate), 0.0
         stages = self._stages_of(layout, batch)
         shards = (layout.dp or 1) if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
@@ -381,10 +369,9 @@ class LayoutBounds:
             layout.of_layers,
         )
 
-    def _exchanged_s(
-        self, layout: Layout, strategy: Strategy, batch: int, micro_batches: int
-    ) -> float:
+    def _exchanged_s(self, candidate: Candidate) -> float:
         """Seconds of FSDP's collectives that wait for each other."""
+        _, layout, strategy, _, micro_batches = candidate
         if strategy.keeps.parameters == "whole" or (layout.dp or 1) == 1:
             return 0.0
         graph, cache = self._engine.split(self._graph, layout), self._engine.cache

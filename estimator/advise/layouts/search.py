@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from estimator.advise.layouts.candidates import Candidate, LayoutBounds, candidates, divisors
 from estimator.coefficients import Z_80, Calibration
@@ -37,6 +37,8 @@ from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
 from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
+
+Value = TypeVar("Value")
 
 
 class StepErrors(NamedTuple):
@@ -303,10 +305,14 @@ class _LayoutSearch:
                 ],
             )
         ]
-        bounded = (
-            [(self._least_s(each), each) for each in every] if prune else [(0.0, e) for e in every]
-        )
-        fitting = [pair for pair in bounded if not prune or not self._is_too_large(pair[1])]
+        fitting = [(0.0, each) for each in every]
+        if prune:
+            self._report("bounds", 0.0)
+            fitting = [
+                (self._bound(LayoutBounds.step_s, each, 0.0), each)
+                for each in every
+                if self._bound(LayoutBounds.memory_ratio, each, 0.0) <= 1 + NOT_FIT_MARGIN_RATIO
+            ]
         fitting.sort(key=lambda pair: pair[0])
         found: list[_Found] = []
         worked_out, too_large = 0, list[Candidate]()
@@ -346,7 +352,7 @@ class _LayoutSearch:
                 self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
                 yield candidate
                 continue
-            closer_s, ratio = self._closer(candidate)
+            closer_s, ratio = self._bound(LayoutBounds.closer, candidate, (0.0, 0.0))
             if ratio > 1 + NOT_FIT_MARGIN_RATIO:
                 too_large.append(candidate)
             else:
@@ -390,29 +396,17 @@ class _LayoutSearch:
                 else:
                     yield layout
 
-    def _least_s(self, candidate: Candidate) -> float:
-        self._report("bounds", 0.0)
-        _, layout, _, batch, micro_batches = candidate
+    def _bound(
+        self,
+        bound: Callable[[LayoutBounds, Candidate], Value],
+        candidate: Candidate,
+        unknown: Value,
+    ) -> Value:
+        """What one of the bounds says of a candidate, where it is known."""
         try:
-            return self._bounds[candidate.graph].step_s(layout, batch, micro_batches)
+            return bound(self._bounds[candidate.graph], candidate)
         except _REFUSALS:
-            return 0.0
-
-    def _closer(self, candidate: Candidate) -> tuple[float, float]:
-        number, layout, strategy, batch, micro_batches = candidate
-        try:
-            return self._bounds[number].closer(layout, strategy, batch, micro_batches)
-        except _REFUSALS:
-            return 0.0, 0.0
-
-    def _is_too_large(self, candidate: Candidate) -> bool:
-        number, layout, strategy, batch, micro_batches = candidate
-        dp = layout.dp or 1
-        try:
-            ratio = self._bounds[number].memory_ratio(layout, strategy, dp, batch, micro_batches)
-        except _REFUSALS:
-            return False
-        return ratio > 1 + NOT_FIT_MARGIN_RATIO
+            return unknown
 
     def _shared(self, executor: Executor | None) -> _Shared:
         """What the workers need to know; the engine is each worker's own."""

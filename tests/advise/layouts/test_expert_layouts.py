@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.advise.layouts.candidates import LayoutBounds
+from estimator.advise.layouts.candidates import Candidate, LayoutBounds
 from estimator.advise.layouts.search import LayoutRanking, best_layouts
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
@@ -109,11 +109,12 @@ def test_no_step_with_divided_experts_is_faster_or_smaller_than_its_bounds(
     )
     bounds = LayoutBounds(moe_graph(), placement, engine)
     kind = Strategy.parse(strategy)
-    assert 0 < bounds.step_s(read, 4, 1) <= answer.step_time_s
-    assert bounds.closer(read, kind, 4, 1)[0] <= answer.step_time_s
+    candidate = Candidate(0, read, kind, 4, 1)
+    assert 0 < bounds.step_s(candidate) <= answer.step_time_s
+    assert bounds.closer(candidate)[0] <= answer.step_time_s
     usable = max(each.device.usable_bytes for each in answer.plan.kinds)
-    assert bounds.memory_ratio(read, kind, read.dp or 1, 4, 1) * usable > 0
-    assert bounds.memory_ratio(read, kind, read.dp or 1, 4, 1) * usable <= answer.peak_memory_bytes
+    assert bounds.memory_ratio(candidate) * usable > 0
+    assert bounds.memory_ratio(candidate) * usable <= answer.peak_memory_bytes
 
 
 def test_experts_are_proposed_divided_in_both_forms_where_degrees_allow() -> None:

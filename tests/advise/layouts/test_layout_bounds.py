@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.advise.layouts.candidates import LayoutBounds, Stages
+from estimator.advise.layouts.candidates import Candidate, LayoutBounds, Stages
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
@@ -104,7 +104,9 @@ def test_no_pipeline_is_faster_or_smaller_than_its_bounds(
     except EstimatorError:
         return
     bounds = LayoutBounds(graph, placement, engine)
-    step_s, ratio = bounds.closer(layout, Strategy.parse(strategy), batch, micro_batches)
+    step_s, ratio = bounds.closer(
+        Candidate(0, layout, Strategy.parse(strategy), batch, micro_batches)
+    )
     assert 0 < step_s <= answer.step_time_s * (1 + 1e-9)
     usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
     assert 0 < ratio * usable <= answer.peak_memory_bytes * (1 + 1e-9)
@@ -121,6 +123,6 @@ def test_what_fsdp_gathers_is_part_of_its_step(strategy: str, batch: int) -> Non
         )
     )
     bounds = LayoutBounds(graph, placement, engine)
-    step_s, _ = bounds.closer(Layout(dp=4), Strategy.parse(strategy), batch, 3)
+    step_s, _ = bounds.closer(Candidate(0, Layout(dp=4), Strategy.parse(strategy), batch, 3))
     # The network is slow: it is nearly all of the step.
     assert answer.step_time_s / 2 < step_s <= answer.step_time_s
