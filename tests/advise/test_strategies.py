@@ -50,7 +50,6 @@ def test_what_does_not_fit_comes_after_what_does() -> None:
     small = tuple(replace(device, memory_bytes=room) for device in PROFILE.devices)
     tight = best_strategy("4x1:m", ("ddp", "zero1"), profile=replace(PROFILE, devices=small))
     assert names(tight) == ["zero1", "ddp"]
-    assert tight[1].answer is not None
     assert tight[1].answer.fits == "no"
 
 
@@ -72,7 +71,6 @@ def test_a_strategy_that_cannot_divide_the_ranks_is_last_with_its_reason() -> No
 
 def test_parameter_servers_use_no_ring_all_reduce() -> None:
     (row,) = best_strategy("2x1:m", ("ps:1",))
-    assert row.answer is not None
     (told,) = [each for each in row.answer.assumptions if "was not measured" in each]
     assert told.endswith("its bytes over the slowest link of a worker or of the servers")
 
@@ -82,7 +80,6 @@ def test_servers_of_one_node_are_reached_over_its_network() -> None:
     rows = best_strategy("1x2:m", ("ddp", "ps:1"))
     # Two workers share 1e8 B/s: 16.4 MB of gradients each way take over 0.3 s.
     slow = next(row.answer for row in rows if str(row.strategy) == "ps:1")
-    assert slow is not None
     assert slow.breakdown.communication_exposed_s > 0.2
     with pytest.raises(ProfileError, match="no network"):
         best_strategy("1x2:m", ("ps:1",), profile=replace(PROFILE, network=()))

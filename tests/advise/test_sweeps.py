@@ -39,8 +39,6 @@ def test_rows_that_do_not_exist_keep_their_reason() -> None:
     assert [row.answer is None for row in rows] == [False, False, True]
     assert "has 2" in rows[2].refusal
     assert rows[0].efficiency_ratio == 1.0
-    assert rows[0].answer is not None
-    assert rows[1].answer is not None
     step_ratio = rows[0].answer.step_time_s / rows[1].answer.step_time_s
     assert rows[1].efficiency_ratio == pytest.approx(step_ratio)
 

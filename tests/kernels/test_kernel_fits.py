@@ -58,8 +58,6 @@ def test_of_very_many_points_some_are_fitted() -> None:
     many = KernelFits(_profile(few * 1000))
     asked = _mm(50, 60, 70)
     found, expected = many.predict(asked), KernelFits(_profile(few)).predict(asked)
-    assert found is not None
-    assert expected is not None
     assert found.warm_s == pytest.approx(expected.warm_s, rel=0.05)
 
 
@@ -73,7 +71,6 @@ def test_what_one_call_alone_has_does_not_grow_without_bound() -> None:
     calls = [(total(shape, (0,)), 5e-6 + 4 * shape[0] * shape[1] / 3e12) for shape in sizes]
     calls.append((total((4, 40, 30, 30), (0, 2, 3)), 1.8e-5))
     found = KernelFits(_profile(calls)).predict(total((128, 1_152, 7, 7), (2, 3)))
-    assert found is not None
     # 147,456 rows, 29 MB: not 18 µs for every 40 of them, which is 66 ms.
     assert found.warm_s < 1e-3
 
@@ -91,7 +88,6 @@ def test_few_noisy_calls_of_an_operator_do_not_tell_what_far_larger_ones_take() 
     few = [(batched(side), held_up * seconds(side)) for side, held_up in ((16, 1), (18, 1.1))]
     few.append((batched(20), 1.25 * seconds(20)))
     found = KernelFits(_profile([*many, *few])).predict(batched(512))
-    assert found is not None
     # Their own form through three points would say almost five times as long.
     assert found.warm_s == pytest.approx(seconds(512), rel=0.15)
 
@@ -107,7 +103,6 @@ def test_few_calls_of_an_operator_tell_how_much_longer_all_of_its_calls_are() ->
     many = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
     few = [(batched(side), 3 * seconds(side)) for side in (64, 96, 128)]
     found = KernelFits(_profile([*many, *few])).predict(batched(1024))
-    assert found is not None
     # Far from all of them; the form of all matmuls alone would say a tenth longer.
     assert 2 < found.warm_s / seconds(1024) < 3
 
@@ -122,8 +117,6 @@ def test_matmuls_take_the_time_of_tensor_cores_only_where_the_precision_says_so(
     both = replace(profile, kernels=(kernel, tf32))
     asked = _mm(500, 400, 300)
     plain, rounded = (KernelFits(both, precision=p).predict(asked) for p in ("fp32", "tf32"))
-    assert plain is not None
-    assert rounded is not None
     # Every call took 1 ms, or 0.1 ms on tensor cores.
     assert plain.warm_s == pytest.approx(1e-3, rel=0.01)
     assert rounded.warm_s == pytest.approx(1e-4, rel=0.01)
@@ -151,7 +144,6 @@ def test_half_precision_attention_takes_the_time_of_the_operator_that_the_device
     )
     asked = OpCall("aten._scaled_dot_product_flash_attention.default", *_heads(200))
     found = KernelFits(profile).predict(asked)
-    assert found is not None
     # Another operator of the family counts as far away, so a little of flash remains.
     assert found.warm_s == pytest.approx(1e-3, rel=0.2)
 
@@ -170,7 +162,6 @@ def test_a_machine_of_constant_rate_is_recovered_between_and_beyond_its_points()
     fits = KernelFits(_profile([(_mm(*size), seconds(_mm(*size))) for size in sizes]))
     for asked in ((200, 300, 400), (4096, 512, 2048)):
         found = fits.predict(_mm(*asked))
-        assert found is not None
         assert found.source == "fitted"
         assert found.warm_s == pytest.approx(seconds(_mm(*asked)), rel=0.02)
         assert found.cold_s == pytest.approx(2 * seconds(_mm(*asked)), rel=0.02)
@@ -179,7 +170,6 @@ def test_a_machine_of_constant_rate_is_recovered_between_and_beyond_its_points()
 def test_a_call_of_the_grid_takes_exactly_what_was_measured() -> None:
     fits = KernelFits(_profile([(_mm(n, n, n), n * 1e-6) for n in (8, 64, 512)]))
     found = fits.predict(_mm(64, 64, 64))
-    assert found is not None
     assert (found.warm_s, found.source) == (64e-6, "measured")
 
 

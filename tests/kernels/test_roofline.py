@@ -98,7 +98,6 @@ def seconds(
     profile: MachineProfile, call: OpCall, kernel_model: Path | None = None, precision: str = "fp32"
 ) -> float:
     found = Roofline(profile, precision=precision, kernel_model=kernel_model).predict(call)
-    assert found is not None
     assert found.source == "datasheet"
     return found.cold_s
 
@@ -110,7 +109,6 @@ def test_a_large_sum_streams_at_the_share_of_stacked_memory(kernel_model: Path) 
 
 def test_what_is_still_in_the_cache_comes_faster(kernel_model: Path) -> None:
     found = Roofline(machine(), kernel_model=kernel_model).predict(addition(10**8))
-    assert found is not None
     # 1.5 ms at 2.5 times the memory's rate.
     assert found.warm_s == pytest.approx(0.6e-3 + 2e-6)
 
@@ -144,8 +142,6 @@ def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
 ) -> None:
     fits = Roofline(machine(float16=1e14), kernel_model=kernel_model)
     found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
-    assert found is not None
-    assert even is not None
     # One column more than 50 whole tiles of 128 is a 51st one.
     assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
 
@@ -175,8 +171,6 @@ def test_a_compiler_pads_where_the_copies_take_less_than_they_save(kernel_model:
         for pads in (False, True)
     )
     slow, padded = eager.predict(wide), compiled.predict(wide)
-    assert slow is not None
-    assert padded is not None
     # Copies of (12800 x 6401) twice, read and written at 0.8 of 1 TB/s, beside 2.5 times as long.
     copies_s = 2 * 2 * 2 * 12800 * 6401 / 0.8e12
     assert padded.cold_s == pytest.approx(slow.cold_s / 2.5 + copies_s, rel=0.01)
@@ -306,6 +300,4 @@ def test_several_calls_take_what_each_takes_alone() -> None:
     assert together[-1] is None
     for call, found in zip(calls[:-1], together[:-1], strict=True):
         alone = roofline.predict(call)
-        assert alone is not None
-        assert found is not None
         assert (found.warm_s, found.cold_s) == pytest.approx((alone.warm_s, alone.cold_s), 1e-12)

@@ -22,7 +22,6 @@ TCP = 1448 / 1514
 
 def sent(name: str, ranks: int) -> float:
     network = network_of(load_profile(name))
-    assert network is not None
     return network.sent_bytes_per_s(ranks)
 
 
@@ -62,7 +61,6 @@ def on_tcp(uplink_bytes_per_s: float | None) -> Cluster:
 def test_an_uplink_is_what_all_cards_give_together(uplink: int, ranks: int, gbits: int) -> None:
     cluster = on_tcp(uplink * GBIT)
     network = network_in_cluster(load_profile("dgx-h100"), cluster, "a")
-    assert network is not None
     assert network.sent_bytes_per_s(ranks) == pytest.approx(TCP * gbits * GBIT)
 
 
@@ -70,7 +68,6 @@ def test_a_measured_flow_is_what_any_number_of_ranks_gets(small_profile: Machine
     (link,) = load_profile("dgx-h100").network
     measured = replace(link, provenance=replace(link.provenance, source="measured"))
     network = network_of(replace(load_profile("dgx-h100"), network=(measured,)))
-    assert network is not None
     assert network.sent_bytes_per_s(1) == network.sent_bytes_per_s(8) == 8 * 400 * GBIT
     assert network_of(replace(small_profile, network=())) is None
 

@@ -163,7 +163,6 @@ def test_cost_counts_whole_instances(graph: OpGraph) -> None:
     rows = sweep(["2x2:t4-g4dn"], lambda text: estimate(graph, text))
     section = all_sections.cost_section(rows, prices, samples=3600 * 1e4)
     answer = rows[0].answer
-    assert answer is not None
     assert answer.samples_per_s
     assert section.table
     # So many samples take 1e4 hours over samples/s, in whole seconds.
@@ -189,7 +188,6 @@ def test_a_report_and_a_plan_bill_the_least_time_that_is_sold(graph: OpGraph) ->
     for duration_s, usd in ((1.0, 1.20), (61.0, 1.40)):
         samples = duration_s * rate
         table = all_sections.cost_section(rows, prices, samples=samples).table
-        assert table is not None
         assert table.rows[0][4] == f"{usd:.2f}"
         asked: dict[str, Any] = {"samples": samples, "prices": prices, "strategies": ("ddp",)}
         assert offers(graph, [allocation], **asked).offers[0].usd == pytest.approx(usd)
@@ -211,7 +209,6 @@ def test_layouts_list_what_is_refused_with_its_reason(graph: OpGraph, answer: Es
             graph, "2x2:t4-g4dn", strategy=strategy, layout=layout and "tp=3,dp=*"
         ),
     )
-    assert section.table is not None
     assert {row[0] for row in section.table.rows} == {"ddp", "zero1", "zero2", "fsdp"}
     assert section.items[0].startswith("tp=2,dp=*, ddp: ")
 

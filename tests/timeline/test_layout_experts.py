@@ -125,7 +125,6 @@ def test_sharded_bytes_of_experts_follow_from_the_units() -> None:
     local = split_experts(ON_GPUS, ep=4)
     experts = ShardedPasses.of(local).experts
     own = sum(p.spec.nbytes for p in GRAPH.parameters if "experts" in p.name) // 4
-    assert experts is not None
     assert experts.gathered.tolist() == experts.reduced.tolist() == [0.0, own / 2, own / 2]
     assert experts.parts == 4
 

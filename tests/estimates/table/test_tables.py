@@ -333,29 +333,45 @@ class CoefficientsByRanks:
         )
 
 
-@settings(max_examples=examples(25), deadline=None)
+allocations = some.one_of(
+    some.tuples(some.lists(rows, min_size=1, max_size=8), some.just(False)),
+    some.tuples(
+        some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), some.just(True)
+    ),
+)
+
+
+def asked_of(graph: OpGraph, texts: Sequence[str], in_cluster: bool) -> tuple[list[str], Any]:
+    """The allocations on machines of the graph's kind, and the cluster that they are of."""
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    return [of_kind(text, graph) for text in texts], cluster if in_cluster else None
+
+
+@settings(max_examples=examples(50), deadline=None)
 @given(
     graphs,
-    some.lists(rows, min_size=1, max_size=12),
+    allocations,
     strategies,
     some.integers(1, 3),
-    some.lists(some.sampled_from([1, 3, 8, 64]), min_size=12, max_size=12),
+    some.lists(some.sampled_from([1, 3, 8, 64]), min_size=8, max_size=8),
     some.sampled_from([None, CoefficientsByRanks()]),
 )
 def test_every_row_equals_the_estimate_of_its_allocation(
     graph: OpGraph,
-    texts: list[str],
+    where: tuple[list[str], bool],
     strategy: str,
     accumulation_steps: int,
     batches: list[int],
     calibration: Calibration | None,
 ) -> None:
+    texts, cluster = asked_of(graph, *where)
     table = estimate_many(
         graph,
-        [of_kind(text, graph) for text in texts],
+        texts,
         batch_per_gpu=np.array(batches[: len(texts)]),
         strategy=strategy,
         accumulation_steps=accumulation_steps,
+        cluster=cluster,
         calibration=calibration,
     )
     assert_equal(table)
@@ -389,16 +405,6 @@ def test_a_job_in_another_precision_has_its_own_corrections_in_a_table_too() -> 
         assert_equal(table)
 
 
-@settings(max_examples=examples(25), deadline=None)
-@given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), strategies)
-def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
-    graph: OpGraph, texts: list[str], strategy: str
-) -> None:
-    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
-    asked = [of_kind(text, graph) for text in texts]
-    assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
-
-
 def divided_by(shard: int, text: str) -> bool:
     return Allocation.parse(text).ranks % shard == 0
 
@@ -406,15 +412,18 @@ def divided_by(shard: int, text: str) -> bool:
 hybrid = some.sampled_from([("fsdp:shard=2", 2), ("fsdp:shard=4", 4), ("fsdp:shard=2,no_sync", 2)])
 
 
-@settings(max_examples=examples(20), deadline=None)
-@given(graphs, some.lists(rows, min_size=1, max_size=8), hybrid, some.integers(1, 3))
+@settings(max_examples=examples(40), deadline=None)
+@given(graphs, allocations, hybrid, some.integers(1, 3))
 def test_every_row_of_nested_groups_equals_its_estimate(
-    graph: OpGraph, texts: list[str], hybrid: tuple[str, int], accumulation_steps: int
+    graph: OpGraph,
+    where: tuple[list[str], bool],
+    hybrid: tuple[str, int],
+    accumulation_steps: int,
 ) -> None:
     strategy, shard = hybrid
-    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
-    options: Any = {"strategy": strategy, "accumulation_steps": accumulation_steps}
-    assert_equal(estimate_many(graph, asked, **options))
+    texts, cluster = asked_of(graph, [t for t in where[0] if divided_by(shard, t)], where[1])
+    options: Any = {"accumulation_steps": accumulation_steps, "cluster": cluster}
+    assert_equal(estimate_many(graph, texts, strategy=strategy, **options))
 
 
 def test_shards_in_unlike_nodes_wait_for_the_slower_links_whichever_come_first() -> None:
@@ -426,55 +435,32 @@ def test_shards_in_unlike_nodes_wait_for_the_slower_links_whichever_come_first()
     assert_equal(table)
 
 
-@settings(max_examples=examples(20), deadline=None)
-@given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), hybrid)
-def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
-    graph: OpGraph, texts: list[str], hybrid: tuple[str, int]
-) -> None:
-    strategy, shard = hybrid
-    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
-    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
-    assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
-
-
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     graphs,
-    rows,
+    allocations,
     some.one_of(strategies, hybrid.map(lambda each: each[0])),
     some.sampled_from([1, 2, 3, 11]),
     some.sampled_from([None, CoefficientsByRanks()]),
 )
 def test_a_timeline_plays_what_was_computed(
     graph: OpGraph,
-    text: str,
+    where: tuple[list[str], bool],
     strategy: str,
     accumulation_steps: int,
     calibration: Calibration | None,
 ) -> None:
+    text = where[0][0]
     assume("shard=" not in strategy or divided_by(4, text))
+    (asked,), cluster = asked_of(graph, [text], where[1])
     answer = est.estimate(
         graph,
-        of_kind(text, graph),
+        asked,
         strategy=strategy,
         accumulation_steps=accumulation_steps,
+        cluster=cluster,
         calibration=calibration,
     )
-    assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    graphs,
-    cluster_rows.filter(placeable),
-    some.one_of(strategies, hybrid.map(lambda each: each[0])),
-)
-def test_a_timeline_on_a_cluster_plays_what_was_computed(
-    graph: OpGraph, text: str, strategy: str
-) -> None:
-    assume("shard=" not in strategy or divided_by(4, text))
-    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
-    answer = est.estimate(graph, of_kind(text, graph), strategy=strategy, cluster=cluster)
     assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
 
 

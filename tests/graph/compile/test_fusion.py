@@ -121,12 +121,10 @@ def test_a_chain_reads_each_outside_tensor_once_and_writes_only_what_others_read
     assert members(chain) == {"tanh", "sigmoid", "mul", "mean"}
     cost = op_cost(chain.call)
     # h is 4 x 8 in float32; of tanh, sigmoid, their product and its mean only the mean is kept.
-    assert cost is not None
     assert (cost.read_bytes, cost.written_bytes) == (4 * 8 * 4, 4)
     # 20 and 12 operations an element, a product, a sum: see cost_families.
     assert cost.flops == 4 * 8 * (20 + 12 + 1 + 1)
     features = features_of(chain.call)
-    assert features is not None
     assert (features.family, features.dims) == ("reduction", (1.0, 32.0))
 
 
@@ -150,7 +148,6 @@ def test_dropout_sum_and_layer_norm_are_one_kernel_along_rows() -> None:
     (kernel,) = with_member(compiled, "native_layer_norm", "forward")
     assert members(kernel) == {"native_dropout", "add", "native_layer_norm"}
     features = features_of(kernel.call)
-    assert features is not None
     assert (features.family, features.dims) == ("normalization", (4.0, 8.0))
     # Reads the product, x, weight and bias; writes the mask, the sum, the norm, means, deviations.
     assert features.cost.read_bytes == 4 * (32 + 32 + 8 + 8)

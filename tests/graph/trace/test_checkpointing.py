@@ -176,7 +176,6 @@ def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
         for form in (None, "full")
     )
     added = with_checkpoints(plain)
-    assert added is not None
     assert repeated(added) == repeated(full)
     assert (len(added.ops), added.checkpoint) == (len(full.ops), "full")
     peaks = [memory_alone(graph.at()).peaks().peak(1).total_bytes for graph in (added, full, plain)]
@@ -196,7 +195,6 @@ def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
 def test_views_of_what_a_checkpoint_makes_again_keep_nothing_of_the_first_run() -> None:
     plain = est.trace_model(Encoder(), WORDS)
     added = with_checkpoints(plain)
-    assert added is not None
     structure = GraphStructure.of(added)
     sizes = structure.storage_bytes(added.at())
     last = sum(op.phase == "forward" for op in added.ops)

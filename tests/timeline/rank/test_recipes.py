@@ -49,14 +49,12 @@ def passes_s(moved_bytes: float, ranks: int = 4) -> float:
 def norm_s(ranks: int) -> float:
     group = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
     found = GroupCollective.of(profile(), "all_reduce", group)
-    assert found is not None
     return found.time_s(4.0)
 
 
 def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
     plain, clipped = answer(), answer(clip_grad_norm=True)
     host = profile().host
-    assert host is not None
     # On a CPU each of four gradients has a norm and a product of its own, six operators follow.
     expected_s = passes_s(3 * 4 * ELEMENTS) + (6 + 2 * 4) * host.bare_op_s
     more_s = clipped.breakdown.update_s - plain.breakdown.update_s
@@ -73,7 +71,6 @@ def test_shards_of_gradients_are_clipped_by_each_rank_after_their_norms_are_adde
     more_s = clipped.breakdown.waiting_s - plain.breakdown.waiting_s
     assert more_s == pytest.approx(norm_s(4), rel=1e-6)
     host = profile().host
-    assert host is not None
     update_s = clipped.breakdown.update_s - plain.breakdown.update_s
     fixed_s = (6 + 2 * 4) * host.bare_op_s
     assert update_s == pytest.approx(passes_s(3 * 4 * ELEMENTS) / 4 + fixed_s, rel=1e-9)
@@ -84,7 +81,6 @@ def test_a_shared_optimizer_with_whole_gradients_clips_all_of_them() -> None:
         answer("zero1", clip_grad_norm=True).breakdown.update_s - answer("zero1").breakdown.update_s
     )
     host = profile().host
-    assert host is not None
     expected_s = passes_s(3 * 4 * ELEMENTS) + (6 + 2 * 4) * host.bare_op_s
     assert more_s == pytest.approx(expected_s, rel=1e-9)
 
@@ -135,9 +131,7 @@ def test_what_autocast_keeps_of_all_weights_under_fsdp_is_said_with_the_way_out(
 def test_a_compressed_bucket_is_sent_in_half_and_cast_twice() -> None:
     plain, half = answer("ddp:unbucketed"), answer("ddp:unbucketed,reduce=bf16")
     reduce = GroupCollective.of(profile(), "all_reduce", ProcessGroup(ranks=4, nodes=1, per_node=4))
-    assert reduce is not None
     network = half.plan.network
-    assert network is not None
     alone_s = network.alone_s(half.plan.ranks(half.plan.kinds[0]))
     assert alone_s == pytest.approx(4 * reduce.time_s(2e6), rel=1e-9)
     # A copy reads and writes 8 bytes an element; the hook casts (6), divides (4), casts back (6).
@@ -156,7 +150,6 @@ def test_both_shared_optimizers_are_named_and_sent_differently() -> None:
     assert len(every) == 4
 
     def alone_s(found: Estimate) -> float:
-        assert found.plan.network is not None
         return float(found.plan.network.alone_s(found.plan.ranks(found.plan.kinds[0])))
 
     # One bucket of 1 MiB at least has the first gradient, the other three are in the next.
@@ -265,7 +258,6 @@ def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
         for clips in (False, True)
     )
     host = plain.plan.kinds[0].program.profile.host
-    assert host is not None
     # Three times 4 bytes an element; each of four gradients has a norm and a product of its own.
     expected_s = 12 * ELEMENTS / (0.8 * 51e9) + (6 + 2 * 4) * host.bare_op_s
     more_s = clipped.breakdown.update_s - plain.breakdown.update_s

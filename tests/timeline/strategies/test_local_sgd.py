@@ -20,7 +20,6 @@ PARAMETERS_BYTES = 2 * 1000 * 2048 * 4
 def test_each_step_has_its_part_of_one_all_reduce_of_all_parameters() -> None:
     alone_s = answer("ddp", ranks=1).plan.kinds[0].lane.lane_s
     reduce = GroupCollective.of(profile(), "all_reduce", ProcessGroup(ranks=4, nodes=1, per_node=4))
-    assert reduce is not None
     average_s = reduce.time_s(float(PARAMETERS_BYTES))
     # The flat tensor is filled, divided and copied back.
     copied_s = 3 * float(copies_s(profile(), [PARAMETERS_BYTES], 4, Cache(0)).sum())
