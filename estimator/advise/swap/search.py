@@ -74,26 +74,13 @@ def plan_within(
     budget_bytes: int,
     *,
     means: Means = EVERYTHING,
-    seeds: Sequence[Planned] = (),
 ) -> Planned:
-    """The fastest plan found whose peak is within a budget, else the one with the least peak.
-
-    `seeds` are plans that others made, from which this goes on: the first of them within the
-    budget, and the one before it.
-    """
+    """The fastest plan found whose peak is within a budget, else the one with the least peak."""
     drafts = [_Draft(problem, budget_bytes, means, caution) for caution in _CAUTIONS]
-    found = []
-    within = [n for n, seed in enumerate(seeds) if seed.played.peak_bytes <= budget_bytes]
-    for number in {within[0], max(within[0] - 1, 0)} if within else {len(seeds) - 1} - {-1}:
-        draft = _Draft(problem, budget_bytes, means, _CAUTIONS[0])
-        draft.begin_with(seeds[number].plan)
-        drafts.append(draft)
-        found.append(seeds[number])
     laid_out = [draft.laid_out() for draft in drafts]
     ranks = [_rank(each, budget_bytes) for each in laid_out]
     best = ranks.index(min(ranks))
-    found.append(drafts[best].refined(laid_out[best]))
-    return min(found, key=lambda each: _rank(each, budget_bytes))
+    return drafts[best].refined(laid_out[best])
 
 
 def _rank(found: Planned, budget_bytes: int) -> tuple[int, float]:
@@ -159,16 +146,6 @@ class _Draft:
     def refined(self, found: Planned) -> Planned:
         """The same made faster: see `_exchanged` and `_without_needless`."""
         return self._without_needless(self._exchanged(found))
-
-    def begin_with(self, plan: SwapPlan) -> None:
-        """Choose what a plan moves and makes again."""
-        number_of = {(gap.tensor, gap.after): n for n, gap in enumerate(self.gaps)}
-        for swap in plan.swaps:
-            if (swap.tensor, swap.after) in number_of:
-                self.swapped[number_of[swap.tensor, swap.after]] = True
-        for again in plan.recomputes:
-            if (again.tensor, again.after) in number_of:
-                self.again[number_of[again.tensor, again.after]] = True
 
     # choosing
 
@@ -386,7 +363,6 @@ def pareto(
     *,
     means: Means = EVERYTHING,
     budgets: int = _BUDGETS,
-    seeds: Sequence[Planned] = (),
     report: Callable[[float], None] = lambda _done: None,
 ) -> list[Planned]:
     """Plans of which none has both a lower peak and a shorter step, the largest peak first."""
@@ -394,7 +370,7 @@ def pareto(
     found = [Planned(plan=SwapPlan(), played=play(problem, SwapPlan()))]
     for number in range(1, budgets + 1):
         budget = int(high - (high - low) * number / budgets)
-        found.append(plan_within(problem, budget, means=means, seeds=seeds))
+        found.append(plan_within(problem, budget, means=means))
         report(number / budgets)
     found.sort(key=lambda each: (each.played.step_s, each.played.peak_bytes))
     kept: list[Planned] = []
