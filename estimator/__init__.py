@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from estimator.workload import Strategy
     from estimator.workload.layouts import Layout
     from estimator.workload.loader import Loader
+    from estimator.workload.recipe import Recipe
 
 __version__ = "0.2.0"
 
@@ -49,6 +50,7 @@ _HOMES = {
     "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.ir.op_graph",
+    "Recipe": "estimator.workload.recipe",
     "Strategy": "estimator.workload",
     "MemoryPlan": "estimator.integrations.swap.apply_plan",
     "apply_plan": "estimator.integrations.swap.apply_plan",
@@ -84,6 +86,7 @@ __all__ = [
     "MachineProfile",
     "MemoryPlan",
     "OpGraph",
+    "Recipe",
     "Strategy",
     "apply_plan",
     "best_layouts",

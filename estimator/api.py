@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from estimator.waits.predicted import PredictedStalls
     from estimator.workload.layouts import Layout
     from estimator.workload.loader import Loader
+    from estimator.workload.recipe import Recipe
 
 
 _EXECUTIONS: dict[bool | str, str] = {True: "compiled", "blocks": "compiled-blocks"}
@@ -61,7 +62,7 @@ def trace_model(
     clip_grad_norm: bool = False,
     checkpoint: str | None = None,
     float8: str | None = None,
-    recipe: str | None = None,
+    recipe: str | Recipe | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -82,7 +83,8 @@ def trace_model(
     ``clip_grad_norm_``. `checkpoint` recomputes repeated blocks: "full", "selective:2" or
     "selective:op" (all but attention and every other matmul). `float8` has linear layers of a
     compiled model in float8 as torchao does: "tensorwise" or "rowwise". `recipe` has a framework's
-    kernels ("megatron:fp8=current"). Raises ModelError, TraceError, ProbeError.
+    kernels: an `est.Recipe` or its text ("megatron:fp8=current"). Raises ModelError, TraceError,
+    ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
@@ -104,7 +106,7 @@ def trace_model(
     graph = replace(
         graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
     )
-    graph = _compiled(graph, compiled, float8, assumed, recipe)
+    graph = _compiled(graph, compiled, float8, assumed, str(recipe) if recipe else None)
     return with_timings(graph, profile, report=report) if measure else graph
 
 
@@ -117,7 +119,7 @@ def with_recipe(
     grad_scaler: bool = False,
     clip_grad_norm: bool = False,
     float8: str | None = None,
-    recipe: str | None = None,
+    recipe: str | Recipe | None = None,
 ) -> OpGraph:
     """The graph that `trace_model` gives of the same model with other options, of those that its
     operators do not depend on; None and False leave it as it was traced.
@@ -131,7 +133,7 @@ def with_recipe(
         "clip_grad_norm": clip_grad_norm or graph.clip_grad_norm,
     }
     execution = _EXECUTIONS.get(compiled, compiled) if compiled else graph.execution
-    float8, recipe = float8 or graph.float8, recipe or graph.recipe
+    float8, recipe = float8 or graph.float8, str(recipe) if recipe else graph.recipe
     is_cast = changed["precision"] != graph.precision
     if is_cast and (graph.timings or {graph.precision, changed["precision"]} != {"fp32", "tf32"}):
         raise ModelError(

@@ -11,10 +11,11 @@ import click
 from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
-from estimator.cli.request import Request
+from estimator.cli.request import EXECUTIONS, Request
 from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
 from estimator.workload.precision import PRECISIONS
+from estimator.workload.recipe import Recipe
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
@@ -88,6 +89,10 @@ def _optimizer(context: click.Context, option: click.Parameter, name: str | None
     return None if name is None else check_optimizer(name)
 
 
+def _recipe(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
+    return None if text is None else str(Recipe.parse(text))
+
+
 cluster_option = click.option(
     "--cluster",
     callback=_cluster,
@@ -138,25 +143,24 @@ _RECIPE_OPTIONS = (
     click.option("--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."),
     click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
     click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
-    click.option(
-        "--cuda-graphs",
-        "execution",
-        flag_value="cuda-graphs",
-        help='As torch.compile(mode="reduce-overhead") replays it.',
-    ),
-    click.option(
-        "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
-    ),
-    click.option(
-        "--compile-blocks",
-        "execution",
-        flag_value="compiled-blocks",
-        help="Each repeated block compiled by itself.",
+    *(
+        click.option(name, "execution", flag_value=EXECUTIONS[name], help=words)
+        for name, words in (
+            ("--cuda-graphs", 'As torch.compile(mode="reduce-overhead") replays it.'),
+            ("--compile", "As torch.compile fuses it."),
+            ("--compile-blocks", "Each repeated block compiled by itself."),
+        )
     ),
     click.option(
         "--float8",
         type=click.Choice(("tensorwise", "rowwise")),
         help="Linear layers as torchao.float8 has them.",
+    ),
+    click.option(
+        "--recipe",
+        callback=_recipe,
+        metavar="FRAMEWORK[:KNOBS]",
+        help="A framework's kernels, as in megatron:fp8=current,graphs=layers.",
     ),
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from estimator.cli.console import remark, waiting
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
@@ -13,8 +13,6 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from estimator.advise.scaling import SweepRow
     from estimator.coefficients import Calibration
     from estimator.estimates.balance import Balance
@@ -27,76 +25,16 @@ if TYPE_CHECKING:
     from estimator.workload.loader import Loader
 
 
-_FLAGS = {
-    "compiled": "--compile",
-    "compiled-blocks": "--compile-blocks",
-    "cuda-graphs": "--cuda-graphs",
+EXECUTIONS = {
+    "--compile": "compiled",
+    "--compile-blocks": "compiled-blocks",
+    "--cuda-graphs": "cuda-graphs",
 }
-
-
-def as_asked(graph: OpGraph, asked: Mapping[str, Any]) -> OpGraph:
-    """The saved graph with what of a request, by its fields, can be changed after tracing.
-
-    Raises ModelError that names the command to trace again with for what cannot.
-    """
-    from estimator.api import with_recipe
-
-    for option, wanted, traced in (
-        ("precision", None if _is_same(graph, asked["precision"]) else asked["precision"], ""),
-        ("measure", asked["measure"], bool(graph.timings)),
-        ("channels-last", asked["channels_last"], graph.channels_last),
-        ("checkpoint", asked["checkpoint"], graph.checkpoint),
-        ("seq-len", asked["seq_len"], graph.tokens_per_sample),
-    ):
-        if wanted and wanted != traced:
-            found = graph.precision if option == "precision" else traced
-            words = f"with --{option} {found}" if found else f"without --{option}"
-            raise ModelError(
-                f"{asked['model']} was traced {words}, on which its operators depend; trace its "
-                f"model again: {_command(graph, asked)}"
-            )
-    return with_recipe(
-        graph,
-        optimizer=asked["optimizer"],
-        precision=asked["precision"],
-        compiled=asked["execution"],
-        grad_scaler=asked["grad_scaler"],
-        clip_grad_norm=asked["clip_grad_norm"],
-        float8=asked["float8"],
-    )
-
-
-def _is_same(graph: OpGraph, precision: str | None) -> bool:
-    """Whether the operators of a graph are those of a precision, too."""
-    if precision in (None, graph.precision):
-        return True
-    return {precision, graph.precision} == {"fp32", "tf32"} and not graph.timings
-
-
-def _command(graph: OpGraph, asked: Mapping[str, Any]) -> str:
-    """What traces the model as it was traced, but for what is asked."""
-    valued = {
-        "--target": graph.target,
-        "--batch": asked["batch"] or graph.batch,
-        "--precision": asked["precision"] or graph.precision,
-        "--optimizer": asked["optimizer"] or graph.optimizer,
-        "--checkpoint": asked["checkpoint"] or graph.checkpoint,
-        "--float8": asked["float8"] or graph.float8,
-        "--seq-len": asked["seq_len"],
-    }
-    flags = {
-        "--channels-last": asked["channels_last"] or graph.channels_last,
-        "--grad-scaler": asked["grad_scaler"] or graph.grad_scaler,
-        "--clip-grad-norm": asked["clip_grad_norm"] or graph.clip_grad_norm,
-        "--measure": asked["measure"] or bool(graph.timings),
-        _FLAGS.get(asked["execution"] or graph.execution, ""): True,
-    }
-    words = [word for name, value in valued.items() if value for word in (name, str(value))]
-    words += [name for name, is_on in flags.items() if name and is_on]
-    return f"estimator trace MODEL {shlex.join([*words, '-o', asked['model']])}"
-
-
-_EXECUTION_OPTIONS = "compile, --compile-blocks or --cuda-graphs"
+# Options of how the model itself is run, as a trace has them.
+_TRACED = (
+    *("checkpoint", "float8", "recipe", "seq_len", "channels_last", "grad_scaler"),
+    *("clip_grad_norm", "execution"),
+)
 _COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
     None: None,
     "compiled": True,
@@ -133,8 +71,16 @@ class Request:
     clip_grad_norm: bool = False
     checkpoint: str | None = None
     float8: str | None = None
+    recipe: str | None = None
     network: GivenNetwork | None = None
     _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.recipe and (self.execution or self.float8):
+            raise ModelError(
+                f"--recipe {self.recipe} says itself what is compiled and in float8; leave out "
+                f"{', '.join(EXECUTIONS)} and --float8"
+            )
 
     def graph(
         self,
@@ -154,8 +100,7 @@ class Request:
         from estimator.graph.summary import is_summary_file
 
         if is_saved_graph(self.model):
-            asked = {item.name: getattr(self, item.name) for item in fields(self)}
-            return as_asked(OpGraph.load(self.model), asked)
+            return self._changed(OpGraph.load(self.model))
         if is_summary_file(self.model):
             return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model
@@ -184,30 +129,70 @@ class Request:
             clip_grad_norm=self.clip_grad_norm,
             checkpoint=self.checkpoint,
             float8=self.float8,
+            recipe=self.recipe,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,
         )
+
+    def _changed(self, graph: OpGraph) -> OpGraph:
+        """A saved graph with what of this request can be changed after tracing.
+
+        Raises ModelError that names the command to trace again with for what cannot.
+        """
+        from estimator.api import with_recipe
+
+        precision = self.precision
+        if {precision, graph.precision} == {"fp32", "tf32"} and not graph.timings:
+            precision = None
+        for option, wanted, traced in (
+            ("precision", precision, graph.precision),
+            ("measure", self.measure, bool(graph.timings)),
+            ("channels-last", self.channels_last, graph.channels_last),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
+            ("seq-len", self.seq_len, graph.tokens_per_sample),
+        ):
+            if wanted and wanted != traced:
+                words = f"with --{option} {traced}" if traced else f"without --{option}"
+                raise ModelError(
+                    f"{self.model} was traced {words}, on which its operators depend; trace its "
+                    f"model again: {self._trace_command(graph)}"
+                )
+        return with_recipe(
+            graph,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            compiled=self.execution,
+            grad_scaler=self.grad_scaler,
+            clip_grad_norm=self.clip_grad_norm,
+            float8=self.float8,
+            recipe=self.recipe,
+        )
+
+    def _trace_command(self, graph: OpGraph) -> str:
+        """What traces the model as it was traced, but for what is asked."""
+        words = ["--target", graph.target]
+        for name in ("batch", "precision", "optimizer", *_TRACED):
+            value = getattr(self, name) or getattr(graph, name, None)
+            if name == "execution":
+                words += [flag for flag, execution in EXECUTIONS.items() if execution == value]
+            elif value:
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        words += ["--measure"] if self.measure or graph.timings else []
+        return f"estimator trace MODEL {shlex.join([*words, '-o', self.model])}"
 
     def _summarised(self, target: DeviceKind) -> OpGraph:
         from estimator.graph.ir.op_graph import summary_graph
         from estimator.graph.summary import load_summary
 
         summary = load_summary(self.model)
-        for option, asked in (
-            ("measure", self.measure),
-            (_EXECUTION_OPTIONS, self.execution),
-            ("channels-last", self.channels_last),
-            ("grad-scaler", self.grad_scaler),
-            ("clip-grad-norm", self.clip_grad_norm),
-            ("checkpoint", self.checkpoint),
-            ("float8", self.float8),
-            ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
-        ):
-            if asked:
+        for name in ("measure", *_TRACED):
+            wanted = getattr(self, name)
+            if wanted and (name != "seq_len" or wanted != summary.tokens_per_sample):
+                flags = EXECUTIONS if name == "execution" else [f"--{name.replace('_', '-')}"]
                 raise ModelError(
                     f"{self.model} is a summary, whose operators are not known; leave out "
-                    f"--{option} or name the model itself"
+                    f"{', '.join(flags)} or name the model itself"
                 )
         trained = replace(
             summary,

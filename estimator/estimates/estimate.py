@@ -42,7 +42,7 @@ def workers_needed(loader: Loader, *, samples: float, step_s: float) -> int:
     return max(math.ceil(loader.made_s(samples) / step_s * (1 - _ROUNDING)), 1)
 
 
-def remedy_of(plan: StepPlan, parts: Breakdown) -> str:
+def remedy_of(plan: StepPlan, parts: Breakdown[Any]) -> str:
     """What would hide the input stall of a step, by its slowest rank's loader, in words."""
     loader = plan.members.table.shape.loader
     assert loader is not None
@@ -126,7 +126,7 @@ class Estimate:
     peak_memory_bytes: int
     memory: PeakMemory
     fits: Literal["yes", "no", "uncertain"]
-    breakdown: Breakdown
+    breakdown: Breakdown[float]
     op_time_in_grid_ratio: float
     # What the rest was worked out from: answers that say the same are equal.
     plan: StepPlan = field(compare=False)
@@ -244,7 +244,7 @@ _PLAIN = [item.name for item in fields(Estimate) if item.name not in _NOT_PLAIN]
 _PLAIN += ["mode", "input_remedy", "spare_memory_bytes"]
 
 
-def _plain(numbers: Breakdown | PeakMemory | DeviceMemory) -> dict[str, Any]:
+def _plain(numbers: Breakdown[float] | PeakMemory | DeviceMemory) -> dict[str, Any]:
     # `dataclasses.asdict` would copy each number.
     return {item.name: getattr(numbers, item.name) for item in fields(numbers)}
 
@@ -342,7 +342,7 @@ def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None
 
 
 def relative_error(
-    parts: Breakdown,
+    parts: Breakdown[Any],
     lane: LaneCosts,
     compute_ratio: Any,
     communication_error: Any,
@@ -392,7 +392,7 @@ def fits_code(used_ratio: Any, knows_all: bool) -> Any:
 _ONE = np.uint8(1)
 
 
-def bottleneck_code(parts: Breakdown) -> Any:
+def bottleneck_code(parts: Breakdown[Any]) -> Any:
     """Index into `BOTTLENECKS` of what takes most of the step."""
     most, *others = parts.by_bottleneck
     code: Any = 0 * _ONE

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -49,10 +49,13 @@ from estimator.timeline.strategies import rules_of
 
 # What a step may spend most of its time on.
 BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers", "input")
+# Of one step, or of the step in each row.
+Seconds = TypeVar("Seconds", float, Array)
+_NONE: Any = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
+class Breakdown(Generic[Seconds]):
     """Exclusive parts of the step of the slowest rank; they add up to the step time.
 
     In seconds, of one step or a row for each. `idle_s` is what pipelines wait in; data-parallel
@@ -61,28 +64,29 @@ class Breakdown:
     share the layers of a micro-batch exchange, beside nothing else.
     """
 
-    forward_s: Any
-    backward_s: Any
-    host_exposed_s: Any
-    communication_exposed_s: Any
-    straggler_s: Any
-    update_s: Any
-    copies_exposed_s: Any
-    idle_s: Any = 0.0
-    input_stall_s: Any = 0.0
-    layer_communication_s: Any = 0.0
+    forward_s: Seconds
+    backward_s: Seconds
+    host_exposed_s: Seconds
+    communication_exposed_s: Seconds
+    straggler_s: Seconds
+    update_s: Seconds
+    copies_exposed_s: Seconds
+    idle_s: Seconds = _NONE
+    input_stall_s: Seconds = _NONE
+    layer_communication_s: Seconds = _NONE
 
     @property
-    def total_s(self) -> Any:
-        return sum(_PARTS(self))
+    def total_s(self) -> Seconds:
+        total: Seconds = sum(_PARTS(self))
+        return total
 
     @property
-    def waiting_s(self) -> Any:
+    def waiting_s(self) -> Seconds:
         """What ranks wait for each other and for the network."""
         return self.communication_exposed_s + self.straggler_s + self.idle_s
 
     @property
-    def by_bottleneck(self) -> tuple[Any, ...]:
+    def by_bottleneck(self) -> tuple[Seconds, ...]:
         """Seconds of each of `BOTTLENECKS`."""
         return (
             self.forward_s + self.backward_s,
@@ -96,7 +100,7 @@ class Breakdown:
     @property
     def largest_share(self) -> tuple[str, float]:
         """What takes most of one step, one of `BOTTLENECKS`, and its share."""
-        seconds = self.by_bottleneck
+        seconds: Any = self.by_bottleneck
         most = max(seconds)
         return BOTTLENECKS[seconds.index(most)], most / self.total_s
 
@@ -125,7 +129,7 @@ def breakdown_of(
     jitter_ratio: Any,
     waiting_s: Any,
     ratios: Ratios,
-) -> Breakdown:
+) -> Breakdown[Any]:
     """The parts of a step by its slowest rank and by the one whose update takes longest.
 
     `lane_s` is the slowest one's whole compute without calibration, `share` the part of the update
@@ -146,7 +150,7 @@ def breakdown_of(
     )
 
 
-def with_input(parts: Breakdown, costs: InputCosts) -> Breakdown:
+def with_input(parts: Breakdown[Any], costs: InputCosts) -> Breakdown[Any]:
     """A step with what its loader adds."""
     return replace(parts, input_stall_s=costs.stall_s(parts.total_s))
 
@@ -467,7 +471,7 @@ _LANE_S = attrgetter("lane.lane_s")
 class StepAnswer(NamedTuple):
     """A plan's step: its parts, the rank that they are of, and what it waits for."""
 
-    parts: Breakdown
+    parts: Breakdown[Any]
     slowest: RankClass
     communication: Communication | None
 

@@ -708,6 +708,20 @@ def test_what_a_trace_depends_on_is_traced_again_by_the_command_that_is_named(
     assert command("estimate", path, "--on", "1x1:local", "--precision", "bf16-amp").code == 0
 
 
+def test_a_recipe_has_a_frameworks_kernels_and_goes_with_no_other_compiler(
+    store: Path, tiny: str, command: Command
+) -> None:
+    about = ("--on", "1x1:h100-sxm", "--precision", "bf16", "--json")
+    recipe = ("--recipe", "megatron:graphs=layers")
+    answer = json.loads(command("estimate", tiny, *about, *recipe).out)
+    assert answer["mode"] == "bf16, compiled, megatron:graphs=layers"
+    assert (
+        "leave out --compile," in command("estimate", tiny, *about, *recipe, "--compile").sentence
+    )
+    unknown = command("estimate", tiny, *about, "--recipe", "megatron:fp8=no").sentence
+    assert "fp8=current|delayed" in unknown
+
+
 def test_a_sweep_fits_80_columns_without_wrapping(
     store: Path, tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ class StepColumns:
     collective whose cost over their network is not known.
     """
 
-    parts: Breakdown
+    parts: Breakdown[Any]
     lane: LaneCosts
     communication_error: Array
     slower_s: Any

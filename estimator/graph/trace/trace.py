@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
 _HELD_AS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MEAN_AS_LOSS = "no loss was given: the mean of the model's floating outputs is taken for it"
 _DATA_DECIDES = "what the model decides by the values of its batch is decided as this batch does"
 
 
@@ -345,7 +346,7 @@ class _Tracer:
         )
         functions = CudaFunctions if self.target == "cuda" else EagerFunctions
         with recorder, functions(recorder.constants), user_code:
-            value = self._loss(recorded, batch)
+            value = self._loss(recorder, recorded, batch)
             if recorded.backwards:
                 return
             if not isinstance(value, Tensor) or value.numel() != 1:
@@ -357,11 +358,15 @@ class _Tracer:
                 )
             recorded.run_backward((value,))
 
-    def _loss(self, recorded: RecordedStep, batch: Any) -> Any:
+    def _loss(self, recorder: Recorder, recorded: RecordedStep, batch: Any) -> Any:
         """The loss of the step, None of one that has called backward() itself."""
         with self._autocast():
-            found = self.call.called(self.model, batch, recorded.fake_of)
-            return None if recorded.backwards else self.call.loss_of(self.model, found, batch)
+            output = self.call.called(self.model, batch, recorded.fake_of)
+            if recorded.backwards:
+                return None
+            if self.call.is_loss_assumed(self.model, output):
+                recorder.constants.assumptions[_MEAN_AS_LOSS] = None
+            return self.call.loss_of(self.model, output, batch)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

@@ -297,6 +297,13 @@ class TrainingCall:
             return self.loss(output, next(iter(targets.values())) if one else targets)
         return self.loss(output, batch)
 
+    def is_loss_assumed(self, model: Any, output: Any) -> bool:
+        """Whether nothing says what the loss of an output is."""
+        if self.loss is not None or self.by_training_step or isinstance(model, Phases):
+            return False
+        is_one_number = isinstance(output, Tensor) and output.numel() == 1
+        return not is_one_number and not isinstance(_own_loss(output), Tensor)
+
     def _output(self, model: Any, batch: Any) -> Any:
         """What the model returns; of a training step, its loss."""
         if self.by_training_step:
@@ -316,7 +323,7 @@ class TrainingCall:
 
 def loss_of(output: Any) -> Tensor:
     """The loss of a model that names none: `output.loss`, else the mean of its floating outputs."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = _own_loss(output)
     if isinstance(loss, Tensor):
         return loss if loss.numel() == 1 else loss.mean()
     means: list[Tensor] = []
@@ -335,6 +342,10 @@ def loss_of(output: Any) -> Tensor:
     for mean in means[1:]:
         total = total + mean
     return total
+
+
+def _own_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def _first_batch(batch: Any) -> tuple[Any, tuple[str, ...]]:

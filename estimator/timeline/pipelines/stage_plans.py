@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -253,7 +253,7 @@ def _tail_s(
 
 
 def _parts(
-    each: Sequence[Breakdown],
+    each: Sequence[Breakdown[Any]],
     passes_s: float,
     passes: int,
     *,
@@ -261,7 +261,7 @@ def _parts(
     tied_s: float,
     moved_s: float,
     step_s: float,
-) -> Breakdown:
+) -> Breakdown[Any]:
     """The parts of the rank that ends last: its stages' passes, each as often as they compute.
 
     What its passes take beyond kernels and the collectives among them is the host's.

@@ -325,3 +325,19 @@ def test_a_compiled_model_is_looked_at_as_compiled() -> None:
     names = {each.name for each in compiled.parameters}
     assert names == {"layer.weight", "layer.bias"}, "as in the model, without _orig_mod"
     assert trace_model(torch.compile(model), X, compiled=False).execution == "eager"  # type: ignore[arg-type]
+
+
+class WithLoss(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layer(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "is_assumed"),
+    [(Net(), None, True), (Net(), lambda output: output.sum(), False), (WithLoss(), None, False)],
+)
+def test_the_loss_that_is_assumed_of_a_model_without_one_is_said(
+    model: nn.Module, loss: Any, is_assumed: bool
+) -> None:
+    words = "no loss was given: the mean of the model's floating outputs is taken for it"
+    assert (words in trace_model(model, X, loss).assumptions) == is_assumed
