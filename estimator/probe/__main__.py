@@ -21,7 +21,7 @@ from estimator.machines.profile import MachineProfile, check_machine_name
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import Place, discover
-from estimator.probe.cluster.worker import run_worker
+from estimator.probe.cluster.rank import take_part
 from estimator.probe.option_types import Duration
 
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -71,7 +71,7 @@ def probe(
         )
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
-        if reason := run_worker(place, host=socket.gethostname(), versions=versions()):
+        if reason := take_part(place, host=socket.gethostname(), versions=versions()):
             _tell(f"estimator: {reason}")
         return
     request = ClusterRequest(
@@ -183,8 +183,6 @@ def run() -> int:
 
 def main() -> None:
     """Run the command and end this process."""
-    # Torch's warnings about hosts without a name service would stand between ours.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = run()
     sys.stdout.flush()
     sys.stderr.flush()

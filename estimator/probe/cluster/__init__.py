@@ -1,6 +1,12 @@
-"""Probe several nodes together, started by torchrun on each.
+"""Probe several nodes together: every rank that a launcher starts runs the same steps.
 
-`cluster_probe` leads: `leader` gives tasks, `worker` does them, `messages` carries and signs what
-they say, `discovery` finds the launch's ranks and secret, `parts` and `shapes` measure, `findings`
-collects.
+`cluster_probe` is rank 0's side and the place to begin, `rank` every rank's; `steps` is the plan,
+whose steps all ranks run in a `group`; `shapes` times collectives, `findings` collects. `discovery`
+finds the launch's ranks and secret, `signed_store` lets nobody else be heard.
 """
+
+import os
+
+# Before torch is imported: its warnings about hosts without a name service, or about rank 0's end,
+# would stand between the sentences of the probe.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,11 +1,15 @@
-"""Probe several nodes together within a budget of time, the most telling parts first."""
+"""Lead nothing, keep everything: what rank 0 does beside its own share of a probe of several nodes.
+
+It says who takes part and when it is over, watches over the ranks, and keeps what all measure.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,11 +18,16 @@ from estimator.errors import EstimatorError, ProbeError
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.discovery import Place, shared_on_this_host
-from estimator.probe.cluster.findings import ClusterFindings, Member, WorkerGroup, unequal_versions
-from estimator.probe.cluster.leader import CALLED_OFF_S, Leader, RankTask, Slot
-from estimator.probe.cluster.messages import Assignment, Rendezvous, begin_session, connect, listen
-from estimator.probe.cluster.parts import ClusterParts, ProbePart
-from estimator.probe.cluster.worker import START_S, run_worker
+from estimator.probe.cluster.findings import (
+    ClusterFindings,
+    Member,
+    World,
+    in_world_order,
+    unequal_versions,
+)
+from estimator.probe.cluster.rank import START_S, numbered, take_part
+from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
+from estimator.probe.cluster.steps import LEAST_STEP_S, Plan, steps_of
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
@@ -26,11 +35,22 @@ Say = Callable[[str], None]
 # Of the budget, what is planned for the machine itself where no profile of it is given, and when
 # that is called off.
 _MACHINE_RATIO, _MACHINE_END_RATIO = 0.4, 0.5
-# What is left at the end for tasks that take longer than planned, and for calling them off.
-_RESERVE_RATIO, _RESERVE_S = 0.08, CALLED_OFF_S + 1.0
-_LEAST_PART_S = 0.3
-# Tasks that take this much longer than planned are called off.
+# How long a silent rank is waited for, longer than a busy machine holds a thread up; and how long
+# ranks may take to end what was given up: the dead are noticed before that.
+_PATIENCE_S = 4.0
+_GIVEN_UP_S = _PATIENCE_S + 1.0
+# What is left at the end for steps that take longer than planned, and for giving them up.
+_RESERVE_RATIO, _RESERVE_S = 0.08, _GIVEN_UP_S + 1.0
+# Steps that take this much longer than planned are given up.
 _OVERTIME_RATIO, _OVERTIME_S = 2.0, 5.0
+# How long ranks may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
+# SIGKILL after 1 s) leave less.
+_LEAVE_S, _SHORT_LEAVE_S = 3.0, 0.3
+_POLL_S = 0.05
+# What a rank says when a peer of its world is lost.
+_CONSEQUENCES = ("Connection closed", "Connection reset", "died without a result", "Timed out")
+# A host is a part of the name of a file.
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +85,7 @@ def probe_cluster(
     say: Say,
     stop: threading.Event,
 ) -> ClusterProfiles:
-    """Lead all ranks through the probe as rank 0, itself one of them; raises ProbeError.
+    """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
     `host` is the name of this node. Out of time, told to `stop` or with ranks lost it returns what
     it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
@@ -79,271 +99,396 @@ def probe_cluster(
         if place.secret is None:
             secret = stack.enter_context(shared_on_this_host(place.master_port, place.attempt))
             place = replace(place, secret=secret)
-        store = begin_session(tcp_store, place)
-        # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
-        own = threading.Thread(
-            target=_work_quietly, args=(place, host, versions), name="rank 0", daemon=True
-        )
+        keeper = _Keeper(begin_session(tcp_store, place), place.world_size, request, stop)
+        keeper.tell_progress, keeper.tell_people = report, say
+
+        def work() -> None:
+            # What goes wrong is in the store, where the keeper reads it.
+            with contextlib.suppress(EstimatorError):
+                take_part(place, host=host, versions=versions, on_report=keeper.take)
+
+        # A thread of its own, so that rank 0's steps run beside the watch over all.
+        own = threading.Thread(target=work, name="rank 0", daemon=True)
         own.start()
-        leader = Leader(store, place.world_size, stop)
         try:
-            probe = _ClusterProbe(leader, request, report, say)
-            probe.run()
-            return probe.profiles()
+            keeper.run()
+            return keeper.profiles()
         finally:
             # Where the store has ended, nobody is left to be told.
             with contextlib.suppress(ProbeError):
-                leader.finish()
+                keeper.finish()
             own.join(timeout=2.0)
 
 
-def _work_quietly(place: Place, host: str, versions: Mapping[str, str]) -> None:
-    # What goes wrong is on the store, where the leader reads it.
-    with contextlib.suppress(EstimatorError):
-        run_worker(place, host=host, versions=versions)
+class Silence:
+    """Which ranks have stopped beating, by the clock of a listener that may itself be paused."""
+
+    _LONGEST_TICK_S = 0.2
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._seen = dict.fromkeys(ranks, -1)
+        self._silent_s = dict.fromkeys(self._seen, 0.0)
+
+    def is_alive(self, rank: int, count: int | None, tick_s: float) -> bool:
+        """Take note of a rank's count after `tick_s`; whether it is still taken for alive.
+
+        Only a count above all before it is a sign of life: an earlier one may be a replay.
+        """
+        if count is not None and count > self._seen[rank]:
+            self._seen[rank], self._silent_s[rank] = count, 0.0
+        else:
+            # While this process itself was stopped, the others could not be heard.
+            self._silent_s[rank] += min(tick_s, self._LONGEST_TICK_S)
+        # Longer than a busy machine holds a thread up.
+        return self._silent_s[rank] < _PATIENCE_S
 
 
-class _ClusterProbe:
-    """One run: who takes part, the parts and their time, what they found."""
+class _Keeper:
+    """What only rank 0 does: who takes part, how long the steps may take, what they found."""
 
-    def __init__(self, leader: Leader, request: ClusterRequest, report: Report, say: Say) -> None:
-        self.leader, self.request = leader, request
-        self.tell_people, self._report = say, report
-        self._doing = "waiting for all ranks"
-        report(self._doing, 0.0)
+    tell_progress: Report
+    tell_people: Say
+
+    def __init__(
+        self, store: SignedStore, world_size: int, request: ClusterRequest, stop: threading.Event
+    ) -> None:
+        self.store, self.world_size, self.request, self.stop = store, world_size, request, stop
+        self.base, self.others = request.base, dict[str, MachineProfile]()
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
-        self.others: dict[str, MachineProfile] = {}
-        self.base = request.base
-        rendezvous = leader.gather_ranks(START_S)
-        # Ranks start when their launcher starts them; from here on the time is the probe's own.
-        self._begun = time.monotonic()
-        self.workers = WorkerGroup(members=self._assign(rendezvous), cluster=request.cluster)
-        self._everyone = self.workers
+        self.missing: list[str] = []
+        self.remarks: list[str] = []
+        self.world = self._everyone = World(members=())
+        self._orders = 0
+        self._doing, self._step = "waiting for all ranks", 0
+        self._begun = self._step_ends = time.monotonic()
+        self._silence, self._heard_at = Silence(range(world_size)), time.monotonic()
 
     def run(self) -> None:
-        """Measure the machine if need be, then part after part, and say what is missing."""
+        """Have everything measured, and say what is missing."""
+        self.tell_progress(self._doing, 0.0)
+        facts = self._gathered("facts", range(self.world_size), START_S)
+        # Ranks start when their launcher starts them; from here on the time is the probe's own.
+        self._begun = time.monotonic()
+        roster = roster_of(facts, self.request, self.world_size)
+        for reason in dict.fromkeys(roster["refused"].values()):
+            self._miss(reason)
+        self.store.post("roster", roster)
+        self._everyone = self.world = self._members([int(rank) for rank in roster["facts"]])
         self._greet()
         try:
-            if self.base is None:
-                self._probe_machines()
-            self._run_parts()
+            self._probe_machines()
+            self._run_steps()
         except ProbeError as error:
             self._miss(f"{self._doing} and what follows: {error}")
 
-    def profiles(self) -> ClusterProfiles:
-        """Everything found; raises ProbeError where that is nothing."""
-        if self.findings.empty and (self.base is None or self.request.base is not None):
-            reason = "; ".join(self.findings.missing[:3]) or "there was no time"
-            raise ProbeError(f"nothing was measured ({reason}); mend that and probe again")
-        return ClusterProfiles(
-            profile=self.findings.merged(
-                self.base or self._bare_machine(),
-                name=self.request.name,
-                workers=self._everyone,
-                used_s=self._used_s(),
-            ),
-            others=self.others,
-        )
+    def _gathered(self, kind: str, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        deadline, left = time.monotonic() + timeout_s, list(ranks)
+        while left and time.monotonic() < deadline:
+            if self.stop.is_set():
+                raise KeyboardInterrupt
+            values = {rank: self.store.read(f"{kind}/{rank}") for rank in left}
+            found |= {rank: value for rank, value in values.items() if value is not None}
+            left = [rank for rank in left if rank not in found]
+            time.sleep(_POLL_S)
+        return found
 
-    def _bare_machine(self) -> MachineProfile:
-        """The machine of rank 0 where nothing but the network was measured."""
-        members = next(iter(self._everyone.nodes.values()))
-        return MachineProfile(
-            name=self.request.name,
-            devices=tuple(member.device for member in members),
-            provenance=Provenance(source="measured", at=self.findings.at, samples=0),
-        )
+    def _members(self, ranks: Sequence[int]) -> World:
+        found = self._gathered("member", ranks, START_S)
+        members = []
+        for rank in ranks:
+            answer = found.get(rank, {"failure": f"rank {rank} fell silent at the start"})
+            if "failure" in answer:
+                self._miss(str(answer["failure"]))
+            else:
+                members.append(Member.from_dict(answer))
+        if not members or min(member.rank for member in members) != 0:
+            raise ProbeError("; ".join(self.missing[:3]) or "rank 0 cannot reach itself")
+        cluster = self.request.cluster
+        return World(members=in_world_order(members, cluster), has_racks=cluster is not None)
+
+    def _greet(self) -> None:
+        """Say what is unlike the rest before anything is measured."""
+        for what, version in unequal_versions(self.world).items():
+            package = what.split(" on ")[0]
+            ours = self.world.home.versions.get(package, "none")
+            self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
+        for host in self.world.unknown_hosts():
+            self._remark(f"the cluster file does not name node {host}, so its rack is not known")
+
+    def _miss(self, sentence: str) -> None:
+        self.missing.append(sentence)
+        self.tell_people(f"not measured: {sentence}")
+
+    def _remark(self, sentence: str) -> None:
+        self.remarks.append(sentence)
+        self.tell_people(sentence)
 
     def _used_s(self) -> float:
         return time.monotonic() - self._begun
 
     def _tell(self) -> None:
-        self._report(self._doing, min(1.0, self._used_s() / self.request.budget_s))
-
-    # who takes part
-
-    def _assign(self, rendezvous: Mapping[int, Rendezvous]) -> tuple[Member, ...]:
-        if 0 not in rendezvous:
-            raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
-        assignments = assignments_for(rendezvous, self.request)
-        members = self.leader.assign(assignments, START_S)
-        if members[0].rank != 0:
-            raise ProbeError(f"rank 0 has no device: {self.leader.lost[0]}")
-        for rank, assignment in assignments.items():
-            if assignment.refused:
-                self.leader.lost[rank] = assignment.refused
-        return members
-
-    def _greet(self) -> None:
-        """Say what is unlike the rest before anything is measured."""
-        for reason in dict.fromkeys(self.leader.lost.values()):
-            self._miss(reason)
-        for what, version in unequal_versions(self.workers).items():
-            package = what.split(" on ")[0]
-            ours = self.workers.members[0].versions.get(package, "none")
-            self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
-        for host in self.workers.unknown_hosts():
-            self._remark(f"the cluster file does not name node {host}, so its rack is not known")
-
-    def _miss(self, sentence: str) -> None:
-        self.findings.missing.append(sentence)
-        self.tell_people(f"not measured: {sentence}")
-
-    def _remark(self, sentence: str) -> None:
-        self.findings.remarks.append(sentence)
-        self.tell_people(sentence)
-
-    # the machines themselves
+        self.tell_progress(self._doing, min(1.0, self._used_s() / self.request.budget_s))
 
     def _probe_machines(self) -> None:
-        """Rank 0's machine here, other types on the first node of each, at the same time."""
-        self._doing = "the machine itself"
-        first_of: dict[str, Member] = {}
-        for member in self.workers.members:
-            first_of.setdefault(member.machine, member)
-        mine = self.workers.members[0]
+        """Rank 0's machine there, other types on the first node of each, at the same time."""
+        probing: dict[str, Member] = {}
+        if self.base is None:
+            for member in sorted(self.world.members, key=lambda member: member.rank):
+                probing.setdefault(member.machine, member)
         budget_s = _MACHINE_RATIO * self.request.budget_s
-        strangers = [member for member in first_of.values() if member.machine != mine.machine]
-        tasks = [
-            RankTask(
-                ranks=(member.rank,),
-                function="probe_own_machine",
-                arguments=self._machine_arguments(member, budget_s),
-            )
-            for member in (mine, *strangers)
-        ]
-        timeout_s = _MACHINE_END_RATIO * self.request.budget_s - self._used_s()
-        outcomes = self.leader.run(tasks, timeout_s=timeout_s, tell=self._tell)
-        for member, outcome in zip((mine, *strangers), outcomes, strict=True):
-            data = outcome.results.get(member.rank)
-            if data is None:
-                why = outcome.failures.get(member.rank, "no answer")
-                self._miss(f"the machine of node {member.host}: {why}")
-            elif member is mine:
-                self.base = MachineProfile.from_dict(data)
-            else:
-                self.others[member.host] = MachineProfile.from_dict(data)
-
-    def _machine_arguments(self, member: Member, budget_s: float) -> dict[str, Any]:
-        on_cpu = member.device.kind == "cpu"
-        return {
-            "name": self.request.name if member.rank == 0 else member.host,
-            "devices": len(self.workers.nodes[member.host]) if on_cpu else None,
-            "budget_s": budget_s,
-            "kind": member.device.kind,
-        }
-
-    # the network
-
-    def _run_parts(self) -> None:
-        budget_s = self.request.budget_s
-        planned_s = budget_s - max(_RESERVE_RATIO * budget_s, _RESERVE_S)
-        parts = ClusterParts(self.findings, self.base, self.request.all_pairs)
-        plan = parts.plan(self.workers)
-        for number, part in enumerate(plan):
-            left_s = planned_s - self._used_s()
-            rest = plan[number:]
-            if reason := self._why_over(left_s):
-                self._miss(f"{', '.join(each.name for each in rest)}: {reason}")
-                break
-            self._doing = part.name
+        self.store.post(
+            "machines",
+            {
+                str(member.rank): {
+                    "name": self.request.name if member.rank == 0 else member.host,
+                    "devices": (
+                        len(self.world.nodes[member.host]) if member.device.kind == "cpu" else None
+                    ),
+                    "budget_s": budget_s,
+                    "kind": member.device.kind,
+                }
+                for member in probing.values()
+            },
+        )
+        if not probing:
+            return
+        self._doing = "the machine itself"
+        waiting = {member.rank: member for member in probing.values()}
+        ends_at, is_called_off = (
+            time.monotonic() + _MACHINE_END_RATIO * self.request.budget_s,
+            False,
+        )
+        while waiting:
+            time.sleep(_POLL_S)
             self._tell()
-            self._measure(part, left_s * part.share / sum(each.share for each in rest))
-        for sentence in parts.remarks():
-            self._remark(sentence)
-        if forged := self.leader.store.forged:
+            lost = {key: {"failure": "stopped answering"} for key in self._silent(waiting)}
+            if is_called_off and time.monotonic() > ends_at:
+                lost = {key: {"failure": "did not end in time"} for key in waiting}
+            elif not is_called_off and (self.stop.is_set() or time.monotonic() > ends_at):
+                # What is interrupted has its profile so far within a moment.
+                self.store.post("machines_end", True)
+                ends_at, is_called_off = time.monotonic() + _GIVEN_UP_S, True
+            for rank in list(waiting):
+                answer = self.store.read(f"machine/{rank}") or lost.get(rank)
+                if answer is not None:
+                    self._take_machine(waiting.pop(rank), answer)
+
+    def _take_machine(self, member: Member, answer: Mapping[str, Any]) -> None:
+        if "failure" in answer:
+            self._miss(f"the machine of node {member.host}: {answer['failure']}")
+        elif member is self.world.home:
+            self.base = MachineProfile.from_dict(answer["profile"])
+        else:
+            self.others[member.host] = MachineProfile.from_dict(answer["profile"])
+
+    # the steps
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """What rank 0's own share of the steps reports: the step that begins, or all findings."""
+        if "step" in message:
+            self._step, self._doing = message["step"], message["name"]
+            planned_s = message["planned_s"]
+            self._step_ends = time.monotonic() + _OVERTIME_RATIO * planned_s + _OVERTIME_S
+        else:
+            known = len(self.findings.missing), len(self.findings.remarks)
+            self.findings = ClusterFindings.from_dict(message["findings"])
+            for sentence in self.findings.missing[known[0] :]:
+                self.tell_people(f"not measured: {sentence}")
+            for sentence in self.findings.remarks[known[1] :]:
+                self.tell_people(sentence)
+
+    def _run_steps(self) -> None:
+        """World after world, until all steps are done or there is no time or nobody left."""
+        steps = steps_of(self._plan(), self.world)
+        retried = -1
+        while self._step < len(steps):
+            if reason := self._why_over():
+                self._miss(f"{', '.join(step.name for step in steps[self._step :])}: {reason}")
+                break
+            lost, failure = self._run_world()
+            if self.stop.is_set():
+                self._miss(f"{self._doing}: cut short")
+                self._step += 1
+                continue
+            for rank, member in lost.items():
+                self._miss(
+                    f"rank {rank} on node {member.host} stopped answering during {self._doing}; "
+                    "the rest goes on without it"
+                )
+            left = tuple(member for member in self.world.members if member.rank not in lost)
+            self.world = replace(self.world, members=left)
+            if not lost and not failure:
+                break
+            if failure:
+                self._miss(f"{self._doing}: {failure}")
+            if lost and retried != self._step:
+                # Once more without the ranks that were lost during it.
+                retried = self._step
+            else:
+                self._step += 1
+        if forged := self.store.forged:
             self._remark(
                 f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
                 "of this launch and were ignored; somebody else writes to rank 0's store"
             )
 
-    def _why_over(self, left_s: float) -> str:
-        """Why no further part can be measured, or ""."""
-        if self.leader.stop.is_set():
+    def _plan(self) -> Plan:
+        links = (
+            self.request.base.links if self.request.base else self.base.links if self.base else ()
+        )
+        return Plan(
+            findings=self.findings,
+            known_links=frozenset((link.kind, link.locality) for link in links),
+            all_pairs=self.request.all_pairs,
+        )
+
+    def _left_s(self) -> float:
+        return self.request.budget_s - self._used_s()
+
+    def _why_over(self) -> str:
+        """Why nothing more can be measured, or ""."""
+        if self.stop.is_set():
             return "interrupted"
-        if len(self.workers.members) < 2:
+        if len(self.world.members) < 2:
             return "no two ranks are left"
-        return "the budget was over" if left_s < _LEAST_PART_S else ""
+        reserve_s = max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
+        return "the budget was over" if self._left_s() - reserve_s < LEAST_STEP_S else ""
 
-    def _measure(self, part: ProbePart, planned_s: float) -> None:
-        """One part; once more without the ranks that were lost during it."""
-        for _ in range(2):
-            left_s = self.request.budget_s - self._used_s()
-            timeout_s = min(left_s - CALLED_OFF_S, _OVERTIME_RATIO * planned_s + _OVERTIME_S)
-            if reason := self._why_over(timeout_s):
-                self._miss(f"{part.name}: {reason}")
-                return
-            known_lost = set(self.leader.lost)
-            slot = Slot(
-                leader=self.leader,
-                workers=self.workers,
-                planned_s=min(planned_s, left_s),
-                ends_at=time.monotonic() + timeout_s,
-                tell=self._tell,
-            )
-            failed = part.measure(slot)
-            if self.leader.stop.is_set():
-                self._miss(f"{part.name}: cut short")
-                return
-            lost = set(self.leader.lost) - known_lost
-            for rank in sorted(lost):
-                host = self.workers.of(rank).host
-                self._miss(
-                    f"rank {rank} on node {host} {self.leader.lost[rank]} during {part.name}; the "
-                    "rest goes on without it"
-                )
-            self.workers = self.workers.without(lost)
-            if lost:
-                continue
-            if failed:
-                is_late = time.monotonic() > slot.ends_at
-                self._miss(f"{part.name}: {'the budget was over' if is_late else failed}")
-            return
+    def _run_world(self) -> tuple[dict[int, Member], str]:
+        """The members lost in a new world, and why a step failed where none was; or nothing."""
+        reserve_s = max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
+        plan, ends_at = self._plan(), time.monotonic() + self._left_s() - _GIVEN_UP_S
+        self._step_ends = ends_at
+        number = self._order(
+            {
+                "members": [member.to_dict() for member in self.world.members],
+                "has_racks": self.world.has_racks,
+                "timeout_s": self._left_s() + _GIVEN_UP_S,
+                "step": self._step,
+                "left_s": self._left_s() - reserve_s,
+                "all_pairs": plan.all_pairs,
+                "known_links": sorted(plan.known_links, key=str),
+                "findings": self.findings.to_dict(self.world),
+            }
+        )
+        members = {member.rank: member for member in self.world.members}
+        ended: dict[int, str] = {}
+        silent: set[int] = set()
+        trouble_at: float | None = None
+        while len(ended) < len(members):
+            time.sleep(_POLL_S)
+            self._tell()
+            waiting = [rank for rank in members if rank not in ended]
+            for rank in waiting:
+                if (failure := self.store.read(f"ended/{number}/{rank}")) is not None:
+                    ended[rank] = failure
+            silent |= self._silent(waiting)
+            now = time.monotonic()
+            if self.stop.is_set() or now > min(ends_at, self._step_ends):
+                break
+            failures = [failure for failure in ended.values() if failure]
+            if failures or silent:
+                trouble_at = now if trouble_at is None else trouble_at
+                # A lost peer is no cause: the lost are known by their silence, after some seconds.
+                if _cause(failures) or now - trouble_at > _GIVEN_UP_S:
+                    break
+        lost = {rank: members[rank] for rank in silent if rank not in ended}
+        if lost or len(ended) == len(members):
+            return lost, "" if lost else next(filter(None, ended.values()), "")
+        reasons = [failure for failure in ended.values() if failure]
+        return {}, _cause(reasons) or next(iter(reasons), "the budget was over")
+
+    def _order(self, order: Mapping[str, Any]) -> int:
+        """Say which world comes next; its number."""
+        self.store.post(f"order/{self._orders}", order)
+        self._orders += 1
+        return self._orders - 1
+
+    def _silent(self, ranks: Iterable[int]) -> set[int]:
+        now = time.monotonic()
+        tick_s, self._heard_at = now - self._heard_at, now
+        return {
+            rank
+            for rank in ranks
+            if not self._silence.is_alive(rank, self.store.read(f"beat/{rank}"), tick_s)
+        }
+
+    def finish(self) -> None:
+        """Tell all ranks that it is over, and let them hear it before the store ends."""
+        self._order({"members": []})
+        patience_s = _SHORT_LEAVE_S if self.stop.is_set() else _LEAVE_S
+        deadline = time.monotonic() + patience_s
+        living = [member.rank for member in self.world.members]
+        while living and time.monotonic() < deadline:
+            living = [rank for rank in living if self.store.read(f"leave/{rank}") is None]
+            time.sleep(_POLL_S)
+
+    def profiles(self) -> ClusterProfiles:
+        """Everything found; raises ProbeError where that is nothing."""
+        found = replace(
+            self.findings,
+            missing=[*self.missing, *self.findings.missing],
+            remarks=list(dict.fromkeys([*self.remarks, *self.findings.remarks])),
+        )
+        if found.empty and (self.base is None or self.request.base is not None):
+            reason = "; ".join(found.missing[:3]) or "there was no time"
+            raise ProbeError(f"nothing was measured ({reason}); mend that and probe again")
+        # The machine of rank 0 where nothing but the network was measured.
+        bare = MachineProfile(
+            name=self.request.name,
+            devices=self._everyone.own_devices,
+            provenance=Provenance(source="measured", at=found.at, samples=0),
+        )
+        profile = found.merged(
+            self.base or bare,
+            name=self.request.name,
+            world=self._everyone,
+            used_s=self._used_s(),
+        )
+        return ClusterProfiles(profile=profile, others=self.others)
 
 
-def assignments_for(
-    rendezvous: Mapping[int, Rendezvous], request: ClusterRequest
-) -> dict[int, Assignment]:
-    """What each rank is told: its number on its node, its cores, a rank on another node.
+def _cause(failures: Sequence[str]) -> str:
+    """The failure that made others fail, or "" where all say that a peer was lost."""
+    causes = (why for why in failures if not any(words in why for words in _CONSEQUENCES))
+    return next(causes, "")
+
+
+def roster_of(
+    facts: Mapping[int, Mapping[str, Any]], request: ClusterRequest, world_size: int
+) -> dict[str, Any]:
+    """Who takes part, with what each needs to choose its device; the rest with the reason.
 
     Ranks that speak another version of this package are refused. Raises ProbeError where a node
     has more ranks than the base profile has devices.
     """
-    base, ours = request.base, rendezvous[0].versions.get("estimator")
+    if 0 not in facts:
+        raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
+    base, ours = request.base, facts[0]["versions"].get("estimator")
     kind: DeviceKind | None = base.kind if base else "cpu" if request.name == "local-cpu" else None
-    assignments: dict[int, Assignment] = {}
-    for rank, message in sorted(rendezvous.items()):
-        host, version = message.host, message.versions.get("estimator")
-        if version != ours:
-            words = f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}"
-            assignments[rank] = Assignment(
-                nonce=message.nonce, refused=f"{words}; install the same on all nodes"
-            )
+    refused = {}
+    for rank in range(world_size):
+        if rank not in facts:
+            refused[str(rank)] = f"rank {rank} did not start within {START_S:.0f} s"
             continue
-        peers = [one for one in sorted(rendezvous) if rendezvous[one].host == host]
-        local_rank = message.local_rank
-        local_rank = peers.index(rank) if local_rank is None else local_rank
-        cores_of_peers = [core for one in peers for core in rendezvous[one].cores]
-        assignments[rank] = Assignment(
-            nonce=message.nonce,
-            local_rank=local_rank,
-            local_size=len(peers),
-            kind=kind,
-            cores=_cores_by_base(base, local_rank, host),
-            has_own_cores=len(set(cores_of_peers)) == len(cores_of_peers),
-            peer=next((one.address for one in rendezvous.values() if one.host != host), None),
-        )
-    return assignments
-
-
-def _cores_by_base(base: MachineProfile | None, local_rank: int, host: str) -> list[int]:
-    """The cores of a device by its profile, if that says so."""
-    if base is None:
-        return []
-    if local_rank >= len(base.devices):
-        raise ProbeError(
-            f"more than {len(base.devices)} ranks were started on node {host}, and the base "
-            f"profile '{base.name}' has {len(base.devices)} devices; start at most as many on a "
-            "node"
-        )
-    return list(base.devices[local_rank].cores)
+        host, version = facts[rank]["host"], facts[rank]["versions"].get("estimator")
+        if not _HOST.fullmatch(host):
+            refused[str(rank)] = f"rank {rank} calls its node '{host[:100]}'; give it a host name"
+        elif version != ours:
+            words = f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}"
+            refused[str(rank)] = f"{words}; install the same on all nodes"
+    accepted = {str(rank): facts[rank] for rank in sorted(facts) if str(rank) not in refused}
+    for name, own in accepted.items():
+        if base is not None and numbered(accepted, int(name))[0] >= len(base.devices):
+            raise ProbeError(
+                f"more than {len(base.devices)} ranks were started on node "
+                f"{own['host']}, and the base profile '{base.name}' has "
+                f"{len(base.devices)} devices; start at most as many on a node"
+            )
+    return {
+        "facts": accepted,
+        "refused": refused,
+        "kind": kind,
+        "base_cores": [list(device.cores) for device in base.devices] if base else [],
+    }

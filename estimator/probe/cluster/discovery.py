@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from estimator.errors import ProbeError, TopologyError, cause
 from estimator.placement.topology import expand_hosts
@@ -203,57 +203,101 @@ class Place:
             )
 
 
+class _Words(NamedTuple):
+    """The environment variables of a launcher: it is there where all of `signs` are set.
+
+    Of several names for one number the first that is set counts.
+    """
+
+    launcher: Launcher
+    signs: tuple[str, ...]
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: str
+
+
+_LAUNCHERS = (
+    # RANK and WORLD_SIZE win over the others, as whoever set them meant them.
+    _Words(
+        "torchrun",
+        ("RANK", "WORLD_SIZE"),
+        "RANK",
+        ("WORLD_SIZE",),
+        ("LOCAL_RANK",),
+        "LOCAL_WORLD_SIZE",
+    ),
+    # https://docs.open-mpi.org, "Environment variables set by Open MPI".
+    _Words(
+        "openmpi",
+        ("OMPI_COMM_WORLD_RANK",),
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # https://slurm.schedmd.com/srun.html, "output environment variables". Before PMI's: srun also
+    # sets PMI_RANK for programs that speak PMI.
+    _Words(
+        "slurm",
+        ("SLURM_PROCID", "SLURM_STEP_ID"),
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        "",
+    ),
+    # MPICH's Hydra and Intel MPI set MPI_LOCALRANKID and MPI_LOCALNRANKS, Cray PMI_LOCAL_RANK.
+    _Words(
+        "pmi",
+        ("PMI_RANK",),
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        "MPI_LOCALNRANKS",
+    ),
+)
+
+
 def discover(environment: Mapping[str, str]) -> Place | None:
     """The place that torchrun, Slurm, Open MPI or a PMI launcher gave; None without a launcher.
 
-    RANK and WORLD_SIZE win over the others, as whoever set them meant them. Raises ProbeError where
-    a launcher says too little.
+    Raises ProbeError where a launcher says too little.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _from_torchrun(environment)
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        return _from_open_mpi(environment)
-    # srun also sets PMI_RANK for programs that speak PMI.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _from_slurm(environment)
-    if "PMI_RANK" in environment:
-        return _from_pmi(environment)
+    for words in _LAUNCHERS:
+        if all(name in environment for name in words.signs):
+            return _place(words, environment)
     return None
 
 
-def _from_torchrun(environment: Mapping[str, str]) -> Place:
-    size = _number(environment, "WORLD_SIZE")
-    is_alone = size in (1, _optional_number(environment, "LOCAL_WORLD_SIZE"))
+def _place(words: _Words, environment: Mapping[str, str]) -> Place:
+    size = _number(environment, *words.size)
+    is_alone = size in (1, _optional_number(environment, words.local_size))
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = _master(environment, "torchrun", is_alone=is_alone, is_served=has_store)
+    address, port = environment.get("MASTER_ADDR", ""), DEFAULT_PORT
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if words.launcher == "slurm":
+        job = _number(environment, "SLURM_JOB_ID")
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        is_alone = environment.get("SLURM_STEP_NUM_NODES") == "1"
+        address = address or _first_host(nodes)
+        port = _SLURM_PORTS[job % len(_SLURM_PORTS)]
+        attempt = f"{job}.{environment['SLURM_STEP_ID']}"
+    if is_alone and not has_store:
+        address = _LOOPBACK
+    elif not address:
+        raise ProbeError(
+            f"{words.launcher} does not tell every rank where rank 0 is; export MASTER_ADDR, as in "
+            "the command that 'estimator probe --launch' prints"
+        )
     return Place(
-        launcher="torchrun",
-        rank=_number(environment, "RANK"),
+        launcher=words.launcher,
+        rank=_number(environment, words.rank),
         world_size=size,
-        local_rank=_optional_number(environment, "LOCAL_RANK"),
+        local_rank=_optional_number(environment, *words.local_rank),
         master_address=address,
-        master_port=_port(environment),
-        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        master_port=_port(environment, default=port),
+        attempt=attempt,
         has_store=has_store,
-        is_local=is_alone or is_loopback(address),
-        secret=given_secret(environment),
-    )
-
-
-def _from_slurm(environment: Mapping[str, str]) -> Place:
-    # https://slurm.schedmd.com/srun.html, "output environment variables".
-    job = _number(environment, "SLURM_JOB_ID")
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    is_alone = environment.get("SLURM_STEP_NUM_NODES") == "1"
-    address = environment.get("MASTER_ADDR") or _first_host(nodes)
-    return Place(
-        launcher="slurm",
-        rank=_number(environment, "SLURM_PROCID"),
-        world_size=_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank=_optional_number(environment, "SLURM_LOCALID"),
-        master_address=_LOOPBACK if is_alone else address,
-        master_port=_port(environment, default=_SLURM_PORTS[job % len(_SLURM_PORTS)]),
-        attempt=f"{job}.{environment['SLURM_STEP_ID']}",
         is_local=is_alone or is_loopback(address),
         secret=given_secret(environment),
     )
@@ -270,55 +314,6 @@ def _first_host(nodes: str) -> str:
         ) from None
 
 
-def _from_open_mpi(environment: Mapping[str, str]) -> Place:
-    # https://docs.open-mpi.org, "Environment variables set by Open MPI".
-    size = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    is_alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
-    address = _master(environment, "mpirun", is_alone=is_alone)
-    return Place(
-        launcher="openmpi",
-        rank=_number(environment, "OMPI_COMM_WORLD_RANK"),
-        world_size=size,
-        local_rank=_optional_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        master_address=address,
-        master_port=_port(environment),
-        is_local=is_alone or is_loopback(address),
-        secret=given_secret(environment),
-    )
-
-
-def _from_pmi(environment: Mapping[str, str]) -> Place:
-    # MPICH's Hydra and Intel MPI set MPI_LOCALRANKID and MPI_LOCALNRANKS, Cray PMI_LOCAL_RANK.
-    size = _number(environment, "PMI_SIZE")
-    is_alone = environment.get("MPI_LOCALNRANKS") == str(size)
-    address = _master(environment, "mpiexec", is_alone=is_alone)
-    return Place(
-        launcher="pmi",
-        rank=_number(environment, "PMI_RANK"),
-        world_size=size,
-        local_rank=_optional_number(environment, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        master_address=address,
-        master_port=_port(environment),
-        is_local=is_alone or is_loopback(address),
-        secret=given_secret(environment),
-    )
-
-
-def _master(
-    environment: Mapping[str, str], launcher: str, *, is_alone: bool, is_served: bool = False
-) -> str:
-    """Rank 0's address; on one node it is the loopback, unless the launcher serves the store."""
-    if is_alone and not is_served:
-        return _LOOPBACK
-    address = environment.get("MASTER_ADDR", "")
-    if not address:
-        raise ProbeError(
-            f"{launcher} does not tell every rank where rank 0 is; export MASTER_ADDR, as in the "
-            "command that 'estimator probe --launch' prints"
-        )
-    return address
-
-
 def is_loopback(address: str) -> bool:
     """Whether an address as written is this host's alone; a name may be another host's."""
     if address == "localhost":
@@ -329,7 +324,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _port(environment: Mapping[str, str], *, default: int = DEFAULT_PORT) -> int:
+def _port(environment: Mapping[str, str], *, default: int) -> int:
     port = _optional_number(environment, "MASTER_PORT")
     if port is not None and not 0 < port < 1 << 16:
         raise ProbeError(f"MASTER_PORT is {port}; choose a port from 1 to 65535")

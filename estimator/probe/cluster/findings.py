@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from estimator.machines.profile import (
     CollectiveCost,
     Device,
+    DeviceKind,
     Link,
     Locality,
     MachineProfile,
@@ -28,15 +30,15 @@ class Member:
     """One rank: its node, the device it holds there, and what it runs.
 
     `machine` describes the node's hardware in words; nodes with the same words are of one type.
+    `switches` are those from the node up to the root, None where no cluster file names the node.
     """
 
     rank: int
     host: str
-    address: str
-    local_rank: int
     device: Device
     machine: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    switches: tuple[str, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
@@ -46,68 +48,110 @@ class Member:
     def from_dict(cls, data: Mapping[str, Any]) -> Member:
         """Build a member from the values of `to_dict`."""
         device = {**data["device"], "cores": tuple(data["device"]["cores"])}
-        return cls(**{**data, "device": Device(**device)})
+        above = data["switches"]
+        switches = None if above is None else tuple(above)
+        return cls(**{**data, "device": Device(**device), "switches": switches})
+
+
+def in_world_order(members: Iterable[Member], cluster: Cluster | None) -> tuple[Member, ...]:
+    """Members node by node with the switches above them, nodes so that a ring leaves a rack once.
+
+    In any other order flows of a ring meet on the uplinks of racks. Within a rack, nodes are in the
+    order of their first ranks.
+    """
+    known = sorted(members, key=lambda member: member.rank)
+    if cluster is not None:
+        names = {member.host: _name_in(cluster, member.host) for member in known}
+        known = [
+            member
+            if (name := names[member.host]) is None
+            else replace(member, switches=cluster.switches_above(name))
+            for member in known
+        ]
+    first_rank: dict[str, int] = {}
+    for member in known:
+        first_rank.setdefault(member.host, member.rank)
+    return tuple(
+        sorted(known, key=lambda one: ((one.switches or ())[::-1], first_rank[one.host], one.rank))
+    )
+
+
+def _name_in(cluster: Cluster, host: str) -> str | None:
+    """What the cluster file calls a node: its host name, with or without its domain."""
+    return next((name for name in (host, host.split(".")[0]) if name in cluster.nodes), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerGroup:
-    """The members that take part, in rank order, and the racks of their nodes."""
+class World:
+    """The members that take part, in the order of their ranks in the process group.
+
+    Positions are those ranks. `has_racks` where a cluster file says which switches there are.
+    """
 
     members: tuple[Member, ...]
-    cluster: Cluster | None = None
+    has_racks: bool = False
 
-    def without(self, ranks: set[int]) -> WorkerGroup:
-        """Those that are left."""
-        left = tuple(member for member in self.members if member.rank not in ranks)
-        return WorkerGroup(members=left, cluster=self.cluster)
-
-    @property
-    def nodes(self) -> dict[str, tuple[Member, ...]]:
-        """Members by node, nodes in rank order."""
-        found: dict[str, list[Member]] = {}
-        for member in self.members:
-            found.setdefault(member.host, []).append(member)
-        return {host: tuple(members) for host, members in found.items()}
+    @cached_property
+    def nodes(self) -> dict[str, tuple[int, ...]]:
+        """Positions by node."""
+        found: dict[str, list[int]] = {}
+        for position, member in enumerate(self.members):
+            found.setdefault(member.host, []).append(position)
+        return {host: tuple(positions) for host, positions in found.items()}
 
     @property
-    def nodes_by_rack(self) -> dict[str, tuple[Member, ...]]:
-        """Members by node, so ordered that a ring leaves each rack once; within it in rank order.
-
-        In any other order flows of a ring meet on the uplinks of racks.
-        """
-        nodes = self.nodes
-        hosts = sorted(nodes, key=lambda host: self._switches_above(host)[::-1])
-        return {host: nodes[host] for host in hosts}
+    def firsts(self) -> tuple[int, ...]:
+        """The first position on each node."""
+        return tuple(positions[0] for positions in self.nodes.values())
 
     @property
     def devices_per_node(self) -> int:
         """The number of devices that every node has at least."""
-        return min((len(members) for members in self.nodes.values()), default=0)
+        return min(map(len, self.nodes.values()), default=0)
 
     @property
-    def densest_first(self) -> tuple[tuple[Member, ...], ...]:
-        """The members of each node, those with the most devices first, else in rank order."""
+    def densest_first(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of each node, those with the most devices first."""
         return tuple(sorted(self.nodes.values(), key=len, reverse=True))
 
-    def of(self, rank: int) -> Member:
-        """The member that is `rank`."""
-        return next(member for member in self.members if member.rank == rank)
+    @property
+    def home(self) -> Member:
+        """The launch's rank 0, where everything comes together."""
+        return min(self.members, key=lambda member: member.rank)
 
-    def hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """The node of each rank."""
-        host_of = {member.rank: member.host for member in self.members}
-        return tuple(host_of[rank] for rank in ranks)
+    @property
+    def own_devices(self) -> tuple[Device, ...]:
+        """The devices of rank 0's node."""
+        return tuple(self.members[position].device for position in self.nodes[self.home.host])
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What the members' devices are."""
+        return self.members[0].device.kind
+
+    @property
+    def backend(self) -> str:
+        """What the members' devices communicate with."""
+        return "nccl" if self.device_kind == "cuda" else "gloo"
+
+    def hosts(self, positions: Sequence[int]) -> tuple[str, ...]:
+        """The node of each position."""
+        return tuple(self.members[position].host for position in positions)
+
+    def _switches(self, host: str) -> tuple[str, ...]:
+        return self.members[self.nodes[host][0]].switches or ()
 
     def rack_of(self, host: str) -> str:
         """The switch that a node hangs on; without a cluster file all hang on one."""
-        above = self._switches_above(host)
-        return above[0] if above else ""
+        return (*self._switches(host), "")[0]
 
     def unknown_hosts(self) -> tuple[str, ...]:
         """Nodes that the cluster file does not name."""
-        if self.cluster is None:
+        if not self.has_racks:
             return ()
-        return tuple(host for host in self.nodes if self._name_of(host) is None)
+        return tuple(
+            host for host, (first, *_) in self.nodes.items() if self.members[first].switches is None
+        )
 
     def locality(self, host: str, other: str) -> Locality:
         """How far apart two nodes are."""
@@ -120,21 +164,10 @@ class WorkerGroup:
         other in its queues. Without a cluster file everything may go through one cable, so that is
         what is said.
         """
-        if self.cluster is None or {host, other} & set(self.unknown_hosts()):
+        if not self.has_racks or {host, other} & set(self.unknown_hosts()):
             return frozenset({"the network"})
-        ups, downs = set(self._switches_above(host)), set(self._switches_above(other))
+        ups, downs = set(self._switches(host)), set(self._switches(other))
         return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})
-
-    def _name_of(self, host: str) -> str | None:
-        """What the cluster file calls a node: its host name, with or without its domain."""
-        nodes = self.cluster.nodes if self.cluster is not None else {}
-        return next((name for name in (host, host.split(".")[0]) if name in nodes), None)
-
-    def _switches_above(self, host: str) -> tuple[str, ...]:
-        name = self._name_of(host)
-        if self.cluster is None or name is None:
-            return ()
-        return self.cluster.switches_above(name)
 
 
 def device_locality(device: Device, other: Device) -> DeviceLocality:
@@ -169,8 +202,38 @@ class ClusterFindings:
         found = (self.links, self.network, self.pairs, self.collectives, self.overlaps)
         return not any(found)
 
+    def to_dict(self, world: World) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        profile = MachineProfile(
+            name="network",
+            devices=world.own_devices,
+            links=tuple(self.links),
+            network=tuple(self.network),
+            pairs=self.pairs,
+            collectives=tuple(self.collectives),
+            overlaps=tuple(self.overlaps),
+            missing=tuple(self.missing),
+            provenance=Provenance(source="measured", at=self.at, samples=0),
+        )
+        return {"profile": profile.to_dict(), "remarks": self.remarks}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ClusterFindings:
+        """Build findings from the values of `to_dict`."""
+        profile = MachineProfile.from_dict(data["profile"])
+        return cls(
+            at=profile.provenance.at,
+            links=list(profile.links),
+            network=list(profile.network),
+            pairs=profile.pairs,
+            collectives=list(profile.collectives),
+            overlaps=list(profile.overlaps),
+            missing=list(profile.missing),
+            remarks=list(data["remarks"]),
+        )
+
     def merged(
-        self, base: MachineProfile, *, name: str, workers: WorkerGroup, used_s: float
+        self, base: MachineProfile, *, name: str, world: World, used_s: float
     ) -> MachineProfile:
         """The machine's own numbers with the network's; what was measured anew wins."""
         anew = {(link.kind, link.locality, link.flows) for link in self.links}
@@ -186,7 +249,7 @@ class ClusterFindings:
             )
         ]
         note = "; ".join(
-            [f"{len(workers.nodes)} nodes probed together for {used_s:.0f} s", *self.remarks]
+            [f"{len(world.nodes)} nodes probed together for {used_s:.0f} s", *self.remarks]
         )
         return replace(
             base,
@@ -196,7 +259,7 @@ class ClusterFindings:
             pairs=self.pairs,
             collectives=(*collectives, *self.collectives),
             overlaps=(*(cost for cost in base.overlaps if cost.nodes == 1), *self.overlaps),
-            software={**base.software, **unequal_versions(workers)},
+            software={**base.software, **unequal_versions(world)},
             missing=(*base.missing, *self.missing),
             provenance=Provenance(
                 source="measured",
@@ -208,14 +271,14 @@ class ClusterFindings:
         )
 
 
-def unequal_versions(workers: WorkerGroup) -> dict[str, str]:
+def unequal_versions(world: World) -> dict[str, str]:
     """``{"torch on b, c": "2.12"}`` for what nodes run in another version than rank 0."""
-    members = workers.members
+    members, ours = world.members, world.home.versions
     others: dict[tuple[str, str], list[str]] = {}
     for member in members:
-        for package in sorted({*member.versions, *members[0].versions}):
+        for package in sorted({*member.versions, *ours}):
             version = member.versions.get(package, "none")
-            if version != members[0].versions.get(package, "none"):
+            if version != ours.get(package, "none"):
                 hosts = others.setdefault((package, version), [])
                 if member.host not in hosts:
                     hosts.append(member.host)

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from estimator.machines.profile import CollectiveCost, CollectiveName
-from estimator.probe.cluster.findings import WorkerGroup
+from estimator.probe.cluster.findings import World
 from estimator.probe.devices.ranks import report
 from estimator.probe.links.collectives import CallTimer, collective_cost
 from estimator.probe.links.copies import Pace
@@ -22,18 +23,18 @@ Window = tuple[float, float, float]
 
 
 class SharedClock:
-    """Rank 0's `time.perf_counter`, read on every rank of the default group.
+    """Rank 0's `time.perf_counter`, read on every rank of `group`, by default of all.
 
     Between two marks, at which all ranks meet, a rank's clock is taken to run steadily.
     """
 
-    def __init__(self, torch: Any, dist: Any, device: Any) -> None:
-        self.torch, self.dist, self.device = torch, dist, device
+    def __init__(self, torch: Any, dist: Any, device: Any, group: Any = None) -> None:
+        self.torch, self.dist, self.device, self.group = torch, dist, device, group
         self._marks: list[tuple[float, float]] = []
 
     def mark(self) -> None:
         """Compare clocks; all ranks call this together, and it takes some log2(ranks) messages."""
-        rank, world_size = self.dist.get_rank(), self.dist.get_world_size()
+        rank, world_size = self.dist.get_rank(self.group), self.dist.get_world_size(self.group)
         offset_s, span = 0.0, 1
         # In each round, ranks that know rank 0's clock tell as many that do not know it yet.
         while span < world_size:
@@ -61,9 +62,9 @@ class SharedClock:
         quickest_s, offset_s = float("inf"), 0.0
         for _ in range(_ROUND_TRIPS):
             began = time.perf_counter()
-            self.dist.send(self._number(0.0), dst=other)
+            self.dist.send(self._number(0.0), group=self.group, group_dst=other)
             told = self._number(0.0)
-            self.dist.recv(told, src=other)
+            self.dist.recv(told, group=self.group, group_src=other)
             theirs, ended = float(told), time.perf_counter()
             if ended - began < quickest_s:
                 quickest_s, offset_s = ended - began, theirs - (began + ended) / 2
@@ -72,9 +73,10 @@ class SharedClock:
     def _answer(self, other: int, offset_s: float) -> None:
         asked = self._number(0.0)
         for _ in range(_ROUND_TRIPS):
-            self.dist.recv(asked, src=other)
+            self.dist.recv(asked, group=self.group, group_src=other)
             float(asked)  # where it lies on a device, it has come only once it was read
-            self.dist.send(self._number(time.perf_counter() + offset_s), dst=other)
+            here = self._number(time.perf_counter() + offset_s)
+            self.dist.send(here, group=self.group, group_dst=other)
 
     def _number(self, value: float) -> Any:
         return self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
@@ -98,95 +100,81 @@ PAIR_SIZES_BYTES = (64 * KIB, 1 * MIB, 8 * MIB)
 _LONG_S = 0.25
 
 
-def shapes(workers: WorkerGroup) -> Iterator[tuple[int, ...]]:
-    """Groups of ranks worth measuring, the most telling first, their nodes rack by rack.
+def shapes(world: World) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks worth measuring, the most telling first.
 
     Everything; one device on each of two, of all, and of three nodes; all devices of two nodes;
     then the powers of two between. Two nodes in one rack, and two in unlike ones.
     """
-    nodes = list(workers.nodes_by_rack.values())
-    per_node, count = workers.devices_per_node, len(nodes)
-    everything = tuple(member.rank for node in nodes for member in node)
+    nodes = list(world.nodes.values())
+    per_node, count = world.devices_per_node, len(nodes)
     powers = [1 << power for power in range(2, count.bit_length()) if 1 << power < count]
     wanted = [(1, 2), (1, count), (per_node, 2), (1, 3), (per_node, 3)]
     wanted += [(devices, power) for power in powers for devices in (1, per_node)]
-    seen = set()
-    for group in (
-        everything,
-        *(_block(nodes, *shape) for shape in wanted),
-        *_across_racks(workers),
-    ):
-        if len(group) > 1 and group not in seen:
-            seen.add(group)
-            yield group
+    blocks = [
+        tuple(position for node in nodes[:number] for position in node[:devices])
+        for devices, number in wanted
+        if number <= count
+    ]
+    first_of = {world.rack_of(host): node[0] for host, node in reversed(world.nodes.items())}
+    across_racks = tuple(sorted(first_of.values()))[:2]
+    groups = dict.fromkeys((tuple(range(len(world.members))), *blocks, across_racks))
+    return (group for group in groups if len(group) > 1)
 
 
-def _block(nodes: Sequence[Sequence[Any]], devices: int, count: int) -> tuple[int, ...]:
-    if count > len(nodes):
-        return ()
-    return tuple(member.rank for node in nodes[:count] for member in node[:devices])
-
-
-def _across_racks(workers: WorkerGroup) -> Iterator[tuple[int, ...]]:
-    first_of: dict[str, int] = {}
-    for host, members in workers.nodes.items():
-        first_of.setdefault(workers.rack_of(host), members[0].rank)
-    yield tuple(first_of.values())[:2]
-
-
-def shape_words(workers: WorkerGroup, group: Sequence[int]) -> str:
+def shape_words(world: World, group: Sequence[int]) -> str:
     """A group in words.
 
-    >>> shape_words(WorkerGroup(members=()), ())
+    >>> shape_words(World(members=()), ())
     '0 ranks'
     """
-    hosts = workers.hosts(group)
+    hosts = world.hosts(group)
     counts = {hosts.count(host) for host in hosts}
     if len(counts) == 1:
         return f"{counts.pop()} × {len(set(hosts))} nodes"
     return f"{len(group)} ranks"
 
 
-def time_shape(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share of timing `ops`; called in a process group.
+def time_shape(
+    ops: Sequence[str],
+    *,
+    kind: str,
+    group: Any,
+    meeting: Any,
+    sizes_bytes: Sequence[int],
+    budget_s: float,
+    pairs: bool = False,
+) -> None:
+    """One rank's share of timing `ops` over its process group `group`.
 
-    Over all its ranks, or over several `groups` of them at the same time, each a list of ranks.
-    Reports ``{"op", "windows"}`` after every size, windows being (bytes, entered, left)
-    on rank 0's clock; with `pairs`, ``{"op", "one", "two"}`` for one all-reduce and for
-    two at once; ``{"op", "unsupported"}`` where the backend lacks the op.
+    All ranks of `meeting` do so at the same time. Reports ``{"op", "windows"}`` after every size,
+    windows being (bytes, entered, left) on the clock of the first rank of `meeting`; with `pairs`,
+    ``{"op", "one", "two"}`` for one all-reduce and for two at once; ``{"op", "unsupported"}`` where
+    the backend lacks the op.
     """
-    sizes = arguments["sizes_bytes"]
-    groups = arguments.get("groups") or [range(world_size)]
-    group = _Group(rank, groups, arguments["kind"], max(sizes))
-    end = time.perf_counter() + arguments["budget_s"]
-    parts: list[Callable[[float], None]] = [
-        lambda slice_s, op=op: group.time_op(op, sizes, slice_s)  # type: ignore[misc]
-        for op in arguments["ops"]
-    ]
-    if arguments.get("pairs"):
-        parts.append(lambda slice_s: group.time_pairs(PAIR_SIZES_BYTES, slice_s))
+    shape = _Shape(kind, max(sizes_bytes), group, meeting)
+    end = time.perf_counter() + budget_s
+    parts: list[Callable[[float], None]] = [partial(shape.time_op, op, sizes_bytes) for op in ops]
+    if pairs:
+        parts.append(partial(shape.time_pairs, PAIR_SIZES_BYTES))
     for number, part in enumerate(parts):
         # All-reduces matter most: the first part may take what two later ones may.
         left = len(parts) - number
         part((end - time.perf_counter()) * (2 if number == 0 else 1) / (left + (number == 0)))
 
 
-class _Group:
-    """Collectives on this rank's device, in step with the other ranks and their groups."""
+class _Shape:
+    """Collectives on this rank's device, in step with the other ranks of the meeting."""
 
-    def __init__(
-        self, rank: int, groups: Sequence[Sequence[int]], kind: str, largest_bytes: int
-    ) -> None:
+    def __init__(self, kind: str, largest_bytes: int, group: Any, meeting: Any) -> None:
         import torch.distributed as torch_distributed
 
-        dist: Any = torch_distributed
-        own = next(ranks for ranks in groups if rank in ranks)
-        # Every rank takes part in making every group; the one of all ranks exists.
-        made = [dist.new_group(list(ranks)) for ranks in groups] if len(groups) > 1 else [None]
-        group = made[groups.index(own)]
-        self.timer = CallTimer(len(own), kind, [largest_bytes], group=group)
-        self.torch, self.dist = self.timer.torch, self.timer.dist
-        self.clock = SharedClock(self.torch, self.dist, self.timer.device)
+        self.dist: Any = torch_distributed
+        self.group, self.meeting = group, meeting
+        size = self.dist.get_world_size(group)
+        self.timer = CallTimer(size, kind, [largest_bytes], group=group, meeting=meeting)
+        self.torch = self.timer.torch
+        self.clock = SharedClock(self.torch, self.dist, self.timer.device, meeting)
 
     def time_op(self, op: str, sizes_bytes: Sequence[int], slice_s: float) -> None:
         """Size after size, as far as the time goes."""
@@ -226,10 +214,12 @@ class _Group:
             self.clock.mark()
 
             def one(buffer: Any = first) -> None:
-                self.dist.all_reduce(buffer)
+                self.dist.all_reduce(buffer, group=self.group)
 
             def two(buffers: tuple[Any, Any] = (first, second)) -> None:
-                works = [self.dist.all_reduce(each, async_op=True) for each in buffers]
+                works = [
+                    self.dist.all_reduce(each, group=self.group, async_op=True) for each in buffers
+                ]
                 for work in works:
                     work.wait()
 
@@ -247,7 +237,7 @@ class _Group:
     def _least(self, value: float) -> float:
         """The least of all ranks' values, once all have come."""
         shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.timer.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN, group=self.meeting)
         return float(shared)
 
     def _warm_up(self, calls: Sequence[Callable[[], object]], expected_s: float) -> float:

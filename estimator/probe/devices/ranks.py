@@ -29,12 +29,26 @@ from estimator.errors import EstimatorError, ProbeError, cause
 from estimator.machines.profile import Device
 
 _connection: socket.socket | None = None
+_collecting: list[list[Any]] = []
 
 
 def report(value: Any) -> None:
     """Send a partial result (JSON values) from inside a rank to the `on_report` of its run."""
-    if _connection is not None:
+    if _collecting:
+        _collecting[-1].append(value)
+    elif _connection is not None:
         send(_connection, {"report": value})
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Any]]:
+    """What is reported within the block comes into this list instead."""
+    reports: list[Any] = []
+    _collecting.append(reports)
+    try:
+        yield reports
+    finally:
+        _collecting.pop()
 
 
 def send(link: socket.socket, message: Mapping[str, Any]) -> None:
@@ -172,7 +186,7 @@ def _process_group(order: Mapping[str, Any]) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-__all__ = ["pretouch_memory", "report", "run_on_devices"]
+__all__ = ["collected", "pretouch_memory", "report", "run_on_devices"]
 
 RankReport = Callable[[int, Any], None]
 

@@ -259,19 +259,25 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
 class CallTimer:
     """Runs collectives on this rank's device, in step with the other ranks.
 
-    They run over `group` of `world_size` ranks, by default everything; other groups do the same at
-    the same time.
+    They run over `group` of `world_size` ranks, by default everything. The ranks of `meeting`, by
+    default everything, begin together: several groups may do the same at the same time.
     """
 
     def __init__(
-        self, world_size: int, kind: str, sizes_bytes: Sequence[int], *, group: Any = None
+        self,
+        world_size: int,
+        kind: str,
+        sizes_bytes: Sequence[int],
+        *,
+        group: Any = None,
+        meeting: Any = None,
     ) -> None:
         import torch
         import torch.distributed as torch_distributed
 
         self.torch: Any = torch
         self.dist: Any = torch_distributed
-        self.world_size, self.group = world_size, group
+        self.world_size, self.group, self.meeting = world_size, group, meeting
         self.on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
         self.token = torch.zeros(1, device=self.device)
@@ -329,13 +335,13 @@ class CallTimer:
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""
         limits = self.torch.tensor([call_s, -slice_s], dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(limits, op=self.dist.ReduceOp.MAX)
+        self.dist.all_reduce(limits, op=self.dist.ReduceOp.MAX, group=self.meeting)
         wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
         return max(0, min(_MOST_REPEATS, wanted))
 
     def timed(self, call: Callable[[], object]) -> tuple[float, float]:
         """(entered, left) of a call that all ranks begin together."""
-        self.dist.barrier()
+        self.dist.barrier(self.meeting)
         if self.on_cuda:
             return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
         entered = time.perf_counter()

@@ -31,8 +31,9 @@ def time_pairs(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None
     `pairs` are in groups that run at once: [[[from, to], …], …]. The sender reports
     ``{"from", "to", "latency_s", "points"}``; a message counts until its receipt is
     acknowledged, less half of the quickest exchange. Groups the budget has no time for are left.
+    Ranks are those of the process group `group`, where arguments name one.
     """
-    messenger = _Messenger(arguments["kind"], max(arguments["sizes_bytes"]))
+    messenger = _messenger(arguments)
     groups = arguments["pairs"]
     end = time.perf_counter() + arguments["budget_s"]
     for number, group in enumerate(groups):
@@ -55,7 +56,7 @@ def time_flows(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None
     (bytes, entered, acknowledged) by its own clock.
     """
     sizes = arguments["sizes_bytes"]
-    messenger = _Messenger(arguments["kind"], max(sizes))
+    messenger = _messenger(arguments)
     other, is_sender = next(
         (target, True) if rank == source else (source, False)
         for source, target in arguments["flows"]
@@ -84,15 +85,21 @@ def _one_way_s(round_trips_s: Sequence[float]) -> float:
     return statistics.quantiles(round_trips_s, n=4)[0] / 2
 
 
-class _Messenger:
-    """Sends messages to one rank at a time and has them acknowledged."""
+def _messenger(arguments: Mapping[str, Any]) -> _Messenger:
+    group = arguments.get("group")
+    return _Messenger(arguments["kind"], max(arguments["sizes_bytes"]), group)
 
-    def __init__(self, kind: str, largest_bytes: int) -> None:
+
+class _Messenger:
+    """Sends messages to one rank of `group` at a time and has them acknowledged."""
+
+    def __init__(self, kind: str, largest_bytes: int, group: Any) -> None:
         import torch
         import torch.distributed as torch_distributed
 
         self.torch: Any = torch
         self.dist: Any = torch_distributed
+        self.group = group
         on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else None
         self.buffer = torch.empty(largest_bytes, dtype=torch.uint8, device=self.device).fill_(1)
@@ -101,7 +108,7 @@ class _Messenger:
     def least(self, value: float) -> float:
         """The least of all ranks' values, once all have come."""
         shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN, group=self.group)
         return float(shared)
 
     def send_all(
@@ -124,45 +131,51 @@ class _Messenger:
             times_s = self._burst(target, size, pace.repeats(number, last_s, left_s))
             last_size, last_s = size, statistics.median(times_s)
             points += [(size, max(1e-9, each - latency_s)) for each in times_s]
-        self.dist.send(self._header(*_OVER), dst=target)
+        self._send(self._header(*_OVER), target)
         return latency_s, points
 
     def answer_all(self, source: int) -> None:
         """Take what the sender sends until it says that it is over."""
         while True:
             header = self._header(*_OVER)
-            self.dist.recv(header, src=source)
+            self._recv(header, source)
             size, repeats = (int(value) for value in header)
             if (size, repeats) == _OVER:
                 return
             for _ in range(repeats):
-                self.dist.recv(self.buffer[:size], src=source)
-                self.dist.send(self.receipt, dst=source)
+                self._recv(self.buffer[:size], source)
+                self._send(self.receipt, source)
 
     def exchange(self, other: int, size: int, *, is_sender: bool) -> tuple[float, float, float]:
         """One message among those of all flows; all ranks of the group begin together."""
-        self.dist.barrier()
+        self.dist.barrier(self.group)
         entered = time.perf_counter()
         if is_sender:
-            self.dist.send(self.buffer[:size], dst=other)
+            self._send(self.buffer[:size], other)
             self._await_receipt(other)
         else:
-            self.dist.recv(self.buffer[:size], src=other)
-            self.dist.send(self.receipt, dst=other)
+            self._recv(self.buffer[:size], other)
+            self._send(self.receipt, other)
         return size, entered, time.perf_counter()
 
     def _burst(self, target: int, size: int, repeats: int) -> list[float]:
-        self.dist.send(self._header(size, repeats), dst=target)
+        self._send(self._header(size, repeats), target)
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
-            self.dist.send(self.buffer[:size], dst=target)
+            self._send(self.buffer[:size], target)
             self._await_receipt(target)
             seconds.append(time.perf_counter() - began)
         return seconds
 
+    def _send(self, buffer: Any, target: int) -> None:
+        self.dist.send(buffer, group=self.group, group_dst=target)
+
+    def _recv(self, buffer: Any, source: int) -> None:
+        self.dist.recv(buffer, group=self.group, group_src=source)
+
     def _await_receipt(self, other: int) -> None:
-        self.dist.recv(self.receipt, src=other)
+        self._recv(self.receipt, other)
         int(self.receipt)  # on a device it has come only once it was read
 
     def _header(self, size: int, repeats: int) -> Any:

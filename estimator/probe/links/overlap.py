@@ -129,11 +129,14 @@ def overlap_cost(
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
     """One rank's share: every case beside both kinds of compute; called in its own process.
 
-    `arguments` may name other `cases` than CASES, and another `compute_ratio`.
+    `arguments` may name other `cases` than CASES, another `compute_ratio`, and the process group
+    `group` of all that take part.
     """
     chosen = arguments.get("cases", CASES)
     cases = [(bound, *case) for case in chosen for bound in get_args(ComputeBound)]
-    meeting = _Meeting(arguments["kind"], arguments.get("compute_ratio", _COMPUTE_RATIO))
+    meeting = _Meeting(
+        arguments["kind"], arguments.get("compute_ratio", _COMPUTE_RATIO), arguments.get("group")
+    )
     end = time.perf_counter() + arguments["budget_s"]
     for number, (bound, size_bytes, in_flight) in enumerate(cases):
         slice_s = (end - time.perf_counter()) / (len(cases) - number)
@@ -150,11 +153,11 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
 class _Meeting:
     """All-reduces and a loop of operators on one rank's device, apart and together."""
 
-    def __init__(self, kind: str, compute_ratio: float) -> None:
+    def __init__(self, kind: str, compute_ratio: float, group: Any) -> None:
         import torch
         import torch.distributed as torch_distributed
 
-        self.compute_ratio = compute_ratio
+        self.compute_ratio, self.group = compute_ratio, group
         self.torch: Any = torch
         self.dist: Any = torch_distributed
         self.on_cuda = kind == "cuda"
@@ -208,19 +211,19 @@ class _Meeting:
         }
 
     def _fly(self, buffers: Sequence[Any]) -> _Flight:
-        return _Flight(self.torch, self.dist, buffers, on_cuda=self.on_cuda)
+        return _Flight(self.torch, self.dist, self.group, buffers, on_cuda=self.on_cuda)
 
     def _largest(self, values: Sequence[float]) -> list[float]:
         """Every value's maximum over the ranks, so that all decide alike."""
         shared = self.torch.tensor(values, dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in shared]
 
     def _timed(self, call: Callable[[], object]) -> float:
         """Seconds of one call that all ranks begin together."""
-        self.dist.barrier()
+        self.dist.barrier(self.group)
         if self.on_cuda:
-            meet = partial(self.dist.all_reduce, self.token)
+            meet = partial(self.dist.all_reduce, self.token, group=self.group)
             return device_seconds(call, self.torch.cuda, meet=meet)
         begin = time.perf_counter()
         call()
@@ -230,11 +233,13 @@ class _Meeting:
 class _Flight:
     """All-reduces on their way: when they began, and when the last of them ended."""
 
-    def __init__(self, torch: Any, dist: Any, buffers: Sequence[Any], *, on_cuda: bool) -> None:
+    def __init__(
+        self, torch: Any, dist: Any, group: Any, buffers: Sequence[Any], *, on_cuda: bool
+    ) -> None:
         self.torch, self.on_cuda = torch, on_cuda
         self.ends: list[Any] = []
         self.began = self._now()
-        self.works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+        self.works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
         if on_cuda:
             # The end is marked on a stream of its own, so that compute issued next is not ahead.
             with torch.cuda.stream(torch.cuda.Stream()):

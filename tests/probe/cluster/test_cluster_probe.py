@@ -23,22 +23,22 @@ from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe import __main__ as probe_main
-from estimator.probe.cluster.cluster_probe import ClusterRequest, assignments_for
-from estimator.probe.cluster.findings import Member, WorkerGroup, unequal_versions
-from estimator.probe.cluster.messages import HeartbeatMonitor, Rendezvous
+from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, roster_of
+from estimator.probe.cluster.findings import Member, World, unequal_versions
+from estimator.probe.cluster.rank import numbered
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
-# stop once it has come to the last of the parts that are looked at. It measures as long as with a
+# stop once it has come to the last of the steps that are looked at. It measures as long as with a
 # budget of 20 s and has ten times as long for it: other work of this machine ends nothing early.
 RANK = """
 import sys, os, threading
-from estimator.probe.cluster import leader
+from estimator.probe.cluster import steps
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import discover
-from estimator.probe.cluster.worker import run_worker
+from estimator.probe.cluster.rank import take_part
 from estimator.machines.catalogue import load_profile
 
-leader._MEASURING_RATIO /= 10
+steps.MEASURING_RATIO /= 10
 host, version, base, out = sys.argv[1:]
 stop = threading.Event()
 
@@ -50,7 +50,7 @@ def report(part, done):
 place = discover(os.environ)
 versions = {"estimator": version, "torch": "2." + str(place.rank)}
 if place.rank:
-    print(run_worker(place, host=host, versions=versions), file=sys.stderr)
+    print(take_part(place, host=host, versions=versions), file=sys.stderr)
 else:
     found = probe_cluster(
         place,
@@ -216,13 +216,31 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
     assert profile.network, "what was measured before the fault is kept"
 
 
+def test_a_rank_that_comes_late_says_so_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    from tests.conftest import make_small_profile
+
+    make_small_profile("base").save(tmp_path / "base.json")
+    impatient = "from estimator.probe.cluster import cluster_probe\ncluster_probe.START_S = 8.0\n"
+    port = free_port()
+    files = [str(tmp_path / "base.json"), str(tmp_path / "out.json")]
+    commands = [
+        ([sys.executable, "-c", impatient + RANK, host, "2", *files], local_rank(rank, 3, port))
+        for rank, host in enumerate("abc")
+    ]
+    with started(*commands[:2]) as (first, _):
+        wait_for(first.stdout, "all-reduce over everything")
+        with started(commands[2]) as (late,):
+            _, said = late.communicate(timeout=60)
+        assert late.returncode == 0
+        assert said.splitlines() == ["rank 2 did not start within 8 s"]
+        assert first.poll() is None
+
+
 def member(rank: int, host: str, **versions: str) -> Member:
     device = Device(kind="cpu", index=0, name="core", memory_bytes=1)
     return Member(
         rank=rank,
         host=host,
-        address="",
-        local_rank=0,
         device=device,
         machine="m",
         versions=versions,
@@ -230,59 +248,69 @@ def member(rank: int, host: str, **versions: str) -> Member:
 
 
 def test_versions_are_compared_with_rank_0s_node_by_node() -> None:
-    workers = WorkerGroup(
+    world = World(
         members=(
             member(0, "a", torch="2.13", nccl="2.27"),
             member(1, "b", torch="2.12", nccl="2.27"),
             member(2, "c", torch="2.12"),
         )
     )
-    assert unequal_versions(workers) == {"torch on b, c": "2.12", "nccl on c": "none"}
+    assert unequal_versions(world) == {"torch on b, c": "2.12", "nccl on c": "none"}
 
 
-def rendezvous_of(host: str, cores: list[int], local_rank: int | None = None) -> Rendezvous:
-    return Rendezvous(
-        host=host,
-        address=f"10.0.0.{ord(host) - 96}",
-        local_rank=local_rank,
-        cores=cores,
-        versions={"estimator": "2"},
-        nonce="0" * 32,
-    )
+def facts_of(host: str, cores: list[int], local_rank: int | None = None) -> dict[str, Any]:
+    return {
+        "host": host,
+        "address": f"10.0.0.{ord(host[0]) - 96}",
+        "local_rank": local_rank,
+        "cores": cores,
+        "versions": {"estimator": "2"},
+        "nonce": "0" * 32,
+    }
 
 
 def test_ranks_of_one_host_are_numbered_in_order_where_the_launcher_does_not() -> None:
-    rendezvous = {
-        0: rendezvous_of("a", [0, 1]),
-        1: rendezvous_of("b", [0]),
-        2: rendezvous_of("a", [0, 1]),
-        3: rendezvous_of("b", [1]),
+    facts = {
+        "0": facts_of("a", [0, 1]),
+        "1": facts_of("b", [0]),
+        "2": facts_of("a", [0, 1]),
+        "3": facts_of("b", [1]),
     }
-    assignments = assignments_for(rendezvous, ClusterRequest())
-    assert [assignments[rank].local_rank for rank in range(4)] == [0, 0, 1, 1]
     # On b the launcher gave each rank a core of its own; on a they share both.
-    assert [assignments[rank].has_own_cores for rank in range(4)] == [False, True, False, True]
-    # Ranks of a find their way to the network by an address of b, and the reverse.
-    assert [assignments[rank].peer for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
+    assert [numbered(facts, rank) for rank in range(4)] == [
+        (0, 2, False),
+        (0, 2, True),
+        (1, 2, False),
+        (1, 2, True),
+    ]
 
 
 def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
     small_profile: MachineProfile,
 ) -> None:
-    rendezvous = {rank: rendezvous_of("a", [0, 1]) for rank in range(3)}
+    facts = {rank: facts_of("a", [0, 1]) for rank in range(3)}
     with pytest.raises(ProbeError, match=r"more than 2 ranks were started on node a"):
-        assignments_for(rendezvous, ClusterRequest(base=small_profile))
+        roster_of(facts, ClusterRequest(base=small_profile), 3)
+
+
+def test_a_rank_that_does_not_come_or_has_no_host_name_is_left_out() -> None:
+    # The name becomes a part of the name of a file.
+    facts = {0: facts_of("a", [0]), 2: facts_of("../etc/cron.d/x", [0])}
+    roster = roster_of(facts, ClusterRequest(), 3)
+    assert set(roster["facts"]) == {"0"}
+    assert roster["refused"]["1"] == "rank 1 did not start within 55 s"
+    assert roster["refused"]["2"].startswith("rank 2 calls its node '../etc")
 
 
 def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
-    heartbeats = HeartbeatMonitor([1])
-    assert heartbeats.listen(1, 0, tick_s=0.1)
+    silence = Silence([1])
+    assert silence.is_alive(1, 0, tick_s=0.1)
     # This process itself was stopped for a minute: that minute tells nothing of rank 1.
-    assert heartbeats.listen(1, 0, tick_s=60.0)
-    quiet = [heartbeats.listen(1, 0, tick_s=0.1) for _ in range(60)]
+    assert silence.is_alive(1, 0, tick_s=60.0)
+    quiet = [silence.is_alive(1, 0, tick_s=0.1) for _ in range(60)]
     assert quiet[0]
     assert not quiet[-1], "six seconds of silence"
-    assert heartbeats.listen(1, 1, tick_s=0.1), "and alive again with the next beat"
+    assert silence.is_alive(1, 1, tick_s=0.1), "and alive again with the next beat"
 
 
 def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
@@ -298,7 +326,7 @@ def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
 
 def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
     with started(*probe_of_two(tmp_path)) as (first, second):
-        wait_for(first.stderr, "all-reduce over smaller groups")
+        wait_for(first.stderr, "other collectives")
         # A launcher passes Ctrl-C on to all ranks, then ends them.
         for number in (signal.SIGINT, signal.SIGTERM):
             second.send_signal(number)

@@ -26,13 +26,13 @@ import torch.distributed as torch_distributed
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.probe.cluster.discovery import VARIABLE
-from estimator.probe.cluster.messages import Signer
+from estimator.probe.cluster.signed_store import Signer
 
 dist: Any = torch_distributed
 # What only an attacker says: no link takes so long.
 ABSURD_S = 98765.0
-# A probe of two ranks has some five rounds; tasks have a few reports each.
-ROUNDS, REPORTS = 12, 4
+# A probe of two ranks has one world of some ten values, and another where one is given up.
+WORLDS, VALUES = 4, 12
 PAYLOAD = """
 import os, pathlib
 
@@ -43,31 +43,24 @@ def run(*_):
 AS_ANOTHER_USER = """
 import os
 import torch.distributed
-from estimator.probe.cluster import cluster_probe, worker
+from estimator.probe.cluster import rank
 from estimator.probe.__main__ import main
 
-worker._SECRET_S = 5.0  # it waits in vain: rank 0 has long shared what others may not read
+rank._SECRET_S = 5.0  # it waits in vain: rank 0 has long shared what others may not read
 
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 main()
 """
-FORGED_TASKS = (
-    # A listed function's place taken by a module of the attacker's, as messages are now and as
-    # they were before they were signed.
-    {"tasks": [{"ranks": [0, 1], "function": "payload:run", "arguments": {}, "timeout_s": 5.0}]},
-    [
-        {
-            "ranks": [0, 1],
-            "function": "payload:run",
-            "arguments": {},
-            "alone": True,
-            "timeout_s": 5.0,
-        }
-    ],
-)
-ABSURD_REPORT = {"op": "all_reduce", "windows": [[1 << 20, 0.0, ABSURD_S]] * 4}
+# What names a module of the attacker's, in case any such name is ever called.
+FORGED_ORDER = {
+    "members": [{"rank": 0}, {"rank": 1}],
+    "function": "payload:run",
+    "step": "payload:run",
+    "measure": "payload:run",
+}
+ABSURD_REPORT = [{"op": "all_reduce", "windows": [[1 << 20, 0.0, ABSURD_S]] * 4}]
 
 
 def free_port() -> int:
@@ -86,15 +79,16 @@ class Attacker:
         self.replayed: set[str] = set()
 
     def forge(self) -> None:
-        """Post tasks, reports and ends for every round to come, signed with a guessed secret."""
-        for number in range(ROUNDS):
-            self._post(f"round/{number}", FORGED_TASKS[number % 2])
+        """Post orders, measurements and ends of every world to come, signed with a guess."""
+        self._post("roster", {"facts": {}, "refused": {"1": "go away"}})
+        for number in range(WORLDS):
+            self._post(f"order/{number}", FORGED_ORDER)
             for rank in range(2):
-                end = {"reports": REPORTS, "failure": None, "result": None}
-                self._post(f"done/{number}/0/{rank}", end)
-                for count in range(REPORTS):
-                    self._post(f"report/{number}/0/{rank}/{count}", ABSURD_REPORT)
-            self._post(f"cancel/{number}/0", True)
+                self._post(f"ended/{number}/{rank}", "")
+            for count in range(1, VALUES):
+                self._post(f"world/{number}/{count}", 0.0)
+                for rank in range(2):
+                    self._post(f"world/{number}/{count}/{rank}", ABSURD_REPORT)
 
     def _post(self, key: str, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -104,16 +98,19 @@ class Attacker:
         self.store.set(key, forged)
 
     def replay(self) -> None:
-        """Copy what the ranks say in one round into the next, as long as nothing else is there."""
-        for number in range(ROUNDS - 1):
-            for name in (f"round/{number}", f"done/{number}/0/1", f"report/{number}/0/1/0"):
-                there = self.store.get(name)
-                kind, _, *rest = name.split("/")
-                later = "/".join([kind, str(number + 1), *rest])
-                if there != self.forged[name] and later not in self.replayed:
-                    # In one step: what a rank has posted meanwhile stays.
-                    self.store.compare_set(later, self.forged[later], there)
-                    self.replayed.add(later)
+        """Copy what the ranks say to where they say the next, as long as nothing else is there."""
+        for number in range(1, VALUES - 1):
+            for end in ("", "/0", "/1"):
+                self._replay(f"world/0/{number}{end}", f"world/0/{number + 1}{end}")
+        self._replay("order/0", "order/1")
+        self._replay("ended/0/1", "ended/1/1")
+
+    def _replay(self, key: str, later: str) -> None:
+        there = self.store.get(key)
+        if there != self.forged[key] and later not in self.replayed:
+            # In one step: what a rank has posted meanwhile stays.
+            self.store.compare_set(later, self.forged[later], there)
+            self.replayed.add(later)
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, folder_of_all_users: str)
     make_small_profile("base").save(folder / "base.json")
     port = free_port()
     files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
-    options = ["--budget", "12", *files]
+    options = ["--budget", "24", *files]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -188,6 +185,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, folder_of_all_users: str)
         subprocess.CompletedProcess(process.args, process.returncode, *output)
         for process, output in zip(processes, outputs, strict=True)
     ]
+    assert [each.returncode for each in done[:2]] == [0, 0], [each.stderr for each in done]
     return Attacked(
         codes=[each.returncode for each in done[:2]],
         said=[each.stderr for each in done[:2]],
@@ -209,31 +207,31 @@ def _replay_until(attacker: Attacker, ended: threading.Event) -> None:
         time.sleep(0.01)
 
 
-def check_that_real_tasks_ran(attacked: Attacked) -> None:
+def check_that_real_steps_ran(attacked: Attacked) -> None:
     """Whatever the attacker wrote, the two ranks measured and ended in peace."""
     assert attacked.codes == [0, 0], attacked.said
     first = next(cost for cost in attacked.profile.collectives if cost.hosts)
     assert (first.op, first.group_size) == ("all_reduce", 2)
 
 
-def test_a_task_that_names_another_module_runs_nothing(attacked: Attacked) -> None:
+def test_an_order_that_names_a_module_runs_nothing(attacked: Attacked) -> None:
     assert not attacked.payload_ran
-    check_that_real_tasks_ran(attacked)
+    check_that_real_steps_ran(attacked)
 
 
-def test_forged_reports_and_ends_are_ignored_and_said(attacked: Attacked) -> None:
+def test_forged_measurements_and_ends_are_ignored_and_said(attacked: Attacked) -> None:
     assert str(ABSURD_S) not in json.dumps(attacked.profile.to_dict())
     for cost in attacked.profile.collectives:
         assert all(seconds < ABSURD_S / 100 for _, seconds in cost.points)
     assert "were not signed with the secret of this launch and were ignored" in attacked.said[0]
 
 
-def test_replayed_tasks_and_reports_are_ignored(attacked: Attacked) -> None:
+def test_replayed_messages_are_ignored(attacked: Attacked) -> None:
     kinds = {key.split("/")[0] for key in attacked.attacker.replayed}
-    assert {"round", "done"} <= kinds
-    # A round of before that is taken for the next one leaves that unmeasured.
-    check_that_real_tasks_ran(attacked)
-    # Two would be found where a task ran twice or a report counted twice.
+    assert {"order", "world"} <= kinds
+    # A message of before that is taken for the next one leaves that unmeasured.
+    check_that_real_steps_ran(attacked)
+    # Two would be found where a step ran twice or a report counted twice.
     hosts = [(cost.op, cost.hosts) for cost in attacked.profile.collectives if cost.hosts]
     assert len(hosts) == len(set(hosts))
 

@@ -8,14 +8,18 @@ import hmac
 import os
 import socket
 import subprocess
+import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as torch_distributed
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device
 from estimator.probe.cluster import discovery
 from estimator.probe.cluster.discovery import (
     FILE_VARIABLE,
@@ -25,23 +29,17 @@ from estimator.probe.cluster.discovery import (
     given_secret,
     shared_on_this_host,
 )
-from estimator.probe.cluster.messages import (
-    MAX_DEPTH,
+from estimator.probe.cluster.signed_store import (
     MAX_MESSAGE_BYTES,
-    MessageStore,
-    PairReport,
-    Rendezvous,
-    ShapeReport,
+    SignedStore,
     Signer,
     begin_session,
-    checked,
     connect,
-    from_json,
     join_session,
     listen,
-    to_json,
+    prefix_of,
 )
-from estimator.probe.cluster.signed_store import SignedStore
+from estimator.probe.devices.ranks import run_on_devices
 
 dist: Any = torch_distributed
 SECRET = "0123456789abcdef" * 2
@@ -75,67 +73,18 @@ def test_a_signer_does_not_print_its_secret() -> None:
     assert "secret'" not in repr(Signer(b"secret"))
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "more than 32 levels"),
-        (b"[" * 100_000, "is no JSON"),
-        (b"NaN", "NaN is no number"),
-        (b"\x80\x04.", "is no JSON"),  # a pickle
-        (b" " * (MAX_MESSAGE_BYTES + 1), "at most"),
-    ],
-)
-def test_messages_that_cannot_be_used_are_refused_in_one_sentence(body: bytes, words: str) -> None:
-    with pytest.raises(ProbeError, match=words) as caught:
-        from_json(body)
-    assert "\n" not in str(caught.value)
-    assert from_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
-
-
 def test_too_long_a_message_is_not_sent() -> None:
+    store = SignedStore(dist.HashStore(), Signer(b"secret"))
     with pytest.raises(ProbeError, match="smaller --budget"):
-        to_json("x" * MAX_MESSAGE_BYTES)
+        store.post("key", "x" * MAX_MESSAGE_BYTES)
 
 
-def rendezvous(**changed: Any) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "host": "a1",
-        "address": "10.0.0.1",
-        "local_rank": None,
-        "cores": [0],
-        "versions": {"torch": "2.13"},
-        "nonce": "0" * 32,
-    }
-    return {**message, **changed}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"host": "../../etc/cron.d/x"},  # it becomes a part of the name of a file
-        {"address": "\x1b[2J"},
-        {"local_rank": "1"},
-        {"local_rank": -1},
-        {"cores": [0] * 70_000},
-        {"nonce": "f"},
-        {"more": 1},
-    ],
-)
-def test_a_rendezvous_of_another_form_is_refused(changed: dict[str, Any]) -> None:
-    assert checked(Rendezvous, rendezvous(), "rank 1").host == "a1"
-    with pytest.raises(ProbeError, match="rank 1 sent a Rendezvous that cannot be used"):
-        checked(Rendezvous, rendezvous(**changed), "rank 1")
-
-
-def test_reports_hold_finite_numbers_of_one_kind_only() -> None:
-    pair = {"from": 0, "to": 1, "latency_s": 1e-5, "points": [[1024, 2e-5]]}
-    assert checked(PairReport, pair, "rank 0").latency_s == 1e-5
-    for wrong in ({"latency_s": float("inf")}, {"points": [[1024]]}, {"points": "1"}, {"to": None}):
-        with pytest.raises(ProbeError, match="rank 0 sent"):
-            checked(PairReport, {**pair, **wrong}, "rank 0")
-    both = {"op": "all_reduce", "windows": [], "unsupported": "no"}
-    with pytest.raises(ProbeError, match="must be given"):
-        checked(ShapeReport, both, "rank 0")
+def test_what_a_forger_fills_the_store_with_is_not_even_looked_at() -> None:
+    inner = dist.HashStore()
+    store = SignedStore(inner, Signer(b"secret"))
+    inner.set("key", "x" * (MAX_MESSAGE_BYTES + 100))
+    assert store.read("key") is None
+    assert store.forged == {"key"}
 
 
 # The secret of a launch.
@@ -277,18 +226,18 @@ def test_a_taken_port_is_said() -> None:
 
 def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Place, Any]) -> None:
     place, tcp_store = served
-    leader = begin_session(tcp_store, place)
-    worker = join_session(tcp_store, place, 1.0)
-    leader.post("round/0", {"tasks": []})
-    assert worker.read("round/0") == {"tasks": []}
-    assert worker.read("round/1") is None
-    raw = dist.PrefixStore(leader.prefix, tcp_store)
-    raw.set("round/1", raw.get("round/0"))
-    assert worker.read("round/1") is None
-    assert worker.await_value("round/1", 0.2) is None
-    assert worker.forged == {"round/1"}
+    first = begin_session(tcp_store, place)
+    second = join_session(tcp_store, place, 1.0)
+    first.post("order/0", {"members": []})
+    assert second.read("order/0") == {"members": []}
+    assert second.read("order/1") is None
+    raw = dist.PrefixStore(prefix_of(place), tcp_store)
+    raw.set("order/1", raw.get("order/0"))
+    assert second.read("order/1") is None
+    assert second.await_value("order/1", 0.2) is None
+    assert second.forged == {"order/1"}
     # The next run of the same launch has the same secret, and another session.
-    assert begin_session(tcp_store, place).read("round/0") is None
+    assert begin_session(tcp_store, place).read("order/0") is None
 
 
 def test_a_rank_with_another_secret_finds_out_before_it_sends_anything(
@@ -306,12 +255,12 @@ def test_what_is_posted_later_is_read_though_something_forged_was_there(
     served: tuple[Place, Any],
 ) -> None:
     place, tcp_store = served
-    leader = begin_session(tcp_store, place)
-    forger = MessageStore(tcp_store, place.attempt, Signer(b"guessed"))
-    forger.post("round/0", "forged")
-    assert leader.await_value("round/0", 0.1) is None
-    leader.post("round/0", "real")
-    assert leader.await_value("round/0", 0.1) == "real"
+    first = begin_session(tcp_store, place)
+    raw = dist.PrefixStore(prefix_of(place), tcp_store)
+    SignedStore(raw, Signer(b"guessed")).post("order/0", "forged")
+    assert first.await_value("order/0", 0.1) is None
+    first.post("order/0", "real")
+    assert first.await_value("order/0", 0.1) == "real"
 
 
 def test_addresses_of_a_process_group_are_taken_from_its_own_ranks_only() -> None:
@@ -343,3 +292,54 @@ def test_a_process_groups_own_copy_of_its_store_checks_too(served: tuple[Place, 
     tcp_store.set("group/address", "forged")
     with pytest.raises(RuntimeError, match="has signed"):
         copy.get("address")
+
+
+# Eight processes, each with three threads on the store beside its process group: what NCCL's
+# watchdogs do, which ask a copy of their own in threads of their own.
+RANKS, ROUNDS = 8, 25
+
+
+def meet_over_a_signed_store(rank: int, _size: int, arguments: Mapping[str, Any]) -> float:
+    """One rank's sum over all, which comes about only where every address was read and believed."""
+    own = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
+    own.set_timeout(timedelta(seconds=60))
+    store = SignedStore(dist.PrefixStore("world", own), Signer(SECRET.encode()))
+    heard: list[int] = []
+
+    def watch(number: int) -> None:
+        copy = dist.PrefixStore(f"watch/{number}", store).clone()
+        for turn in range(ROUNDS):
+            copy.set(f"{rank}/{turn}", str(turn))
+            copy.wait([f"{(rank + 1) % RANKS}/{turn}"], timedelta(seconds=60))
+            heard.append(int(copy.get(f"{(rank + 1) % RANKS}/{turn}")))
+
+    threads = [threading.Thread(target=watch, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    half = dist.new_group([0, 2, 4, 6])
+    total = torch.tensor([float(rank)])
+    if rank % 2 == 0:
+        dist.all_reduce(total, group=half)
+    dist.all_reduce(total)
+    for thread in threads:
+        thread.join()
+    dist.destroy_process_group()
+    assert sorted(heard) == sorted(3 * list(range(ROUNDS)))
+    return float(total)
+
+
+def test_eight_processes_with_threads_meet_over_one_signed_store(served: tuple[Place, Any]) -> None:
+    place, tcp_store = served
+    # A forger is there before them.
+    tcp_store.set("world/0//cpu//0/0", "elsewhere")
+    device = Device(kind="cpu", index=0, name="core", memory_bytes=1)
+    found = run_on_devices(
+        [device] * RANKS,
+        f"{__name__}:meet_over_a_signed_store",
+        {"port": place.master_port},
+        timeout_s=120.0,
+        trains=False,
+    )
+    # 0 + 2 + 4 + 6 = 12 on each of four, and 1 + 3 + 5 + 7.
+    assert found == [4 * 12 + 16] * RANKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from estimator.machines.profile import Device
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.probe.cluster.findings import (
     Member,
-    WorkerGroup,
+    World,
     device_locality,
+    in_world_order,
     slow_links,
     slow_nodes,
 )
@@ -31,17 +33,19 @@ MB = 1_000_000
 
 def member(rank: int, host: str, local_rank: int = 0) -> Member:
     device = Device(kind="cpu", index=local_rank, name="core", memory_bytes=1 << 30)
-    return Member(
-        rank=rank, host=host, address="", local_rank=local_rank, device=device, machine="m"
-    )
+    return Member(rank=rank, host=host, device=device, machine="m")
 
 
-def workers_of(*counts: int, cluster: Cluster | None = None) -> WorkerGroup:
+def world_of(*counts: int, cluster: Cluster | None = None) -> World:
     """Nodes a, b, c, … with so many devices each."""
     members: list[Member] = []
     for host, count in zip("abcdefgh", counts, strict=False):
         members += [member(len(members) + i, host, i) for i in range(count)]
-    return WorkerGroup(members=tuple(members), cluster=cluster)
+    return ordered(members, cluster)
+
+
+def ordered(members: Iterable[Member], cluster: Cluster | None) -> World:
+    return World(members=in_world_order(members, cluster), has_racks=cluster is not None)
 
 
 def two_racks() -> Cluster:
@@ -118,27 +122,25 @@ def test_a_matrix_has_gaps_where_pairs_were_not_measured() -> None:
 
 
 def test_pairs_run_at_once_only_where_no_cable_is_shared() -> None:
-    workers = workers_of(1, 1, 1, 1, cluster=two_racks())
+    world = world_of(1, 1, 1, 1, cluster=two_racks())
     pairs = [(0, 1), (2, 3), (0, 2), (1, 3), (2, 0)]
-    links = {(x, y): workers.links_between("abcd"[x], "abcd"[y]) for x, y in pairs}
+    links = {(x, y): world.links_between("abcd"[x], "abcd"[y]) for x, y in pairs}
     # a–b and c–d stay in their racks; all others share the uplinks of both.
     assert grouped(pairs, links) == [[(0, 1), (2, 3)], [(0, 2)], [(1, 3)], [(2, 0)]]
 
 
 def test_without_a_cluster_file_pairs_run_one_after_the_other() -> None:
-    workers = workers_of(1, 1, 1, 1)
-    links = {(0, 1): workers.links_between("a", "b"), (2, 3): workers.links_between("c", "d")}
+    world = world_of(1, 1, 1, 1)
+    links = {(0, 1): world.links_between("a", "b"), (2, 3): world.links_between("c", "d")}
     assert grouped(links, links) == [[(0, 1)], [(2, 3)]]
 
 
 def test_racks_come_from_the_cluster_file_by_host_name_with_or_without_domain() -> None:
-    workers = WorkerGroup(
-        members=(member(0, "a.example.org"), member(1, "b"), member(2, "c"), member(3, "x")),
-        cluster=two_racks(),
-    )
-    assert workers.locality("a.example.org", "b") == "rack"
-    assert workers.locality("b", "c") == "cluster"
-    assert workers.unknown_hosts() == ("x",)
+    names = ("a.example.org", "b", "c", "x")
+    world = ordered(map(member, range(4), names), two_racks())
+    assert world.locality("a.example.org", "b") == "rack"
+    assert world.locality("b", "c") == "cluster"
+    assert world.unknown_hosts() == ("x",)
 
 
 def test_devices_on_one_numa_node_are_on_one_socket_unless_joined_by_nvlink() -> None:
@@ -180,7 +182,7 @@ def test_efa_is_told_from_the_verbs_that_it_is_listed_among(tmp_path: Path, name
 
 def test_shapes_start_with_everything_and_never_repeat() -> None:
     # Ranks 0–1 on a, 2–3 on b, 4–5 on c, 6–7 on d.
-    found = list(shapes(workers_of(2, 2, 2, 2)))
+    found = list(shapes(world_of(2, 2, 2, 2)))
     assert found[:5] == [
         (0, 1, 2, 3, 4, 5, 6, 7),
         (0, 2),
@@ -193,14 +195,14 @@ def test_shapes_start_with_everything_and_never_repeat() -> None:
 
 def test_groups_visit_the_racks_one_after_the_other_whatever_the_rank_order() -> None:
     # a and b share a rack, c and d another; ranks 0 … 3 are on a, c, b, d.
-    hosts = "acbd"
-    members = tuple(member(rank, host) for rank, host in enumerate(hosts))
-    everything, *_ = shapes(WorkerGroup(members=members, cluster=two_racks()))
-    assert [hosts[rank] for rank in everything] == ["a", "b", "c", "d"]
+    world = ordered(map(member, range(4), "acbd"), two_racks())
+    everything, *_ = shapes(world)
+    assert world.hosts(everything) == ("a", "b", "c", "d")
+    assert [world.members[rank].rank for rank in everything] == [0, 2, 1, 3]
 
 
 def test_uneven_nodes_and_racks_make_shapes_of_their_own() -> None:
-    found = list(shapes(workers_of(2, 1, 1, 1, cluster=two_racks())))
+    found = list(shapes(world_of(2, 1, 1, 1, cluster=two_racks())))
     assert found[0] == (0, 1, 2, 3, 4)
     assert (0, 3) in found, "one device in each of two racks: a and c"
 
@@ -258,10 +260,10 @@ class _Wire:
         self.now, self.ahead_s, self.ways_s = 100.0, ahead_s, iter(ways_s)
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
-    def get_rank(self) -> int:
+    def get_rank(self, _group: object) -> int:
         return 1
 
-    def get_world_size(self) -> int:
+    def get_world_size(self, _group: object) -> int:
         return 2
 
     def tensor(self, values: list[float], **_: object) -> list[float]:
@@ -269,10 +271,10 @@ class _Wire:
 
     float64 = "float64"
 
-    def send(self, _number: object, dst: int) -> None:
+    def send(self, _number: object, *, group: object, group_dst: int) -> None:
         self.now += next(self.ways_s)
 
-    def recv(self, number: list[float], src: int) -> None:
+    def recv(self, number: list[float], *, group: object, group_src: int) -> None:
         number[0] = self.now + self.ahead_s
         self.now += next(self.ways_s)
 

@@ -1,0 +1,526 @@
+"""The plan of a probe of several nodes: what all ranks measure together, step by step.
+
+A step is a function of the group, the plan and the seconds it may take. All ranks run it; findings
+are kept on the home rank, which also decides what follows from them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+from estimator.machines.profile import CollectiveCost, CollectiveName, DeviceKind, LinkKind
+from estimator.placement.mesh import carrier_of
+from estimator.probe.cluster.findings import (
+    ClusterFindings,
+    World,
+    device_locality,
+    slow_links,
+    slow_nodes,
+)
+from estimator.probe.cluster.group import Group, run_in_world
+from estimator.probe.cluster.shapes import (
+    OTHER_SIZES_BYTES,
+    SIZES_BYTES,
+    shape_costs,
+    shape_words,
+    shapes,
+    time_shape,
+)
+from estimator.probe.devices.backend import open_backend
+from estimator.probe.devices.jobs import canary_s
+from estimator.probe.devices.ranks import report
+from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, typical_link
+from estimator.probe.links.network import (
+    CELL_SIZES_BYTES,
+    FLOW_SIZES_BYTES,
+    flow_link,
+    grouped,
+    network_kind,
+    pair_link,
+    pair_matrix,
+    time_flows,
+    time_pairs,
+)
+from estimator.probe.links.overlap import overlap_cost, time_rank
+from estimator.units import MIB
+
+# A step of so many planned seconds also starts and ends; that much of them is for measuring.
+MEASURING_RATIO = 0.85
+# A step that has less time than this is not begun.
+LEAST_STEP_S = 0.3
+# Above this many nodes every pair is measured only if asked for.
+FEW_NODES = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What is measured: `known_links` are not measured anew.
+
+    `all_pairs` None measures every pair of nodes where they are few. `findings` are whole on the
+    home rank alone, which calls `keep` whenever there is something new.
+    """
+
+    findings: ClusterFindings
+    known_links: frozenset[tuple[str, str]] = frozenset()
+    all_pairs: bool | None = None
+    keep: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step, its share of the time, and how to measure it.
+
+    `measure` returns why something of it could not be measured, or ""; what the home rank says
+    counts.
+    """
+
+    name: str
+    share: float
+    measure: Callable[[Group, Plan, float], str]
+
+
+def steps_of(plan: Plan, world: World) -> list[Step]:
+    """In order of importance; only what these nodes and devices have."""
+    several, dense = len(world.nodes) > 1, len(world.densest_first[0]) > 1
+    few = len(world.nodes) <= FEW_NODES
+    pairs = several and (few if plan.all_pairs is None else plan.all_pairs)
+    wanted = (
+        (several, Step("speed of each node", 0.02, node_speeds)),
+        (several, Step("links between nodes", 0.16, links_between_nodes)),
+        (True, Step("all-reduce over everything", 0.26, all_reduce_everywhere)),
+        (True, Step("all-reduce over smaller groups", 0.16, all_reduce_in_groups)),
+        (several and dense, Step("flows that share a NIC", 0.06, shared_nics)),
+        (pairs, Step("every pair of nodes", 0.09, every_pair)),
+        (True, Step("other collectives", 0.08, other_collectives)),
+        (several, Step("sharding in groups", 0.10, sharding_in_groups)),
+        (several, Step("communication beside compute", 0.11, beside_compute)),
+        (dense, Step("links inside a node", 0.03, links_inside_a_node)),
+    )
+    return [step for is_wanted, step in wanted if is_wanted]
+
+
+def nothing(_rank: int, _world_size: int, _arguments: Mapping[str, Any]) -> None:
+    """What a rank runs first, so that its server has imported torch before anything is timed."""
+
+
+def run_steps(_rank: int, _world_size: int, order: Mapping[str, Any]) -> None:
+    """Run the steps from the one that `order` names on, in the world that it describes."""
+    run_in_world(order["rank"], order, partial(_run_steps, order))
+
+
+def _run_steps(order: Mapping[str, Any], group: Group) -> None:
+    findings = ClusterFindings.from_dict(order["findings"])
+
+    def keep() -> None:
+        if group.is_home:
+            report({"findings": findings.to_dict(group.world)})
+
+    plan = Plan(
+        findings=findings,
+        known_links=frozenset((kind, locality) for kind, locality in order["known_links"]),
+        all_pairs=order["all_pairs"],
+        keep=keep,
+    )
+    ends_at, steps = time.monotonic() + order["left_s"], steps_of(plan, group.world)
+    for number in range(order["step"], len(steps)):
+        step, rest = steps[number], steps[number:]
+        left_s = group.agreed(ends_at - time.monotonic())
+        if left_s < LEAST_STEP_S:
+            findings.missing.append(f"{', '.join(one.name for one in rest)}: the budget was over")
+            keep()
+            return
+        planned_s = left_s * step.share / sum(one.share for one in rest)
+        if group.is_home:
+            report({"step": number, "name": step.name, "planned_s": planned_s})
+        if reason := step.measure(group, plan, planned_s):
+            findings.missing.append(f"{step.name}: {reason}")
+        keep()
+
+
+# Longer than the period in which Linux rations CPU time, 0.1 s by default.
+_CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
+
+
+def node_speeds(group: Group, plan: Plan, _seconds: float) -> str:
+    """How long one device of each node takes for the same matmul."""
+    reports = group.measured(group.world.firsts, partial(_time_canary, group.kind))
+    taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
+    plan.findings.remarks += slow_nodes(taken_s)
+    return ""
+
+
+def _time_canary(kind: DeviceKind, _handle: Any) -> None:
+    """On average and not in the middle: a node whose CPU time is rationed computes at full speed
+    most of the time, and not at all in between.
+    """
+    import torch
+
+    backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    means_s = []
+    for _ in range(_CANARY_TURNS):
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() < began + _CANARY_TURN_S:
+            canary_s(backend)
+            count += 1
+        means_s.append((time.perf_counter() - began) / count)
+    # Other programs only ever add to it.
+    report(min(means_s))
+
+
+_PAIRS_PER_CLASS = 3
+# A pair this much slower than the middle one of its reach is timed once more, for this share of the
+# time again: most such pairs were only disturbed.
+_SLOW_RATIO = 0.9
+_AGAIN_SHARE = 0.3
+
+TimedRank = Callable[[int, int, Mapping[str, Any]], None]
+
+
+def _timed_as_rank(
+    call: TimedRank, group: Group, ranks: Sequence[int], arguments: dict[str, Any], handle: Any
+) -> None:
+    """Call one of the functions of `estimator.probe.links` as this rank among `ranks`."""
+    call(ranks.index(group.rank), len(ranks), arguments | {"group": handle})
+
+
+PairMessages = dict[tuple[str, str], Mapping[str, Any]]
+
+
+def links_between_nodes(group: Group, plan: Plan, seconds: float) -> str:
+    """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
+    world = group.world
+    chosen: list[tuple[str, str]] = []
+    for locality in ("rack", "cluster"):
+        near = [pair for pair in permutations(world.nodes, 2) if world.locality(*pair) == locality]
+        chosen += _spread_out(near, _PAIRS_PER_CLASS)
+    found = _node_pairs(group, chosen, MESSAGE_SIZES_BYTES, seconds)
+    kind = network_kind(group.kind)
+    for locality in ("rack", "cluster"):
+        links = [
+            pair_link(kind, locality, message, note=f"{source} to {target}")
+            for (source, target), message in found.items()
+            if world.locality(source, target) == locality
+        ]
+        if links:
+            plan.findings.network.append(typical_link(links))
+    return ""
+
+
+def every_pair(group: Group, plan: Plan, seconds: float) -> str:
+    """Every node to every other, by a cheaper measurement."""
+    hosts = tuple(group.world.nodes)
+    # By distance in the list, so that a budget that ends early leaves no node out.
+    chosen = [
+        (hosts[i], hosts[(i + step) % len(hosts)])
+        for step in range(1, len(hosts))
+        for i in range(len(hosts))
+    ]
+    found = _node_pairs(group, chosen, CELL_SIZES_BYTES, seconds)
+    slow = [tuple(pair) for pair in group.agreed(_slow_pairs(group.world, found))]
+    if slow:
+        again = _node_pairs(group, slow, CELL_SIZES_BYTES, _AGAIN_SHARE * seconds)
+        for pair, message in again.items():
+            # What else runs on a machine makes messages slower, never faster.
+            found[pair] = max(found[pair], message, key=_rate_bytes_per_s)
+    if not found:
+        return "the budget was over"
+    plan.findings.pairs = pair_matrix(hosts, found, at=plan.findings.at)
+    plan.findings.remarks += slow_links(plan.findings.pairs)
+    if len(found) < len(chosen):
+        return f"{len(chosen) - len(found)} of {len(chosen)}: the budget was over"
+    return ""
+
+
+def _node_pairs(
+    group: Group, chosen: Sequence[tuple[str, str]], sizes_bytes: Sequence[int], seconds: float
+) -> PairMessages:
+    """Time messages between the first ranks of pairs of nodes, apart where they may meet."""
+    world = group.world
+    hosts = [host for host in world.nodes if any(host in pair for pair in chosen)]
+    place = {host: position for position, host in enumerate(hosts)}
+    links = {(place[a], place[b]): world.links_between(a, b) for a, b in chosen}
+    ranks = [world.nodes[host][0] for host in hosts]
+    found = _pairs(group, ranks, grouped(links, links), sizes_bytes, seconds)
+    return {(hosts[source], hosts[target]): message for (source, target), message in found.items()}
+
+
+def _pairs(
+    group: Group,
+    ranks: Sequence[int],
+    pairs: Sequence[Sequence[tuple[int, int]]],
+    sizes_bytes: Sequence[int],
+    seconds: float,
+) -> dict[tuple[int, int], Mapping[str, Any]]:
+    """What the senders of `pairs` of positions in `ranks` report, by (from, to)."""
+    arguments = {
+        "kind": group.kind,
+        "pairs": pairs,
+        "sizes_bytes": sizes_bytes,
+        "budget_s": MEASURING_RATIO * seconds,
+    }
+    reports = group.measured(ranks, partial(_timed_as_rank, time_pairs, group, ranks, arguments))
+    return {
+        (message["from"], message["to"]): message for messages in reports for message in messages
+    }
+
+
+def shared_nics(group: Group, plan: Plan, seconds: float) -> str:
+    """As many flows as devices, and two, from one node to another and to several."""
+    world = group.world
+    cases = list(_flow_cases(world))
+    for ranks, note in cases:
+        count = len(ranks) // 2
+        # The process group counts its ranks in order, whichever sends.
+        order = sorted(ranks)
+        arguments = {
+            "kind": group.kind,
+            "flows": [(order.index(ranks[n]), order.index(ranks[n + count])) for n in range(count)],
+            "sizes_bytes": FLOW_SIZES_BYTES,
+            "budget_s": MEASURING_RATIO * seconds / len(cases),
+        }
+        measure = partial(_timed_as_rank, time_flows, group, order, arguments)
+        reports = group.measured(order, measure)
+        messages = [message for mine in reports for message in mine]
+        if messages:
+            locality = world.locality(*world.hosts((ranks[0], ranks[-1])))
+            link = flow_link(network_kind(group.kind), locality, messages, note=note)
+            plan.findings.network.append(link)
+            plan.keep()
+    return ""
+
+
+def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(ranks, what they do): senders on one node, then as many receivers elsewhere."""
+    nodes = world.densest_first
+    senders = nodes[0]
+    for count in sorted({len(senders), 2}, reverse=True):
+        sending = senders[:count]
+        if len(sending) == count and len(nodes[1]) >= count:
+            host = world.members[nodes[1][0]].host
+            yield sending + nodes[1][:count], f"{count} flows to node {host}"
+        if len(sending) == count > 1 and len(nodes) > count:
+            receiving = tuple(node[0] for node in nodes[1 : count + 1])
+            yield sending + receiving, f"{count} flows to {count} nodes"
+
+
+def links_inside_a_node(group: Group, plan: Plan, seconds: float) -> str:
+    """One pair of devices of one node for each way in which two of them are near."""
+    ranks = group.world.densest_first[0]
+    kind: LinkKind = "d2d" if group.kind == "cuda" else "loopback"
+    pairs: dict[Any, tuple[int, int]] = {}
+    for (a, one), (b, two) in permutations(enumerate(ranks), 2):
+        members = group.world.members
+        locality = device_locality(members[one].device, members[two].device)
+        if (kind, locality) not in plan.known_links:
+            pairs.setdefault(locality, (a, b))
+    if pairs:
+        each = [[pair] for pair in pairs.values()]
+        found = _pairs(group, ranks, each, MESSAGE_SIZES_BYTES, seconds)
+        for locality, pair in pairs.items():
+            if pair in found:
+                plan.findings.links.append(pair_link(kind, locality, found[pair]))
+    return ""
+
+
+def _slow_pairs(
+    world: World, found: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """The pairs that look slow among those of the same locality."""
+    rates = {pair: _rate_bytes_per_s(message) for pair, message in found.items()}
+    usual: dict[str, float] = {}
+    for locality in ("rack", "cluster"):
+        near = [rate for pair, rate in rates.items() if world.locality(*pair) == locality]
+        usual[locality] = statistics.median(near) if near else 0.0
+    return [
+        pair for pair, rate in rates.items() if rate < _SLOW_RATIO * usual[world.locality(*pair)]
+    ]
+
+
+def _rate_bytes_per_s(message: Mapping[str, Any]) -> float:
+    return pair_link("tcp", "rack", message).bandwidth_bytes_per_s
+
+
+def _spread_out(pairs: Iterable[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """Up to `count` pairs that use every node as rarely as can be."""
+    used: dict[str, int] = {}
+    left = list(pairs)
+    chosen: list[tuple[str, str]] = []
+    while left and len(chosen) < count:
+        best = min(left, key=lambda pair: used.get(pair[0], 0) + used.get(pair[1], 0))
+        left.remove(best)
+        chosen.append(best)
+        for host in best:
+            used[host] = used.get(host, 0) + 1
+    return chosen
+
+
+# The first groups are measured well: each may take one in so many of what is left.
+_GROUPS_AT_MOST = 3
+_LEAST_GROUP_RATIO = 0.1
+
+
+def all_reduce_everywhere(group: Group, plan: Plan, seconds: float) -> str:
+    """The group that data-parallel training uses, also with two all-reduces at once."""
+    ranks = next(shapes(group.world))
+    _collectives(group, plan, ranks, ["all_reduce"], seconds, SIZES_BYTES, pairs=True)
+    return ""
+
+
+def all_reduce_in_groups(group: Group, plan: Plan, seconds: float) -> str:
+    """Smaller groups, as far as the time goes."""
+    groups = list(shapes(group.world))[1:]
+    planned_end = time.monotonic() + seconds
+    for number, ranks in enumerate(groups):
+        left_s = group.agreed(planned_end - time.monotonic())
+        if left_s < _LEAST_GROUP_RATIO * seconds:
+            words = ", ".join(shape_words(group.world, each) for each in groups[number:])
+            return f"{words}: the budget was over"
+        own_s = left_s / min(_GROUPS_AT_MOST, len(groups) - number)
+        _collectives(group, plan, ranks, ["all_reduce"], own_s, SIZES_BYTES)
+    return ""
+
+
+def other_collectives(group: Group, plan: Plan, seconds: float) -> str:
+    """What sharded training and parameter servers use, over everything."""
+    ops = [*_sharding_ops(group.kind), "broadcast"]
+    _collectives(group, plan, next(shapes(group.world)), ops, seconds, OTHER_SIZES_BYTES)
+    return ""
+
+
+def sharding_in_groups(group: Group, plan: Plan, seconds: float) -> str:
+    """What FSDP does where several groups hold a replica each: across two nodes, in a node."""
+    world = group.world
+    ops = _sharding_ops(group.kind)
+    # Calls inside nodes are short, and as they share the cores of a node, uneven.
+    _collectives(group, plan, world.firsts[:2], ops, 0.4 * seconds, OTHER_SIZES_BYTES)
+    per_node = world.devices_per_node
+    if per_node > 1:
+        # Groups inside nodes, in all nodes at the same time, as HSDP shards a model.
+        groups = [positions[:per_node] for positions in world.nodes.values()]
+        _collectives(
+            group,
+            plan,
+            [position for positions in groups for position in positions],
+            [*ops, "all_reduce"],
+            0.6 * seconds,
+            OTHER_SIZES_BYTES,
+            groups=groups,
+        )
+    return ""
+
+
+def _collectives(
+    group: Group,
+    plan: Plan,
+    ranks: Sequence[int],
+    ops: Sequence[str],
+    seconds: float,
+    sizes_bytes: Sequence[int],
+    *,
+    pairs: bool = False,
+    groups: Sequence[Sequence[int]] = (),
+) -> None:
+    """Time collectives over `ranks`, or over several `groups` of them at the same time."""
+    world = group.world
+    handles = {tuple(own): group.handle(own) for own in groups}
+
+    def measure(meeting: Any) -> None:
+        own = next((handle for own, handle in handles.items() if group.rank in own), meeting)
+        time_shape(
+            ops,
+            kind=group.kind,
+            group=own,
+            meeting=meeting,
+            sizes_bytes=sizes_bytes,
+            budget_s=MEASURING_RATIO * seconds,
+            pairs=pairs,
+        )
+
+    reports = group.measured(ranks, measure)
+    if not reports:
+        return
+    costs, notes = shape_costs(reports, world.backend, world.hosts(ranks))
+    if groups:
+        size = len(groups[0])
+        costs = [replace(cost, group_size=size, nodes=1, hosts=cost.hosts[:size]) for cost in costs]
+    plan.findings.collectives += costs
+    plan.findings.missing += notes
+    plan.keep()
+
+
+def _sharding_ops(kind: DeviceKind) -> list[str]:
+    """The collectives of FSDP, but those that another one is run for."""
+    ops: tuple[CollectiveName, ...] = ("all_gather", "reduce_scatter")
+    return [op for op in ops if carrier_of(op, kind) == op]
+
+
+_OVERLAP_SIZES_BYTES = (25 * MIB, 8 * MIB, 4 * MIB, 1 * MIB)
+_COMPUTE_RATIO = 2.0
+# Rounds of overlap.time_rank with its warm-up, each of two computes and three collectives, beside
+# two kinds of compute.
+_OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
+
+
+def beside_compute(group: Group, plan: Plan, seconds: float) -> str:
+    """Two nodes first, then everything, at sizes that the links carry in time."""
+    world = group.world
+    groups = list(dict.fromkeys((world.firsts[:2], next(shapes(world)))))
+    planned_s = MEASURING_RATIO * seconds / len(groups)
+    for ranks in groups:
+        cases = group.agreed(_overlap_cases(_cost_of(plan, world.hosts(ranks)), planned_s))
+        if not cases:
+            words = shape_words(world, ranks)
+            return f"{words}: the links are too slow to do it in time; use a larger --budget"
+        arguments = {
+            "kind": group.kind,
+            "budget_s": planned_s,
+            "cases": cases,
+            "compute_ratio": _COMPUTE_RATIO,
+        }
+
+        measure = partial(_timed_as_rank, time_rank, group, ranks, arguments)
+        reports = group.measured(ranks, measure)
+        plan.findings.overlaps += [
+            overlap_cost(
+                messages[0]["compute"],
+                messages[0]["size_bytes"],
+                messages[0]["in_flight"],
+                world.backend,
+                [message["rounds"] for message in messages],
+                nodes=len(set(world.hosts(ranks))),
+            )
+            for messages in zip(*reports, strict=True)
+        ]
+        plan.keep()
+    return ""
+
+
+def _cost_of(plan: Plan, hosts: Sequence[str]) -> CollectiveCost | None:
+    costs = [cost for cost in plan.findings.collectives if cost.op == "all_reduce"]
+    return next((cost for cost in costs if cost.hosts == hosts), None)
+
+
+def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[int, int]]:
+    """(bytes, all-reduces in flight) that fit: the largest size, then two of it, then 1 MiB."""
+    if cost is None:
+        return []
+
+    def seconds(size: int) -> float:
+        return _OVERLAP_FACTOR * (cost.latency_s + size / cost.bandwidth_bytes_per_s)
+
+    largest = next((size for size in _OVERLAP_SIZES_BYTES if seconds(size) <= planned_s), None)
+    cases: list[tuple[int, int]] = []
+    if largest is not None:
+        left_s = planned_s
+        for size, flights in dict.fromkeys(((largest, 1), (largest, 2), (MIB, 1))):
+            taken_s = seconds(size * flights)
+            if taken_s <= left_s:
+                cases.append((size, flights))
+                left_s -= taken_s
+    return cases
