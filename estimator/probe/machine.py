@@ -22,6 +22,7 @@ from estimator.probe.devices.interference import (
 )
 from estimator.probe.devices.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
 from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, PinnedJob, run_jobs
+from estimator.probe.devices.ranks import Ranks
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
 
@@ -107,7 +108,8 @@ def probe_machine(
     now = probe.watch.await_quiet()
     if strict:
         check_interference(now)
-    probe.run()
+    with probe.ranks:
+        probe.run()
     profile = probe.profile(name)
     if strict and profile.interference is not None:
         check_interference(profile.interference)
@@ -181,6 +183,8 @@ class _Probe:
             read=partial(read_cpu_times, watching.pid, watching.threads),
             say=self._waits,
         )
+        # All devices at once: their processes start once for all that is measured so.
+        self.ranks = Ranks(devices, world=True)
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
 
@@ -402,20 +406,28 @@ class _Probe:
         from estimator.probe.links.collectives import probe_collectives
 
         probe_collectives(
-            self.devices, self._communication(), budget_s=budget_s, report=self._keep("collectives")
+            self.devices,
+            self._communication(),
+            budget_s=budget_s,
+            report=self._keep("collectives"),
+            ranks=self.ranks,
         )
 
     def _overlaps(self, budget_s: float) -> None:
         from estimator.probe.links.overlap import probe_overlaps
 
         probe_overlaps(
-            self.devices, self._communication(), budget_s=budget_s, report=self._keep("overlap")
+            self.devices,
+            self._communication(),
+            budget_s=budget_s,
+            report=self._keep("overlap"),
+            ranks=self.ranks,
         )
 
     def _copies(self, budget_s: float) -> None:
         from estimator.probe.links.copies import probe_copies
 
-        probe_copies(self.devices, budget_s=budget_s, report=self._keep("copies"))
+        probe_copies(self.devices, budget_s=budget_s, report=self._keep("copies"), ranks=self.ranks)
 
     def _keep(self, part: str) -> Callable[[Any], None]:
         def keep(finding: Any) -> None:

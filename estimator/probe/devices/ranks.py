@@ -122,18 +122,21 @@ def _be_rank(link_number: int, log: int) -> None:
         os.dup2(log, 2)
         send(_connection, {"pid": os.getpid()})
         with _connection.makefile("rb") as stream:
-            order = json.loads(stream.readline())
-        sys.path[:] = order["path"]
-        os.chdir(order["folder"])
-        threads = _pin(order["cores"])
-        import torch
+            place = json.loads(stream.readline())
+            sys.path[:] = place["path"]
+            os.chdir(place["folder"])
+            threads = _pin(place["cores"])
+            import torch
 
-        torch.set_num_threads(threads)
-        module, _, name = order["function"].partition(":")
-        with _process_group(order):
-            function = getattr(importlib.import_module(module), name)
-            result = function(order["rank"], order["world_size"], order["arguments"])
-        send(_connection, {"result": result})
+            torch.set_num_threads(threads)
+            with _process_group(place):
+                # One call after the other, until there are no more.
+                for line in stream:
+                    call = json.loads(line)
+                    module, _, name = call["function"].partition(":")
+                    function = getattr(importlib.import_module(module), name)
+                    result = function(place["rank"], place["world_size"], call["arguments"])
+                    send(_connection, {"result": result})
 
 
 def _die_with_parent() -> None:
@@ -156,15 +159,15 @@ def _pin(cores: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _process_group(order: Mapping[str, Any]) -> Iterator[None]:
-    """A torch.distributed world around the call, if the run asked for one."""
+def _process_group(place: Mapping[str, Any]) -> Iterator[None]:
+    """A torch.distributed world around the calls, if they are to have one."""
     import torch
 
     device = None
-    if order["kind"] == "cuda":
-        torch.cuda.set_device(order["index"])
-        device = torch.device("cuda", order["index"])
-    if order["store"] is None:
+    if place["kind"] == "cuda":
+        torch.cuda.set_device(place["index"])
+        device = torch.device("cuda", place["index"])
+    if place["store"] is None:
         yield
         return
     from datetime import timedelta
@@ -175,18 +178,18 @@ def _process_group(order: Mapping[str, Any]) -> Iterator[None]:
     # Gloo otherwise looks up the host's own name, which fails on machines without a name service.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
-        "nccl" if order["kind"] == "cuda" else "gloo",
-        store=dist.FileStore(order["store"], order["world_size"]),
-        rank=order["rank"],
-        world_size=order["world_size"],
-        timeout=timedelta(seconds=max(1.0, order["timeout_s"])),
+        "nccl" if place["kind"] == "cuda" else "gloo",
+        store=dist.FileStore(place["store"], place["world_size"]),
+        rank=place["rank"],
+        world_size=place["world_size"],
+        timeout=timedelta(seconds=max(1.0, place["timeout_s"])),
         device_id=device,
     )
     yield
     dist.destroy_process_group()
 
 
-__all__ = ["collected", "pretouch_memory", "report", "run_on_devices"]
+__all__ = ["Ranks", "collected", "pretouch_memory", "report", "run_on_devices"]
 
 RankReport = Callable[[int, Any], None]
 
@@ -218,61 +221,78 @@ def run_on_devices(
     Raises ProbeError, or the EstimatorError that a rank raised, if a rank fails, dies or the time
     is over; no process outlives the call.
     """
-    if not devices:
-        raise ProbeError("there is no device to run on; name at least one")
-    modules = frozenset((*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported))
-    with tempfile.TemporaryDirectory(prefix="estimator-ranks-") as folder:
-        orders = [
-            {
-                "rank": rank,
-                "world_size": len(devices),
-                "function": function,
-                "arguments": dict(arguments),
-                "kind": device.kind,
-                "index": device.index,
-                "cores": list(device.cores),
-                "store": os.path.join(folder, "store") if world else None,
-                "timeout_s": timeout_s,
-                "path": sys.path,
-                "folder": os.getcwd(),
-            }
-            for rank, device in enumerate(devices)
-        ]
-        with _counted_run(modules), _RunningRanks(orders, modules, Path(folder)) as run:
-            return run.results(timeout_s, on_report)
+    with Ranks(devices, world=world, imported=imported, trains=trains, world_s=timeout_s) as ranks:
+        return ranks.run(
+            function, arguments, timeout_s=timeout_s, on_report=on_report, is_last=True
+        )
 
 
-class _RunningRanks:
-    """The ranks of one call: started on entry, gone after exit."""
+class Ranks:
+    """One fresh process per device for several calls one after the other, gone after the block.
+
+    As for `run_on_devices`; a process group waits `world_s` at most for another rank. They start
+    with the first call, and anew with the next one after a call that failed.
+    """
 
     def __init__(
-        self, orders: Sequence[dict[str, Any]], modules: frozenset[str], folder: Path
+        self,
+        devices: Sequence[Device],
+        *,
+        world: bool = False,
+        imported: Sequence[str] = (),
+        trains: bool = True,
+        world_s: float = 600.0,
     ) -> None:
-        self.orders, self.modules, self.folder = orders, modules, folder
+        if not devices:
+            raise ProbeError("there is no device to run on; name at least one")
+        self.devices, self.world, self.world_s = devices, world, world_s
+        self.modules = frozenset(
+            (*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported)
+        )
         self.links: list[socket.socket] = []
-        self.pending = [bytearray() for _ in orders]
         self.living: set[int] = set()
         self.pids: dict[int, int] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def _start(self) -> None:
+        """Have all processes forked; each is told where it is once it says its pid."""
+        folder = tempfile.TemporaryDirectory(prefix="estimator-ranks-")
+        self.folder = Path(self._stack.enter_context(folder))
+        self.pending = [bytearray() for _ in self.devices]
         self.found: dict[int, Any] = {}
         self.failures: dict[int, EstimatorError] = {}
-
-    def __enter__(self) -> _RunningRanks:
         try:
-            for order in self.orders:
-                log = os.open(self.log_path(order["rank"]), os.O_CREAT | os.O_WRONLY, 0o600)
+            self._stack.enter_context(_counted_run(self.modules))
+            for rank in range(len(self.devices)):
+                log = os.open(self.log_path(rank), os.O_CREAT | os.O_WRONLY, 0o600)
                 ours, theirs = socket.socketpair()
                 self.links.append(ours)
-                self.living.add(order["rank"])
+                self.living.add(rank)
                 with theirs:
                     _fork(self.modules, theirs, log)
                 os.close(log)
         except OSError as error:
-            self.stop()
             raise ProbeError(
                 f"cannot start processes to measure in ({cause(error)}); check process and memory "
                 "limits"
             ) from None
-        return self
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        device = self.devices[rank]
+        return {
+            "rank": rank,
+            "world_size": len(self.devices),
+            "kind": device.kind,
+            "index": device.index,
+            "cores": list(device.cores),
+            "store": str(self.folder / "store") if self.world else None,
+            "timeout_s": self.world_s,
+            "path": sys.path,
+            "folder": os.getcwd(),
+        }
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -281,7 +301,7 @@ class _RunningRanks:
         return self.folder / f"rank{rank}.log"
 
     def stop(self) -> None:
-        """Kill what has not ended; a rank that has not said its pid yet ends for lack of orders."""
+        """Kill what has not ended; a rank that has not said its pid yet ends for lack of calls."""
         for rank in self.living & self.pids.keys():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGKILL)
@@ -292,14 +312,48 @@ class _RunningRanks:
                     pass
         for link in self.links:
             link.close()
+        self.links, self.living, self.pids = [], set(), {}
+        self._stack.close()
 
-    def results(self, timeout_s: float, on_report: RankReport | None) -> list[Any]:
-        """Every rank's result in rank order, once every rank has ended and freed its memory."""
+    def run(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        on_report: RankReport | None = None,
+        is_last: bool = False,
+    ) -> list[Any]:
+        """Call ``function(rank, world_size, arguments)`` on every rank; the results in rank order.
+
+        After the last call every rank has ended and freed its memory.
+        """
+        try:
+            if not self.links:
+                self._start()
+            self.found.clear()
+            self.call, self.is_last = {"function": function, "arguments": dict(arguments)}, is_last
+            for rank in self.pids:
+                self._send_call(rank)
+            self._await_results(timeout_s, on_report)
+        except BaseException:
+            self.stop()
+            raise
+        return [self.found[rank] for rank in range(len(self.links))]
+
+    def _send_call(self, rank: int) -> None:
+        # Of a rank that has died meanwhile the end is read later.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(self.links[rank], self.call)
+            if self.is_last:
+                self.links[rank].shutdown(socket.SHUT_WR)
+
+    def _await_results(self, timeout_s: float, on_report: RankReport | None) -> None:
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank, link in enumerate(self.links):
                 selector.register(link, selectors.EVENT_READ, rank)
-            while self.living:
+            while self.living if self.is_last else len(self.found) < len(self.links):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 for key, _ in ready:
                     self._receive(key.data, on_report)
@@ -312,7 +366,6 @@ class _RunningRanks:
                         f"measuring on {len(self.links)} devices did not end within "
                         f"{timeout_s:g} s and was stopped; close other programs or allow longer"
                     )
-        return [self.found[rank] for rank in range(len(self.links))]
 
     def _receive(self, rank: int, on_report: RankReport | None) -> None:
         """Take what a rank sent; the kernel closes its end only after it has freed its memory."""
@@ -330,7 +383,8 @@ class _RunningRanks:
             message = json.loads(line)
             if "pid" in message:
                 self.pids[rank] = message["pid"]
-                send(self.links[rank], self.orders[rank])
+                send(self.links[rank], self._place(rank))
+                self._send_call(rank)
             elif "report" in message and on_report is not None:
                 on_report(rank, message["report"])
             elif "result" in message:

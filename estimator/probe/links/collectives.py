@@ -14,7 +14,7 @@ from typing import Any, get_args
 from estimator.errors import ProbeError
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
 from estimator.probe.devices.backend import device_seconds
-from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.probe.devices.ranks import Ranks, report
 from estimator.probe.links.copies import fit_line
 from estimator.units import KIB, MIB
 
@@ -62,8 +62,11 @@ def probe_collectives(
     *,
     budget_s: float,
     report: Callable[[Finding], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[CollectiveCost, ...]:
     """Size → time of every collective over the first 2, 3, … and all devices.
+
+    They run in the processes of `ranks`, which are a world of all devices, or in some of their own.
 
     `report` gets each finding as soon as it is complete, so that an interrupted probe keeps it: a
     CollectiveCost, or one sentence on what could not be measured and why. A time runs from when the
@@ -79,26 +82,28 @@ def probe_collectives(
 
     # All devices first: the group that data-parallel training uses most.
     group_sizes = range(len(devices), 1, -1)
+    world = ranks or Ranks(devices, world=True)
     for done, group_size in enumerate(group_sizes):
         # The whole machine gets half the time, where smaller groups are to be measured too.
         share = 1.0 if len(group_sizes) == 1 else 0.5 if done == 0 else 0.5 / (len(group_sizes) - 1)
         gathered = _Gathered(backend_name, group_size, keep)
         try:
-            run_on_devices(
-                devices[:group_size],
+            world.run(
                 f"{__name__}:time_rank",
                 {
+                    "group_size": group_size,
                     "ops": list(get_args(CollectiveName)),
                     "sizes_bytes": list(SIZES_BYTES),
                     "budget_s": budget_s * share,
                     "kind": devices[0].kind,
                 },
                 timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                world=True,
                 on_report=gathered.take,
             )
         except ProbeError as error:
             keep(f"collectives over {group_size} devices were not measured: {error}")
+    if ranks is None:
+        world.stop()
     return tuple(costs)
 
 
@@ -240,8 +245,16 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share: time every op at every size; called in its own pinned process."""
-    timer = CallTimer(world_size, arguments["kind"], arguments["sizes_bytes"])
+    """One rank's share: time every op at every size over the first `group_size` ranks."""
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    size = arguments["group_size"]
+    group = None if size == world_size else dist.new_group(list(range(size)))
+    if rank >= size:
+        return
+    kind, sizes_bytes = arguments["kind"], arguments["sizes_bytes"]
+    timer = CallTimer(size, kind, sizes_bytes, group=group, meeting=group)
     for op in arguments["ops"]:
         blocks = arguments["kind"] == "cpu" and op in _BLOCKING_OPS
         blocking_s = arguments["budget_s"] * _BLOCKING_RATIO / len(_BLOCKING_OPS)

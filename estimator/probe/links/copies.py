@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Link, LinkKind, Provenance
 from estimator.probe.devices.backend import Backend, open_backend
-from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.probe.devices.ranks import Ranks, report
 from estimator.units import KIB
 
 _ITERATIONS = 30
@@ -187,6 +187,7 @@ def probe_copies(
     *,
     budget_s: float,
     report: Callable[[Link | str], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Link, ...]:
     """The links of this machine: `report` gets each as it is known, or a sentence on what is not.
 
@@ -202,22 +203,24 @@ def probe_copies(
         if report is not None:
             report(finding)
 
+    if len(devices) < 2:
+        return ()
+    world = ranks or Ranks(devices, world=True)
     try:
-        if len(devices) < 2:
-            return ()
         if devices[0].kind == "cuda":
-            _probe_accelerators(devices, budget_s, keep)
+            _probe_accelerators(devices, world, budget_s, keep)
         else:
-            windows = run_on_devices(
-                devices[:2],
+            windows = world.run(
                 f"{__name__}:time_messages",
                 {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": budget_s},
                 timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                world=True,
             )
-            keep(link_from("loopback", message_points(windows), note="gloo send and receive"))
+            keep(link_from("loopback", message_points(windows[:2]), note="gloo send and receive"))
     except ProbeError as error:
         keep(f"copies were not measured in full: {error}")
+    finally:
+        if ranks is None:
+            world.stop()
     return tuple(links)
 
 
@@ -266,12 +269,15 @@ def time_messages(
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
+    pair = None if world_size == 2 else dist.new_group([0, 1])
+    if rank > 1:
+        return []
     sizes = arguments["sizes_bytes"]
     buffer = torch.zeros(max(sizes), dtype=torch.uint8).fill_(1)
     end = time.perf_counter() + arguments["budget_s"]
 
     def move(size: int) -> tuple[float, float, float]:
-        dist.barrier()
+        dist.barrier(pair)
         entered = time.perf_counter()
         if rank == 0:
             dist.send(buffer[:size], dst=1)
@@ -284,7 +290,7 @@ def time_messages(
         warm = [move(size) for _ in range(_WARM_UPS)][-1]
         slice_s = (end - time.perf_counter()) / (len(sizes) - number)
         limits = torch.tensor([warm[2] - warm[1], -slice_s], dtype=torch.float64)
-        dist.all_reduce(limits, op=dist.ReduceOp.MAX)
+        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=pair)
         wanted = int(-float(limits[1]) / max(float(limits[0]), 1e-6))
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, wanted))
         windows += [move(size) for _ in range(repeats)]
@@ -292,7 +298,7 @@ def time_messages(
 
 
 def _probe_accelerators(
-    devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
+    devices: Sequence[Device], world: Ranks, budget_s: float, keep: Callable[[Link | str], None]
 ) -> None:
     gathered: dict[tuple[str, bool], Points] = {}
 
@@ -300,17 +306,15 @@ def _probe_accelerators(
         key = (message["kind"], message["pinned"])
         gathered.setdefault(key, []).extend((size, s) for size, s in message["points"])
 
-    run_on_devices(
-        devices,
+    world.run(
         f"{__name__}:time_host_copies",
         {"kind": devices[0].kind, "budget_s": budget_s / 2},
         timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-        world=True,
         on_report=take,
     )
     for (kind, pinned), points in gathered.items():
         keep(host_link(kind, points, pinned=pinned, flows=len(devices)))
-    _probe_peers(devices, budget_s / 2, keep)
+    _probe_peers(devices, world, budget_s / 2, keep)
 
 
 def host_link(kind: str, points: Points, *, pinned: bool, flows: int) -> Link:
@@ -328,7 +332,7 @@ def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s
 
 
 def _probe_peers(
-    devices: Sequence[Device], budget_s: float, keep: Callable[[Link | str], None]
+    devices: Sequence[Device], world: Ranks, budget_s: float, keep: Callable[[Link | str], None]
 ) -> None:
     found: dict[tuple[int, int], Points] = {}
 
@@ -336,8 +340,7 @@ def _probe_peers(
         pair = message["from"], message["to"]
         found[pair] = [(size, seconds) for size, seconds in message["points"]]
 
-    run_on_devices(
-        devices[:1],
+    world.run(
         f"{__name__}:time_peer_copies",
         {"indices": [device.index for device in devices], "budget_s": budget_s},
         timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
@@ -452,9 +455,11 @@ def _time_copy(
 
 
 def time_peer_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report the copies between every ordered pair of devices, all from this one process."""
+    """Report the copies between every ordered pair of devices, all from rank 0's process."""
     import torch
 
+    if rank:
+        return
     pairs = list(itertools.permutations(arguments["indices"], 2))
     for origin, goal in pairs:
         backend = open_backend("cuda", origin)

@@ -16,7 +16,7 @@ from estimator.probe.devices.backend import (
     open_backend,
     square_matmul,
 )
-from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.probe.devices.ranks import Ranks, report
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
@@ -43,6 +43,7 @@ def probe_overlaps(
     *,
     budget_s: float,
     report: Callable[[Finding], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[OverlapCost, ...]:
     """All-reduces over all devices beside a compute-bound and a memory-bound loop on each.
 
@@ -64,18 +65,20 @@ def probe_overlaps(
             if report is not None:
                 report(cost)
 
+    world = ranks or Ranks(devices, world=True)
     try:
-        run_on_devices(
-            devices,
+        world.run(
             f"{__name__}:time_rank",
             {"budget_s": budget_s, "kind": devices[0].kind},
             timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            world=True,
             on_report=take,
         )
     except ProbeError as error:
         if report is not None:
             report(f"communication beside compute was not measured in full: {error}")
+    finally:
+        if ranks is None:
+            world.stop()
     return tuple(costs)
 
 
