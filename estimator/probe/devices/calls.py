@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from estimator.errors import ProbeError
+from estimator.files import shipped_data
+from estimator.machines.profile import DeviceKind
 from estimator.probe.devices.backend import Backend
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 
@@ -144,42 +148,52 @@ def channels_innermost(batch: int, channels: int, side: int) -> TensorSpec:
     return tensor(batch, channels, side, side, strides=strides)
 
 
+def heads_inside(batch: int, heads: int, length: int, width: int) -> TensorSpec:
+    """(batch, heads, length, width), a view of the (batch, length, heads·width) of a projection."""
+    strides = (length * heads * width, width, heads * width, 1)
+    return tensor(batch, heads, length, width, strides=strides)
+
+
 def transposed(rows: int, columns: int) -> TensorSpec:
     """A matrix that is the transposed view of a contiguous one."""
-    return TensorSpec((rows, columns), "float32", (1, rows))
+    return tensor(rows, columns, strides=(1, rows))
 
 
 def indices(*shape: int) -> TensorSpec:
-    return TensorSpec(shape, "int64")
+    return tensor(*shape, dtype="int64")
 
 
-def grid_call(
-    target: str,
-    *arguments: Any,
-    flops: float = 0.0,
-    index_high: int = 2,
-    positive: tuple[int, ...] = (),
-    counting: tuple[int, ...] = (),
-    follows: GridCall | None = None,
-    handed: int = -1,
-    statistics: tuple[int, ...] = (),
-    **keywords: Any,
-) -> GridCall:
-    """A call of ``aten.<target>``; lists stand for lists of the operator."""
-    return GridCall(
-        call=OpCall(
-            target=f"aten.{target}",
-            arguments=tuple(_tree(argument) for argument in arguments),
-            keywords=tuple((name, _tree(value)) for name, value in keywords.items()),
-        ),
-        flops=flops,
-        index_high=index_high,
-        positive=positive,
-        counting=counting,
-        follows=follows,
-        handed=handed,
-        statistics=statistics,
+def mask(*shape: int) -> TensorSpec:
+    return tensor(*shape, dtype="bool")
+
+
+_MARKS = {each.name for each in fields(GridCall)} - {"call"}
+
+
+def grid_call(target: str, *arguments: Any, **given: Any) -> GridCall:
+    """A call of ``aten.<target>``, of its default overload if the target names none.
+
+    Lists stand for lists of the operator. Of `given`, fields of a GridCall mark the call, all
+    others are keywords of the operator.
+    """
+    marks = {name: given.pop(name) for name in _MARKS & given.keys()}
+    call = OpCall(
+        target=f"aten.{target}" if "." in target else f"aten.{target}.default",
+        arguments=tuple(_tree(argument) for argument in arguments),
+        keywords=tuple((name, _tree(value)) for name, value in given.items()),
     )
+    return GridCall(call=call, **marks)
+
+
+@lru_cache(maxsize=1)
+def _grid_sizes() -> Mapping[str, Mapping[DeviceKind, Sequence[Any]]]:
+    found: Mapping[str, Any] = json.loads(shipped_data("grid.json").read_text(encoding="utf-8"))
+    return found
+
+
+def sizes(name: str, kind: DeviceKind) -> Sequence[Any]:
+    """The sizes that data/grid.json lists under a name for a kind of device, column by column."""
+    return _grid_sizes()[name][kind]
 
 
 def _tree(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The probe's fixed grid of operator calls, by family, at sizes for CPUs and for GPUs (`cuda`).
+"""The probe's fixed grid of operator calls, by family, at the sizes that data/grid.json lists.
 
 `kernels` times every call, inputs in cache and in main memory. It contains no model code.
 """

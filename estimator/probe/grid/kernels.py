@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,20 +31,20 @@ from estimator.probe.devices.calls import (
 )
 from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.devices.jobs import Emit
-from estimator.probe.grid import cuda, matmuls, memory_bound
+from estimator.probe.grid import dense, memory_bound
 from estimator.tensors import OpCall, TensorSpec
 
 
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
-    dense, light = _dense(), _light()
+    small = [list(family) for family in (*_dense("cpu"), *_light())]
     if kind == "cuda":
-        return _cuda_grid([*dense, *light], thorough=thorough)
-    own = [matmuls.attention_on_cpu(), matmuls.recurrent_on_cpu()]
-    grid = interleave([*dense, *own, *light])
+        return _cuda_grid(small, thorough=thorough)
+    own = [list(dense.attention("cpu")), list(dense.recurrent_on_cpu())]
+    grid = interleave([*small[:_DENSE], *own, *small[_DENSE:]])
     if not thorough:
         return grid
-    return grid + interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
+    return grid + interleave([in_dtype(family, "bfloat16") for family in small[: _DENSE + 4]])
 
 
 # Of each operator every so many calls on a GPU. Sizes that fill it are timed in bfloat16 above all;
@@ -58,34 +58,33 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     Where `thorough`, all of them in all dtypes.
     """
 
-    def some(family: list[GridCall], step: int) -> list[GridCall]:
+    def some(family: Iterable[GridCall], step: int) -> list[GridCall]:
         return thinned(family, 1 if thorough else step)
 
     def low(family: list[GridCall], dtype: str = "bfloat16") -> list[GridCall]:
         return in_dtype(family, dtype, on_cuda=True)
 
-    matmuls = cuda.large_matmuls()
-    large = [
-        matmuls,
-        cuda.large_convolutions(),
-        cuda.large_convolutions(gradient=True),
-        cuda.pointwise(),
-        cuda.rows(),
-        cuda.strided(),
-        cuda.lookups(),
-        cuda.pools(),
-    ]
+    products, batched, *convolutions = map(list, _dense("cuda"))
+    matmuls, recurrent = [*products, *batched], list(dense.recurrent_on_cuda())
+    streamed = (
+        memory_bound.pointwise_on_cuda(),
+        memory_bound.rows_on_cuda(),
+        memory_bound.strided("cuda"),
+        memory_bound.lookups("cuda"),
+        memory_bound.pools("cuda"),
+    )
+    large = [matmuls, *convolutions, *map(list, streamed)]
     own = [
-        some(cuda.matmuls_in_tf32(), _TF32),
-        some(cuda.matmuls_in_float8(), _FLOAT32),
-        cuda.attention(),
-        cuda.recurrent(),
-        cuda.batch_norms(),
+        some((replace(call, math="tf32") for call in matmuls), _TF32),
+        some(dense.matmuls_in_float8(), _FLOAT32),
+        list(dense.attention("cuda")),
+        recurrent,
+        list(memory_bound.batch_norms_on_cuda()),
         low(some(matmuls, _FLOAT16), "float16"),
     ]
     return interleave(
         [
-            interleave([low(family) for family in (*large, cuda.recurrent())]),
+            interleave([low(family) for family in (*large, recurrent)]),
             interleave([*(some(family, _FLOAT32) for family in large), *own]),
             interleave([some(family, _SMALL) for family in small]),
             interleave([low(some(family, _SMALL_LOW)) for family in small]),
@@ -93,32 +92,36 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     )
 
 
-def _dense() -> list[list[GridCall]]:
-    return [
-        matmuls.matmuls(),
-        matmuls.batched_matmuls(),
-        matmuls.convolutions(),
-        matmuls.convolutions(gradient=True),
-    ]
+# How many families of a device multiply.
+_DENSE = 4
 
 
-def _light() -> list[list[GridCall]]:
-    return [
+def _dense(kind: DeviceKind) -> tuple[Iterator[GridCall], ...]:
+    return (
+        dense.matmuls(kind),
+        dense.batched_matmuls(kind),
+        dense.convolutions(kind),
+        dense.convolutions(kind, gradient=True),
+    )
+
+
+def _light() -> tuple[Iterator[GridCall], ...]:
+    return (
         memory_bound.pointwise(),
         memory_bound.pointwise_gradients(),
         memory_bound.in_place(),
         memory_bound.broadcasts(),
-        memory_bound.strided(),
+        memory_bound.strided("cpu"),
         memory_bound.reductions(),
         memory_bound.softmaxes(),
         memory_bound.normalisations(),
-        memory_bound.lookups(),
+        memory_bound.lookups("cpu"),
         memory_bound.joins(),
         memory_bound.fills(),
-        memory_bound.pools(),
-        memory_bound.losses(),
+        memory_bound.pools("cpu"),
+        memory_bound.likelihoods("cpu"),
         memory_bound.orders(),
-    ]
+    )
 
 
 # Until a GPU's clocks are those of work; cores need only threads and caches.

@@ -19,7 +19,7 @@ from estimator.probe.devices.calls import (
     thinned,
 )
 from estimator.probe.devices.interference import InterferenceWatch
-from estimator.probe.grid import kernels, matmuls, memory_bound
+from estimator.probe.grid import dense, kernels, memory_bound
 from estimator.probe.grid.kernels import float32_matmuls, kernel_grid, measure_call, noise_ratio
 from estimator.tensors import OpCall, TensorSpec
 
@@ -61,15 +61,18 @@ def test_a_prefix_of_a_family_is_spread_over_its_sizes() -> None:
 def test_a_cut_budget_loses_detail_and_no_family() -> None:
     grid = kernel_grid("cpu")
     families = [
-        matmuls.matmuls(),
-        matmuls.convolutions(gradient=True),
-        matmuls.attention_on_cpu(),
-        matmuls.recurrent_on_cpu(),
-        memory_bound.pointwise(),
-        memory_bound.normalisations(),
-        memory_bound.lookups(),
-        memory_bound.pools(),
-        memory_bound.losses(),
+        list(family)
+        for family in (
+            dense.matmuls("cpu"),
+            dense.convolutions("cpu", gradient=True),
+            dense.attention("cpu"),
+            dense.recurrent_on_cpu(),
+            memory_bound.pointwise(),
+            memory_bound.normalisations(),
+            memory_bound.lookups("cpu"),
+            memory_bound.pools("cpu"),
+            memory_bound.likelihoods("cpu"),
+        )
     ]
     for share in (0.1, 0.4):
         head = {each.call for each in grid[: int(share * len(grid))]}
@@ -133,7 +136,7 @@ def test_the_cuda_grid_has_every_dtype_of_products_and_every_attention() -> None
 
 
 def test_the_cuda_grid_has_every_operator_of_the_cpu_grid_and_its_gradient() -> None:
-    families = [*kernels._dense(), *kernels._light()]
+    families = [*kernels._dense("cpu"), *kernels._light()]
     wanted = {each.call.target for family in families for each in family}
     assert wanted <= {each.call.target for each in kernel_grid("cuda")}
 
