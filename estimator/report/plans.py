@@ -143,6 +143,8 @@ def layouts_sections(
         f"{ranking.worked_out} were worked out, {slower_by_bound} are slower than these by their "
         "bounds"
     ]
+    if ranking.left_out:
+        notes.append(f"left out are {', '.join(ranking.left_out)}")
     if any(row.like_best for row in ranking.rows):
         notes.append("~ cannot be told apart from the first, by what both are not off together")
     if any(row.answer.fits == "uncertain" for row in ranking.rows):

@@ -24,7 +24,7 @@ from estimator.kernels.durations import bound_of, costed, least_device_s, struct
 from estimator.machines.typical import device_memory
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
-from estimator.timeline.pipelines.stage_plans import balanced_points, blocks_of
+from estimator.timeline.pipelines.stage_plans import blocks_of, default_points
 from estimator.timeline.plan import groups_of
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.rules import DP_REPLICATE, Ranks, StepShape
@@ -55,13 +55,20 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every candidate of one graph; `shares` has layouts of ranks that share layers or experts."""
     ranks, blocks = placement.ranks, len(split_points(graph))
+    if graph.recipe is not None:
+        # Megatron-LM's pipelines run these, in stages of as many layers each.
+        schedules = [each for each in schedules if each.name in ("1f1b", "interleaved")]
     for shared in shares:
-        left = ranks // shared.tp
-        for pp in divisors(left):
-            dp = left // pp
-            if global_batch % dp or dp * shared.tp % shared.ep:
+        each = shared.tp * shared.cp
+        for pp in divisors(ranks // each):
+            dp = ranks // each // pp
+            if global_batch % dp or dp * each % shared.ep:
                 continue
-            for layout in _pipelines(shared, pp, dp, schedules, blocks):
+            for layout in _pipelines(shared, pp, dp, _virtual(schedules, pp, blocks), blocks):
+                if graph.recipe is not None and layout.tp * pp > 1:
+                    layout = replace(layout, megatron=True)
+                    if blocks % layout.schedule.model_stages(pp):
+                        continue
                 for batch in _batches(global_batch // dp, graph):
                     micro_batches = global_batch // dp // batch
                     if pp > 1 and not layout.schedule.runs(pp, micro_batches):
@@ -82,6 +89,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
+def _virtual(schedules: Sequence[Schedule], pp: int, blocks: int) -> list[Schedule]:
+    """Some schedules and, where several are interleaved, all whose stages have as many blocks."""
+    found = dict.fromkeys(schedules)
+    if sum(each.name == "interleaved" for each in schedules) > 1 and blocks % pp == 0:
+        found |= dict.fromkeys(Schedule("interleaved", v) for v in divisors(blocks // pp)[1:])
+    return list(found)
+
+
 def _pipelines(
     shared: Layout, pp: int, dp: int, schedules: Sequence[Schedule], blocks: int
 ) -> Iterator[Layout]:
@@ -97,7 +112,7 @@ def _strategies(
     if dp == 1:
         yield from strategies[:1]
         return
-    in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
+    in_node = min(placement.ranks_per_node) // (layout.tp * layout.cp * layout.pp)
     for strategy in strategies:
         if layout.pp > 1:
             if (beside := strategy.beside_pipeline()).goes_with("pp"):
@@ -309,7 +324,7 @@ class LayoutBounds:
     def memory_ratio(self, candidate: Candidate) -> float:
         """The share of a device's memory that the fullest rank needs at least."""
         _, layout, strategy, batch, micro_batches = candidate
-        dp = layout.dp or 1
+        dp = (layout.dp or 1) * layout.cp
         part = self._engine.split(self._graph, layout)
         held = self._held.get(id(part))
         if held is None:
@@ -337,7 +352,7 @@ class LayoutBounds:
         if layout.pp == 1:
             return self._exchanged_s(candidate), 0.0
         stages = self._stages_of(layout, batch)
-        shards = (layout.dp or 1) if strategy.keeps.state == "shard" else 1
+        shards = (layout.dp or 1) * layout.cp if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
         whole = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
@@ -355,7 +370,7 @@ class LayoutBounds:
             layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
             of = graph, mesh, batch, layer_collectives, cache
             costs = self._blocks(layout, batch)
-            found = self._stages[key] = costs.stages(balanced_points(*of))
+            found = self._stages[key] = costs.stages(default_points(*of))
         return found
 
     def _blocks(self, layout: Layout, batch: int) -> BlockCosts:

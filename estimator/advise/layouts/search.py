@@ -99,6 +99,8 @@ def are_alike(slower: tuple[float, StepErrors], faster: tuple[float, StepErrors]
 
 SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
 SCHEDULES += ("dualpipev", "dualpipe")
+# Shorter ones are divided over no ranks: their attention is little beside what ranks exchange.
+LONG_SAMPLE_TOKENS = 4096
 # Tensor-parallel ranks share whatever they can share of each other's work.
 _SHARED = ((True, True), (True, False), (False, False))
 _Report = Callable[[str, float], None]
@@ -145,7 +147,8 @@ class LayoutRanking:
     """The best layouts, the fastest first, and how many there were.
 
     Of `candidates`, `worked_out` were estimated; the bounds of the others say that they do not fit
-    (`too_large`) or are slower than all in `rows`. `refusals` counts those without an answer.
+    (`too_large`) or are slower than all in `rows`. `refusals` counts those without an answer, and
+    `left_out` says what is not among the candidates.
     """
 
     rows: tuple[LayoutRow, ...]
@@ -153,6 +156,7 @@ class LayoutRanking:
     worked_out: int
     too_large: int
     refusals: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
@@ -161,6 +165,7 @@ class LayoutRanking:
             "worked_out": self.worked_out,
             "too_large": self.too_large,
             "refusals": dict(self.refusals),
+            "left_out": list(self.left_out),
             "layouts": [row.to_dict() for row in self.rows],
         }
 
@@ -215,7 +220,11 @@ def best_layouts(
     prune = prune and calibration is None
     found = search.ranked(global_batch, parsed, order, prune=prune, executor=executor)
     if not found.rows:
-        reason = next((text for text, _ in found.refusals), "nothing fits into the devices' memory")
+        reason = next((text for text, _ in found.refusals), "")
+        if found.too_large or search.unfit or not reason:
+            reason = "nothing fits into the devices' memory"
+            if not any(each.checkpoint for each in several):
+                reason += "; trace it with checkpoint='full' too, or give more ranks"
         raise WorkloadError(
             f"no layout trains {several[0].name} on '{placement.allocation}' with a global batch "
             f"of {global_batch}: {reason}"
@@ -278,6 +287,8 @@ class _LayoutSearch:
         self._most, self._asked, self._report = most, asked, report
         self._bounds = [LayoutBounds(graph, placement, engine) for graph in graphs]
         self._refusals: Counter[str] = Counter()
+        # Those that were worked out and do not fit.
+        self.unfit = 0
 
     def ranked(
         self,
@@ -300,7 +311,8 @@ class _LayoutSearch:
                 schedules,
                 [
                     each
-                    for shared in self._tensor_parallel(graph)
+                    for whole in self._tensor_parallel(graph)
+                    for shared in (whole, *self._context_parallel(graph, whole))
                     for each in (shared, *self._expert_parallel(graph, shared))
                 ],
             )
@@ -322,7 +334,9 @@ class _LayoutSearch:
             worked_out += 1
             if isinstance(answer, str):
                 self._refusals[answer] += 1
-            elif answer[0].fits != "no":
+            elif answer[0].fits == "no":
+                self.unfit += 1
+            else:
                 found.append((answer[0].step_time_s, worked_out, candidate, *answer))
                 found.sort(key=lambda each: each[:2])
         best = found[: self._most]
@@ -332,7 +346,21 @@ class _LayoutSearch:
             worked_out=worked_out,
             too_large=len(every) - len(fitting) + len(too_large),
             refusals=tuple(self._refusals.most_common()),
+            left_out=tuple(self._left_out()),
         )
+
+    def _left_out(self) -> Iterator[str]:
+        """Ways to train that are no candidates, in words."""
+        graphs = self._graphs
+        if all((graph.tokens_per_sample or 0) < LONG_SAMPLE_TOKENS for graph in graphs):
+            yield f"cp, of samples under {LONG_SAMPLE_TOKENS} tokens"
+        if any(graph.recipe is None for graph in graphs):
+            yield "Megatron-LM's layers, of a graph without a recipe of it"
+        else:
+            yield "pipelines other than 1f1b and interleaved, which Megatron-LM has not"
+        if not any(graph.checkpoint for graph in graphs):
+            yield "activation checkpoints"
+        yield "stages that are cut by hand, cp rings, tp over more than two nodes"
 
     def _in_turn(
         self,
@@ -379,6 +407,22 @@ class _LayoutSearch:
                 self._refusals[refusal] += 1
         return found
 
+    def _context_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
+        """A layout with long samples divided too, within twice a node."""
+        most = 2 * max(self._placement.ranks_per_node) // shared.tp
+        if (graph.tokens_per_sample or 0) < LONG_SAMPLE_TOKENS:
+            return
+        for cp in divisors(self._placement.ranks // shared.tp)[1:]:
+            layout = replace(shared, cp=cp)
+            if cp > most:
+                return
+            try:
+                self._engine.split(graph, layout)
+            except StrategyError as error:
+                self._refusals[str(error)] += 1
+            else:
+                yield layout
+
     def _expert_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
         """A layout with experts divided too, by all-to-all or summed by ranks that share tokens."""
         if not has_experts(graph):
@@ -386,7 +430,7 @@ class _LayoutSearch:
         for ep in divisors(self._placement.ranks)[1:]:
             if ep % shared.tp:
                 continue
-            for sums in (False, True) if ep == shared.tp else (False,):
+            for sums in (False, True) if ep == shared.tp and shared.cp == 1 else (False,):
                 layout = replace(shared, ep=ep, sums_experts=sums)
                 self._report(str(layout), 0.0)
                 try:

@@ -520,12 +520,9 @@ class _Planner(NamedTuple):
         graph, mesh, cache, points = self.graph, self.mesh, self.cache, self.mesh.layout.cut
         blocks = blocks_of(graph, cache)
         if layers := layers_of(points):
-            points = blocks.of_layers(layers)
-        elif not points and mesh.layout.megatron:
-            # Without --pipeline-model-parallel-layout its stages have as many layers each.
-            points = blocks.even(self.schedule.model_stages(mesh.pp))
-        if not points:
-            points = balanced_points(graph, mesh, self.batch, self.shape.layer_collectives, cache)
+            points = blocks_of(graph, cache).of_layers(layers)
+        elif not points:
+            points = default_points(graph, mesh, self.batch, self.shape.layer_collectives, cache)
         known = structure_of(graph, cache), dataflow_of(graph, cache)
         return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
 
@@ -602,17 +599,22 @@ def _passes_s(kind: RankClass, stage: Stage, cache: Cache) -> tuple[float, float
     return slow * forward_s, slow * input_s, slow * weight_s
 
 
-def balanced_points(
+def default_points(
     graph: OpGraph,
     mesh: Mesh,
     batch: int | None,
     layer_collectives: LayerCollectives | None,
     cache: Cache,
 ) -> tuple[str, ...]:
-    """The points by which the slowest stage takes least, on the first ranks' kind of node."""
+    """The points by which the slowest stage takes least, on the first ranks' kind of node.
+
+    Without --pipeline-model-parallel-layout Megatron-LM's stages have as many layers each.
+    """
     node = mesh.placement.kinds[0]
-    bound = bound_of(graph, batch, cache)
     blocks = blocks_of(graph, cache)
+    if mesh.layout.megatron and (even := blocks.even(mesh.layout.schedule.model_stages(mesh.pp))):
+        return even
+    bound = bound_of(graph, batch, cache)
 
     def spent() -> Array:
         profile = costed(node.profile, cache)

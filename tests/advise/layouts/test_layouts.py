@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator.advise.layouts.candidates import divisors
-from estimator.advise.layouts.search import LayoutRanking, best_layouts, why_slower
+from estimator.advise.layouts.candidates import candidates, divisors
+from estimator.advise.layouts.search import SCHEDULES, LayoutRanking, best_layouts, why_slower
 from estimator.errors import WorkloadError
-from estimator.estimates.engine import Engine
+from estimator.estimates.engine import DEFAULT, Engine
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.stages import split_points
 from estimator.machines.profile import MachineProfile
+from estimator.workload import DDP
+from estimator.workload.layouts import Layout
+from estimator.workload.schedules import Schedule
 from tests.budgets import examples
 from tests.graph.partition.test_stages import Model
 from tests.synthetic import Machine, with_every_collective
@@ -148,6 +152,27 @@ def test_what_does_not_fit_alone_is_laid_out_over_ranks() -> None:
     found = ranked("1x4:m", 4, profile=small)
     assert all(row.answer.fits != "no" for row in found.rows)
     assert all(row.layout != "dp=4" or row.strategy != "ddp" for row in found.rows)
+
+
+def test_where_nothing_fits_memory_is_the_reason_whatever_was_refused_before() -> None:
+    graph = replace(graphs()[0], checkpoint=None)
+    # Three ranks divide no heads, which is refused before any memory is looked at.
+    with pytest.raises(WorkloadError, match=r"nothing fits into .*; trace it"):
+        best_layouts(graph, "1x3:m", global_batch=3, profile=machine(8000))
+
+
+def test_long_samples_are_divided_and_megatrons_stages_are_even() -> None:
+    graph = replace(graphs()[0], tokens_per_sample=4096, recipe="megatron")
+    placement = DEFAULT.place("1x8:m", profile=machine())
+    shares = [Layout(), Layout(tp=2), Layout(tp=2, cp=2)]
+    schedules = [Schedule.parse(text) for text in SCHEDULES]
+    found = list(candidates(graph, placement, 16, [DDP()], schedules, shares))
+    layouts = {each.layout for each in found}
+    assert any(each.cp == 2 and each.pp == 2 and each.dp == 1 for each in layouts)
+    assert all(each.megatron for each in layouts if each.tp * each.pp > 1)
+    assert {each.schedule.name for each in layouts} <= {"1f1b", "interleaved"}
+    blocks = len(split_points(graph))
+    assert {each.schedule.virtual for each in layouts if each.pp == 2} == set(divisors(blocks // 2))
 
 
 def test_an_executor_finds_the_same() -> None:
