@@ -59,9 +59,13 @@ class Group:
         return self._handles[ranks]
 
     def measured(self, ranks: Sequence[int], measure: Callable[[Any], None]) -> list[list[Any]]:
-        """What each of `ranks` reports in `measure`, called with their group; [] but at home."""
+        """What each of `ranks` reports in `measure`, called with their group; [] but at home.
+
+        They begin together, as each counts the time that it has from there on.
+        """
         group, key = self.handle(ranks), self._next_key()
         if self.rank in ranks:
+            dist.barrier(group)
             with collected() as reports:
                 measure(group)
             self.store.post(f"{key}/{self.rank}", reports)

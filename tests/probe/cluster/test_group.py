@@ -1,0 +1,82 @@
+"""Ranks of a world do the same in step, and what they measure comes together on rank 0."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from estimator.machines.profile import Device
+from estimator.probe.cluster.discovery import Place
+from estimator.probe.cluster.findings import Member
+from estimator.probe.cluster.group import Group, run_in_world
+from estimator.probe.cluster.signed_store import Signer, connect, listen
+from estimator.probe.devices.ranks import report, run_on_devices
+
+CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
+SECRET = b"0123456789abcdef" * 2
+
+
+def _steps(group: Group) -> None:
+    """Ranks 0 and 1 are busy for a while, then all three measure."""
+
+    def work(_handle: Any) -> None:
+        time.sleep(1.0)
+        report("worked")
+
+    busy = group.measured((0, 1), work)
+    # One clock for all processes of a host.
+    begun = group.measured((0, 1, 2), lambda _handle: report(time.monotonic()))
+    assert group.agreed("home" if group.is_home else None) == "home"
+    report({"busy": busy, "begun": begun})
+
+
+def in_step(rank: int, _size: int, order: Mapping[str, Any]) -> None:
+    run_in_world(rank, order, _steps)
+
+
+def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    place = Place(
+        launcher="torchrun",
+        rank=0,
+        world_size=3,
+        master_address="127.0.0.1",
+        master_port=port,
+        is_local=True,
+        secret=SECRET,
+    )
+    store = connect("127.0.0.1", port, listener=listen(place), timeout_s=10.0)
+    members = [Member(rank=rank, host="a", device=CORE, machine="m") for rank in range(3)]
+    order = {
+        "members": [member.to_dict() for member in members],
+        "has_racks": False,
+        "interface": "lo",
+        "session_key": Signer(SECRET).secret.hex(),
+        "timeout_s": 60.0,
+        "given_up": "never",
+        "name": "world/0",
+        "address": "127.0.0.1",
+        "port": port,
+        "prefix": "estimator/0",
+    }
+    found: dict[int, Any] = {}
+    run_on_devices(
+        [replace(CORE, index=rank) for rank in range(3)],
+        f"{__name__}:in_step",
+        order,
+        timeout_s=90.0,
+        on_report=found.__setitem__,
+        trains=False,
+    )
+    assert found[0]["busy"] == [["worked"], ["worked"]]
+    begun = [at for (at,) in found[0]["begun"]]
+    # Without waiting for the others rank 2 would have begun a second earlier.
+    assert max(begun) - min(begun) < 0.9
+    # Everything comes together on rank 0 alone.
+    assert [found[rank] for rank in (1, 2)] == [{"busy": [], "begun": []}] * 2
+    assert store.num_keys() > 0
