@@ -1,4 +1,4 @@
-"""Lead nothing, keep everything: what rank 0 does beside its own share of a probe of several nodes.
+"""Probe several nodes together: what rank 0 does beside its own share of the steps.
 
 It says who takes part and when it is over, watches over the ranks, and keeps what all measure.
 """
@@ -159,7 +159,7 @@ class _Keeper:
         self.remarks: list[str] = []
         self.world = self._everyone = World(members=())
         self._orders = 0
-        self._doing, self._step = "waiting for all ranks", 0
+        self._doing, self._left = "waiting for all ranks", list[str]()
         self._begun = self._step_ends = time.monotonic()
         self._silence, self._heard_at = Silence(range(world_size)), time.monotonic()
 
@@ -285,9 +285,9 @@ class _Keeper:
     # the steps
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """What rank 0's own share of the steps reports: the step that begins, or all findings."""
-        if "step" in message:
-            self._step, self._doing = message["step"], message["name"]
+        """What rank 0's own share of the steps reports: those that are left, or all findings."""
+        if "left" in message:
+            self._left, self._doing = message["left"], message["left"][0]
             planned_s = message["planned_s"]
             self._step_ends = time.monotonic() + _OVERTIME_RATIO * planned_s + _OVERTIME_S
         else:
@@ -300,17 +300,12 @@ class _Keeper:
 
     def _run_steps(self) -> None:
         """World after world, until all steps are done or there is no time or nobody left."""
-        steps = steps_of(self._plan(), self.world)
-        retried = -1
-        while self._step < len(steps):
+        self._left, retried = [step.name for step in steps_of(self._plan(), self.world)], ""
+        while self._left:
             if reason := self._why_over():
-                self._miss(f"{', '.join(step.name for step in steps[self._step :])}: {reason}")
+                self._miss(f"{', '.join(self._left)}: {reason}")
                 break
             lost, failure = self._run_world()
-            if self.stop.is_set():
-                self._miss(f"{self._doing}: cut short")
-                self._step += 1
-                continue
             for rank, member in lost.items():
                 self._miss(
                     f"rank {rank} on node {member.host} stopped answering during {self._doing}; "
@@ -322,11 +317,11 @@ class _Keeper:
                 break
             if failure:
                 self._miss(f"{self._doing}: {failure}")
-            if lost and retried != self._step:
+            if lost and retried != self._doing:
                 # Once more without the ranks that were lost during it.
-                retried = self._step
+                retried = self._doing
             else:
-                self._step += 1
+                self._left = self._left[1:]
         if forged := self.store.forged:
             self._remark(
                 f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
@@ -365,7 +360,7 @@ class _Keeper:
                 "members": [member.to_dict() for member in self.world.members],
                 "has_racks": self.world.has_racks,
                 "timeout_s": self._left_s() + _GIVEN_UP_S,
-                "step": self._step,
+                "steps": self._left,
                 "left_s": self._left_s() - reserve_s,
                 "all_pairs": plan.all_pairs,
                 "known_links": sorted(plan.known_links, key=str),
@@ -396,6 +391,8 @@ class _Keeper:
         lost = {rank: members[rank] for rank in silent if rank not in ended}
         if lost or len(ended) == len(members):
             return lost, "" if lost else next(filter(None, ended.values()), "")
+        if self.stop.is_set():
+            return {}, "cut short"
         reasons = [failure for failure in ended.values() if failure]
         return {}, _cause(reasons) or next(iter(reasons), "the budget was over")
 

@@ -110,7 +110,7 @@ def nothing(_rank: int, _world_size: int, _arguments: Mapping[str, Any]) -> None
 
 
 def run_steps(_rank: int, _world_size: int, order: Mapping[str, Any]) -> None:
-    """Run the steps from the one that `order` names on, in the world that it describes."""
+    """Run the steps that `order` names, in the world that it describes."""
     run_in_world(order["rank"], order, partial(_run_steps, order))
 
 
@@ -127,9 +127,10 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
         all_pairs=order["all_pairs"],
         keep=keep,
     )
-    ends_at, steps = time.monotonic() + order["left_s"], steps_of(plan, group.world)
-    for number in range(order["step"], len(steps)):
-        step, rest = steps[number], steps[number:]
+    ends_at = time.monotonic() + order["left_s"]
+    steps = [step for step in steps_of(plan, group.world) if step.name in order["steps"]]
+    for number, step in enumerate(steps):
+        rest = steps[number:]
         left_s = group.agreed(ends_at - time.monotonic())
         if left_s < LEAST_STEP_S:
             findings.missing.append(f"{', '.join(one.name for one in rest)}: the budget was over")
@@ -137,7 +138,7 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
             return
         planned_s = left_s * step.share / sum(one.share for one in rest)
         if group.is_home:
-            report({"step": number, "name": step.name, "planned_s": planned_s})
+            report({"left": [one.name for one in rest], "planned_s": planned_s})
         if reason := step.measure(group, plan, planned_s):
             findings.missing.append(f"{step.name}: {reason}")
         keep()

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from estimator.machines.profile import Device
+from estimator.probe.cluster import steps
 from estimator.probe.cluster.discovery import Place
-from estimator.probe.cluster.findings import Member
+from estimator.probe.cluster.findings import ClusterFindings, Member, World
 from estimator.probe.cluster.group import Group, run_in_world
 from estimator.probe.cluster.signed_store import Signer, connect, listen
-from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.probe.devices.ranks import collected, report, run_on_devices
 
 CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
 SECRET = b"0123456789abcdef" * 2
@@ -80,3 +83,40 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
     # Everything comes together on rank 0 alone.
     assert [found[rank] for rank in (1, 2)] == [{"busy": [], "begun": []}] * 2
     assert store.num_keys() > 0
+
+
+def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def step(name: str) -> steps.Step:
+        def measure(_group: Group, _plan: steps.Plan, _seconds: float) -> str:
+            done.append(name)
+            return ""
+
+        return steps.Step(name, 0.5, measure)
+
+    class Alone:
+        """A group of one, at home."""
+
+        world = World(members=(Member(rank=0, host="a", device=CORE, machine="m"),))
+        is_home = True
+
+        def agreed(self, value: float) -> float:
+            return value
+
+    # "dense" was to come next; without the lost ranks no node has two devices.
+    monkeypatch.setattr(steps, "steps_of", lambda *_: [step("links"), step("pairs")])
+    order = {
+        "steps": ["dense", "pairs"],
+        "findings": ClusterFindings(at="now").to_dict(Alone.world),
+        "known_links": [],
+        "all_pairs": None,
+        "left_s": 100.0,
+    }
+    with collected() as reports:
+        steps._run_steps(order, Alone())  # type: ignore[arg-type]
+    assert done == ["pairs"]
+    (first,) = (report["left"] for report in reports if "left" in report)
+    assert first == ["pairs"]
