@@ -518,7 +518,6 @@ class _Planner(NamedTuple):
 
     def _stages(self) -> tuple[Stage, ...]:
         graph, mesh, cache, points = self.graph, self.mesh, self.cache, self.mesh.layout.cut
-        blocks_of(graph, cache)
         if layers := layers_of(points):
             points = blocks_of(graph, cache).of_layers(layers)
         elif not points:
