@@ -103,9 +103,8 @@ def trace_model(
             batch_dim=batch_dim,
             name=name,
         )
-    graph = replace(
-        graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
-    )
+    scaled = replace(graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm)
+    graph = replace(scaled, checkpoint=checkpoint)
     graph = _compiled(graph, compiled, float8, assumed, str(recipe) if recipe else None)
     return with_timings(graph, profile, report=report) if measure else graph
 
@@ -272,13 +271,11 @@ def estimate(
     traced, or a sequence with one for each group of the allocation; `global_batch` is that summed
     over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
     speed over unlike ones: `batches` of the answer says how. Where it cannot be shared evenly (64
-    as 22, 21, 21) all wait for the largest share, unless `strict` refuses it. `cluster` (or its
-    file) names nodes and the switches between them; without one, nodes hang on one switch.
-    `profile` stands in for the machine that the allocation names; `loader`, or its text
-    (``prep=8ms,workers=4``), feeds every rank. `layout` has ranks share layers, tokens or experts
-    (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per data-parallel rank). `tp_plan` says how
-    layers are divided: styles by module name, or a JSON file of them; by default columns, then
-    rows, found in the graph. Raises
+    as 22, 21, 21) all wait for the largest, unless `strict` refuses it. `cluster` (or its file) has
+    nodes and the switches between them; without one, nodes hang on one switch. `profile` stands in
+    for the machine named; `loader` (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks
+    share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per
+    data-parallel rank). `tp_plan`: styles by module name, or a JSON file; by default found. Raises
     AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
     key = None

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from estimator.elementwise import Array
 from estimator.errors import TopologyError, printable, quoted
 from estimator.files import read_text
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_whole
+
+if TYPE_CHECKING:
+    from estimator.elementwise import Array
 
 Transport = Literal["tcp", "roce", "infiniband"]
 
@@ -463,6 +463,8 @@ def _cards(profile: MachineProfile) -> tuple[int, float]:
 
 def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> Array:
     """For each network and for none, what 0 to `most` ranks of a node get of it; inf if unknown."""
+    import numpy as np  # commands start without it
+
     unknown = [math.inf] * (most + 1)
     rows: dict[NodeNetwork | None, list[float]] = {
         network: [math.inf, *map(network.sent_bytes_per_s, range(1, most + 1))]

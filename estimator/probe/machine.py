@@ -22,7 +22,7 @@ from estimator.probe.devices.interference import (
 )
 from estimator.probe.devices.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
 from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, PinnedJob, run_jobs
-from estimator.probe.devices.ranks import Ranks
+from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
 
@@ -184,7 +184,7 @@ class _Probe:
             say=self._waits,
         )
         # All devices at once: their processes start once for all that is measured so.
-        self.ranks = Ranks(devices, world=True)
+        self.ranks = DeviceProcesses(devices, world=True)
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
 

@@ -27,7 +27,7 @@ from estimator.probe.cluster.findings import (
 )
 from estimator.probe.cluster.rank import START_S, numbered, take_part
 from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
-from estimator.probe.cluster.steps import LEAST_STEP_S, Plan, steps_of
+from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
@@ -328,11 +328,11 @@ class _Keeper:
                 "of this launch and were ignored; somebody else writes to rank 0's store"
             )
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> ProbePlan:
         links = (
             self.request.base.links if self.request.base else self.base.links if self.base else ()
         )
-        return Plan(
+        return ProbePlan(
             findings=self.findings,
             known_links=frozenset((link.kind, link.locality) for link in links),
             all_pairs=self.request.all_pairs,

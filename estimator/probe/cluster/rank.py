@@ -75,7 +75,7 @@ def take_part(
                 "together"
             )
         reason = _why_left_out(place.rank, nonce, roster)
-        return reason or _Rank(place, store, roster, on_report).work(host, versions)
+        return reason or _Member(place, store, roster, on_report).work(host, versions)
 
 
 def _why_left_out(rank: int, nonce: str, roster: Mapping[str, Any]) -> str:
@@ -154,7 +154,7 @@ class _Heartbeat:
                 os._exit(2)
 
 
-class _Rank:
+class _Member:
     """One rank that takes part: its device, and the worlds it is in one after the other."""
 
     def __init__(

@@ -152,7 +152,7 @@ def time_shape(
     ``{"op", "one", "two"}`` for one all-reduce and for two at once; ``{"op", "unsupported"}`` where
     the backend lacks the op.
     """
-    shape = _Shape(kind, max(sizes_bytes), group, meeting)
+    shape = _TimedShape(kind, max(sizes_bytes), group, meeting)
     end = time.perf_counter() + budget_s
     parts: list[Callable[[float], None]] = [partial(shape.time_op, op, sizes_bytes) for op in ops]
     if pairs:
@@ -163,7 +163,7 @@ def time_shape(
         part((end - time.perf_counter()) * (2 if number == 0 else 1) / (left + (number == 0)))
 
 
-class _Shape:
+class _TimedShape:
     """Collectives on this rank's device, in step with the other ranks of the meeting."""
 
     def __init__(self, kind: str, largest_bytes: int, group: Any, meeting: Any) -> None:

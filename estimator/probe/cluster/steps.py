@@ -59,7 +59,7 @@ FEW_NODES = 16
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class ProbePlan:
     """What is measured: `known_links` are not measured anew.
 
     `all_pairs` None measures every pair of nodes where they are few. `findings` are whole on the
@@ -82,10 +82,10 @@ class Step:
 
     name: str
     share: float
-    measure: Callable[[Group, Plan, float], str]
+    measure: Callable[[Group, ProbePlan, float], str]
 
 
-def steps_of(plan: Plan, world: World) -> list[Step]:
+def steps_of(plan: ProbePlan, world: World) -> list[Step]:
     """In order of importance; only what these nodes and devices have."""
     several, dense = len(world.nodes) > 1, len(world.densest_first[0]) > 1
     few = len(world.nodes) <= FEW_NODES
@@ -121,7 +121,7 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
         if group.is_home:
             report({"findings": findings.to_dict(group.world)})
 
-    plan = Plan(
+    plan = ProbePlan(
         findings=findings,
         known_links=frozenset((kind, locality) for kind, locality in order["known_links"]),
         all_pairs=order["all_pairs"],
@@ -148,7 +148,7 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
 _CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
 
 
-def node_speeds(group: Group, plan: Plan, _seconds: float) -> str:
+def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> str:
     """How long one device of each node takes for the same matmul."""
     reports = group.measured(group.world.firsts, partial(_time_canary, group.kind))
     taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
@@ -193,7 +193,7 @@ def _timed_as_rank(
 PairMessages = dict[tuple[str, str], Mapping[str, Any]]
 
 
-def links_between_nodes(group: Group, plan: Plan, seconds: float) -> str:
+def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> str:
     """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
     world = group.world
     chosen: list[tuple[str, str]] = []
@@ -213,7 +213,7 @@ def links_between_nodes(group: Group, plan: Plan, seconds: float) -> str:
     return ""
 
 
-def every_pair(group: Group, plan: Plan, seconds: float) -> str:
+def every_pair(group: Group, plan: ProbePlan, seconds: float) -> str:
     """Every node to every other, by a cheaper measurement."""
     hosts = tuple(group.world.nodes)
     # By distance in the list, so that a budget that ends early leaves no node out.
@@ -271,7 +271,7 @@ def _pairs(
     }
 
 
-def shared_nics(group: Group, plan: Plan, seconds: float) -> str:
+def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> str:
     """As many flows as devices, and two, from one node to another and to several."""
     world = group.world
     cases = list(_flow_cases(world))
@@ -310,7 +310,7 @@ def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
             yield sending + receiving, f"{count} flows to {count} nodes"
 
 
-def links_inside_a_node(group: Group, plan: Plan, seconds: float) -> str:
+def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     """One pair of devices of one node for each way in which two of them are near."""
     ranks = group.world.densest_first[0]
     kind: LinkKind = "d2d" if group.kind == "cuda" else "loopback"
@@ -366,14 +366,14 @@ _GROUPS_AT_MOST = 3
 _LEAST_GROUP_RATIO = 0.1
 
 
-def all_reduce_everywhere(group: Group, plan: Plan, seconds: float) -> str:
+def all_reduce_everywhere(group: Group, plan: ProbePlan, seconds: float) -> str:
     """The group that data-parallel training uses, also with two all-reduces at once."""
     ranks = next(shapes(group.world))
     _collectives(group, plan, ranks, ["all_reduce"], seconds, SIZES_BYTES, pairs=True)
     return ""
 
 
-def all_reduce_in_groups(group: Group, plan: Plan, seconds: float) -> str:
+def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
     """Smaller groups, as far as the time goes."""
     groups = list(shapes(group.world))[1:]
     planned_end = time.monotonic() + seconds
@@ -387,14 +387,14 @@ def all_reduce_in_groups(group: Group, plan: Plan, seconds: float) -> str:
     return ""
 
 
-def other_collectives(group: Group, plan: Plan, seconds: float) -> str:
+def other_collectives(group: Group, plan: ProbePlan, seconds: float) -> str:
     """What sharded training and parameter servers use, over everything."""
     ops = [*_sharding_ops(group.kind), "broadcast"]
     _collectives(group, plan, next(shapes(group.world)), ops, seconds, OTHER_SIZES_BYTES)
     return ""
 
 
-def sharding_in_groups(group: Group, plan: Plan, seconds: float) -> str:
+def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
     """What FSDP does where several groups hold a replica each: across two nodes, in a node."""
     world = group.world
     ops = _sharding_ops(group.kind)
@@ -418,7 +418,7 @@ def sharding_in_groups(group: Group, plan: Plan, seconds: float) -> str:
 
 def _collectives(
     group: Group,
-    plan: Plan,
+    plan: ProbePlan,
     ranks: Sequence[int],
     ops: Sequence[str],
     seconds: float,
@@ -468,7 +468,7 @@ _COMPUTE_RATIO = 2.0
 _OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
 
 
-def beside_compute(group: Group, plan: Plan, seconds: float) -> str:
+def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
     """Two nodes first, then everything, at sizes that the links carry in time."""
     world = group.world
     groups = list(dict.fromkeys((world.firsts[:2], next(shapes(world)))))
@@ -502,7 +502,7 @@ def beside_compute(group: Group, plan: Plan, seconds: float) -> str:
     return ""
 
 
-def _cost_of(plan: Plan, hosts: Sequence[str]) -> CollectiveCost | None:
+def _cost_of(plan: ProbePlan, hosts: Sequence[str]) -> CollectiveCost | None:
     costs = [cost for cost in plan.findings.collectives if cost.op == "all_reduce"]
     return next((cost for cost in costs if cost.hosts == hosts), None)
 

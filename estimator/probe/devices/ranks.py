@@ -189,7 +189,7 @@ def _process_group(place: Mapping[str, Any]) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-__all__ = ["Ranks", "collected", "pretouch_memory", "report", "run_on_devices"]
+__all__ = ["DeviceProcesses", "collected", "pretouch_memory", "report", "run_on_devices"]
 
 RankReport = Callable[[int, Any], None]
 
@@ -221,13 +221,15 @@ def run_on_devices(
     Raises ProbeError, or the EstimatorError that a rank raised, if a rank fails, dies or the time
     is over; no process outlives the call.
     """
-    with Ranks(devices, world=world, imported=imported, trains=trains, world_s=timeout_s) as ranks:
+    with DeviceProcesses(
+        devices, world=world, imported=imported, trains=trains, world_s=timeout_s
+    ) as ranks:
         return ranks.run(
             function, arguments, timeout_s=timeout_s, on_report=on_report, is_last=True
         )
 
 
-class Ranks:
+class DeviceProcesses:
     """One fresh process per device for several calls one after the other, gone after the block.
 
     As for `run_on_devices`; a process group waits `world_s` at most for another rank. They start
@@ -254,7 +256,7 @@ class Ranks:
         self.pids: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> DeviceProcesses:
         return self
 
     def _start(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from estimator.errors import ProbeError
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
 from estimator.probe.devices.backend import device_seconds
-from estimator.probe.devices.ranks import Ranks, report
+from estimator.probe.devices.ranks import DeviceProcesses, report
 from estimator.probe.links.copies import fit_line
 from estimator.units import KIB, MIB
 
@@ -62,7 +62,7 @@ def probe_collectives(
     *,
     budget_s: float,
     report: Callable[[Finding], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks: DeviceProcesses | None = None,
 ) -> tuple[CollectiveCost, ...]:
     """Size → time of every collective over the first 2, 3, … and all devices.
 
@@ -82,7 +82,7 @@ def probe_collectives(
 
     # All devices first: the group that data-parallel training uses most.
     group_sizes = range(len(devices), 1, -1)
-    world = ranks or Ranks(devices, world=True)
+    world = ranks or DeviceProcesses(devices, world=True)
     for done, group_size in enumerate(group_sizes):
         # The whole machine gets half the time, where smaller groups are to be measured too.
         share = 1.0 if len(group_sizes) == 1 else 0.5 if done == 0 else 0.5 / (len(group_sizes) - 1)

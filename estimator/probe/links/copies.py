@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Link, LinkKind, Provenance
 from estimator.probe.devices.backend import Backend, open_backend
-from estimator.probe.devices.ranks import Ranks, report
+from estimator.probe.devices.ranks import DeviceProcesses, report
 from estimator.units import KIB
 
 _ITERATIONS = 30
@@ -187,7 +187,7 @@ def probe_copies(
     *,
     budget_s: float,
     report: Callable[[Link | str], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks: DeviceProcesses | None = None,
 ) -> tuple[Link, ...]:
     """The links of this machine: `report` gets each as it is known, or a sentence on what is not.
 
@@ -205,7 +205,7 @@ def probe_copies(
 
     if len(devices) < 2:
         return ()
-    world = ranks or Ranks(devices, world=True)
+    world = ranks or DeviceProcesses(devices, world=True)
     try:
         if devices[0].kind == "cuda":
             _probe_accelerators(devices, world, budget_s, keep)
@@ -298,7 +298,10 @@ def time_messages(
 
 
 def _probe_accelerators(
-    devices: Sequence[Device], world: Ranks, budget_s: float, keep: Callable[[Link | str], None]
+    devices: Sequence[Device],
+    world: DeviceProcesses,
+    budget_s: float,
+    keep: Callable[[Link | str], None],
 ) -> None:
     gathered: dict[tuple[str, bool], Points] = {}
 
@@ -332,7 +335,10 @@ def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s
 
 
 def _probe_peers(
-    devices: Sequence[Device], world: Ranks, budget_s: float, keep: Callable[[Link | str], None]
+    devices: Sequence[Device],
+    world: DeviceProcesses,
+    budget_s: float,
+    keep: Callable[[Link | str], None],
 ) -> None:
     found: dict[tuple[int, int], Points] = {}
 

@@ -16,7 +16,7 @@ from estimator.probe.devices.backend import (
     open_backend,
     square_matmul,
 )
-from estimator.probe.devices.ranks import Ranks, report
+from estimator.probe.devices.ranks import DeviceProcesses, report
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
@@ -43,7 +43,7 @@ def probe_overlaps(
     *,
     budget_s: float,
     report: Callable[[Finding], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks: DeviceProcesses | None = None,
 ) -> tuple[OverlapCost, ...]:
     """All-reduces over all devices beside a compute-bound and a memory-bound loop on each.
 
@@ -65,7 +65,7 @@ def probe_overlaps(
             if report is not None:
                 report(cost)
 
-    world = ranks or Ranks(devices, world=True)
+    world = ranks or DeviceProcesses(devices, world=True)
     try:
         world.run(
             f"{__name__}:time_rank",

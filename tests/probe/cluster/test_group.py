@@ -91,7 +91,7 @@ def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
     done: list[str] = []
 
     def step(name: str) -> steps.Step:
-        def measure(_group: Group, _plan: steps.Plan, _seconds: float) -> str:
+        def measure(_group: Group, _plan: steps.ProbePlan, _seconds: float) -> str:
             done.append(name)
             return ""
 
