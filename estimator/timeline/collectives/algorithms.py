@@ -87,27 +87,27 @@ def as_array(lines: Sequence[Line]) -> Array:
 def line_s(factors: Array, line: Array) -> Array:
     """Seconds by one line for each size: (sizes,) of one group, (sizes, rows) of many.
 
-    `factors`, (sizes, 3), are those of `powers` times what was measured over the formula. Terms are
-    added in their order, which a product of matrices leaves open: one group and many agree to the
-    last bit.
+    `factors`, (sizes, 3), are those of `powers` times what was measured over the formula.
     """
-    if line.ndim == 1:
-        return np.asarray(np.add.reduce(factors * line, axis=1))
-    terms = factors.T[:, :, None]
-    seconds = terms[0] * line[0]
-    seconds += terms[1] * line[1]
-    seconds += terms[2] * line[2]
-    return np.asarray(seconds)
+    return fastest_s(factors, line[None])
 
 
 def fastest_s(factors: Array, lines: Array) -> Array:
-    """Seconds by the fastest line for each size, as `line_s`."""
+    """Seconds by the fastest line for each size, as `line_s`.
+
+    Terms are added in their order, which a product of matrices leaves open: one group and many
+    agree to the last bit.
+    """
     if lines.ndim == 2:
         return np.asarray(np.add.reduce(factors[:, :, None] * lines.T, axis=1).min(axis=1))
-    fastest = line_s(factors, lines[0])
-    for line in lines[1:]:
-        np.minimum(fastest, line_s(factors, line), out=fastest)
-    return fastest
+    of_start, of_bytes, of_root = factors.T[:, :, None]
+    fastest = None
+    for alpha_s, beta_s_per_byte, root_s in lines:
+        seconds = of_start * alpha_s
+        seconds += of_bytes * beta_s_per_byte
+        seconds += of_root * root_s
+        fastest = seconds if fastest is None else np.minimum(fastest, seconds, out=fastest)
+    return np.asarray(fastest)
 
 
 # Links that carry collectives between devices of a node.

@@ -52,7 +52,7 @@ from estimator.workload.loader import Loader
 # Stands for a drain of nothing: any slack then clears the backlog, and no slack leaves all of it.
 _NO_DRAIN = 1e-300
 # Rows worked on at once, so that their arrays stay in a core's cache.
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 2048
 
 
 class Ready(Protocol):
