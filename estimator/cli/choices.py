@@ -1,9 +1,9 @@
-"""The commands that say by which layout to train, and what to rent: parse, call, print."""
+"""The commands that say by which layout or order to train, and what to rent."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,60 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
         from estimator.report.plans import layouts_sections
 
         print_sections(layouts_sections(found, **about))
+
+
+@click.command(epilog="Example: estimator order links.csv --devices 8 --hostfile hosts.txt")
+@click.argument("matrix")
+@click.option("--algorithm", default="ring", help="Or tree, halving-doubling; default ring.")
+@click.option("--size", default="25MiB", help="What an all-reduce sums; default 25MiB.")
+@click.option("--cluster", "cluster_file", metavar="FILE", help="Whose uplinks hops share.")
+@click.option("--devices", type=Count(most=4096), default=1, help="Of each host; default 1.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="To write for mpirun, srun.")
+@click.option("--rankfile", type=click.Path(path_type=Path), help="To write for mpirun.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def order(
+    matrix: str,
+    algorithm: str,
+    size: str,
+    cluster_file: str | None,
+    devices: int,
+    hostfile: Path | None,
+    rankfile: Path | None,
+    as_json: bool,
+) -> None:
+    """Order hosts for the fastest all-reduce over links that are not alike.
+
+    MATRIX is a CSV with from,to,bandwidth,latency (a,b,10GB/s,5us), one direction a line, or a
+    machine that was probed with --pairs all.
+    """
+    from estimator.advise.rank_order import rank_order, read_pairs
+    from estimator.files import write_text_atomically
+    from estimator.machines.catalogue import load_profile
+    from estimator.placement.topology import Cluster
+    from estimator.report.plans import order_sections
+    from estimator.units import parse_size_bytes
+
+    pairs = read_pairs(matrix) if matrix.endswith(".csv") else load_profile(matrix).pairs
+    if pairs is None:
+        raise click.UsageError(f"'{matrix}' has no links between pairs; probe it with --pairs all")
+    try:
+        size_bytes = parse_size_bytes(size)
+    except ValueError as error:
+        raise click.UsageError(f"--size: {error}") from None
+    cluster = Cluster.given(cluster_file)
+    found = rank_order(pairs, size_bytes=size_bytes, cluster=cluster, algorithm=algorithm)
+    slots = [(host, slot) for host in found.hosts for slot in range(devices)]
+    ranks = (f"rank {rank}={host} slot={slot}\n" for rank, (host, slot) in enumerate(slots))
+    for path, lines in (
+        (hostfile, (f"{host} slots={devices}\n" for host in found.hosts)),
+        (rankfile, ranks),
+    ):
+        if path is not None:
+            write_text_atomically(path, "".join(lines))
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print_sections(order_sections(found, size))
 
 
 @click.command(

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from estimator.cli.calibrate import calibrate
-from estimator.cli.choices import layouts, rent
+from estimator.cli.choices import layouts, order, rent
 from estimator.cli.console import (
     INTERRUPTED,
     WRONG_INPUT,
@@ -119,6 +119,7 @@ for command in (
     layouts,
     machines,
     memory,
+    order,
     probe,
     rent,
     replay,

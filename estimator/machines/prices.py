@@ -84,11 +84,16 @@ class PriceList:
         return tuple(self._of)
 
     def price(self, machine: str, devices: int = 1, *, spot: bool = False) -> Price:
-        """The cheapest instance of a machine type with at least some devices; raises PriceError.
+        """The cheapest instance of a machine type with at least some devices.
 
         A limit in the machine's name (``h100-sxm@500W``) has no price of its own.
+        Raises PriceError where none is known, UnknownMachineError where there is no such machine.
         """
-        known = self._of.get(split_limit(machine)[0], ())
+        known = self._of.get(split_limit(machine)[0])
+        if known is None:
+            # A name that is no machine's is told as such.
+            named_profile(machine)
+            known = []
         enough = [p for p in known if p.devices >= devices and p.rate(spot=spot) is not None]
         if not enough:
             raise PriceError(_no_price(machine, spot))

@@ -18,6 +18,7 @@ from estimator.units import (
 
 if TYPE_CHECKING:
     from estimator.advise.layouts.search import LayoutRanking
+    from estimator.advise.rank_order import RankOrder
     from estimator.advise.rent.offers import Choice, Offer
     from estimator.replay.replay import Outcome
     from estimator.waits.measured import MeasuredStalls, RunName
@@ -117,6 +118,16 @@ def _alike(name: str, offers: Sequence[Offer]) -> list[tuple[str, str]]:
     named = ", ".join(offer.allocation for offer in offers[:_MOST_NAMED])
     more = f" and {len(offers) - _MOST_NAMED} more" if len(offers) > _MOST_NAMED else ""
     return [(name, f"cannot be told apart: {named}{more}")]
+
+
+def order_sections(found: RankOrder, size: str) -> list[Section]:
+    """The hosts in rank order, and what that gains."""
+    gain = (
+        f"{format_seconds(found.ring_s)} for an all-reduce of {size} by {found.algorithm}, "
+        f"{found.given_s / found.ring_s:.2f} times as fast as in the order given "
+        f"({format_seconds(found.given_s)})"
+    )
+    return [Section(facts=[("order", gain)], sentences=[" ".join(found.hosts)])]
 
 
 def layouts_sections(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from estimator.errors import PriceError
+from estimator.errors import PriceError, UnknownMachineError
 from estimator.machines.prices import Price, PriceList
 
 SHIPPED = PriceList.load()
@@ -26,6 +26,16 @@ def test_shipped_prices_are_found_by_machine() -> None:
     # p4d.24xlarge at 21.957642 USD an hour, by the second.
     assert price.usd(1800.4) == pytest.approx(21.957642 * 1801 / 3600)
     assert price.usd(1800.4, spot=True) < price.usd(1800.4)
+
+
+def test_a_machine_without_a_price_and_one_that_does_not_exist_are_told_apart() -> None:
+    # Eight of each, as SkyPilot's catalogue lists them at Nebius and at OCI.
+    for machine, usd in (("h200", 28.0), ("b200", 44.0), ("mi300x", 48.0)):
+        assert SHIPPED.price(machine, 8).usd_per_hour == usd
+    with pytest.raises(PriceError, match="no price of 'dgx-1' is known; give one"):
+        SHIPPED.price("dgx-1")
+    with pytest.raises(UnknownMachineError, match="no machine profile is called 'h2000'"):
+        SHIPPED.price("h2000")
 
 
 def test_a_limited_machine_costs_what_the_machine_does() -> None:
