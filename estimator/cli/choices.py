@@ -194,7 +194,7 @@ def order(
 @click.command(
     epilog="Example: estimator rent gpt2.graph --machines a100-p4d,t4-g4dn --samples 1e7"
 )
-@partial(workload_options, without=(*_CHOSEN, "cluster", "network"))
+@partial(workload_options, without=(*OF_LAYOUTS, "accumulation", "strategy", "cluster", "network"))
 @rent_options
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.pass_context
@@ -208,9 +208,10 @@ def rent(
 ) -> None:
     """Say what to rent to train MODEL: the cheapest and the fastest allocation, and all between.
 
-    With --global-batch ranks share it, by the best layout; else each takes --batch samples, and the
-    global batch grows with the ranks. Instances are paid whole, by the second or hour as they are
-    sold. --revoked-every adds what revocations, checkpoints and restarts cost.
+    With --global-batch ranks share it, by the best layout; else each takes --batch samples, by
+    default as many as train fastest, and the global batch grows with the ranks. Instances are paid
+    whole, by the second or hour as they are sold. --revoked-every adds what revocations,
+    checkpoints and restarts cost.
 
     Exit code 1: nothing fits, or nothing keeps the deadline and the budget.
     """
@@ -312,8 +313,11 @@ def _chosen(
             strategies=tuple(rent["strategies"].split()) if rent["strategies"] else SEARCHED,
             batch_per_gpu=request.batch,
             global_batch=request.global_batch,
+            loader=request.loader,
             calibration=request.calibration,
             layouts_of=graphs if shares else (),
             report=report,
         )
+    if not shares and request.batch is None:
+        remark("batches are those that train fastest; --global-batch keeps that of a step")
     return graphs[0].name, found

@@ -48,6 +48,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
     "or module:function; repeat.",
 )
 @click.option("--model", "models", multiple=True, help="For traces, which name none; repeat.")
+@click.option("--loader", help="For traces: what feeds each rank, as of 'estimate'.")
 @click.option(
     "--believed", type=click.Choice(BELIEFS), default="engine", help="What policies see of speeds."
 )
@@ -87,6 +88,7 @@ def replay(
     cluster: Cluster | None,
     policies: tuple[str, ...],
     models: tuple[str, ...],
+    loader: str | None,
     believed: str,
     placement: PlacementRule,
     seed: int,
@@ -101,11 +103,10 @@ def replay(
     """Replay JOBS on a cluster under scheduling policies and print what each was worth.
 
     JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, with what
-    else each job has (strategy, layout, loader, least_devices, restart_s, ...), or a trace
-    in the form of Philly, Helios, Alibaba PAI or Pollux, whose jobs take a model of --model each.
-    The model of a job is a saved graph, a summary or an hf: type.
-    Jobs advance at the engine's speeds times hidden factors (computing 12 %, network 25 %, each
-    allocation 5 %); policies see the engine's own, or those corrected by what was observed.
+    else each job has (strategy, layout, loader, least_devices, restart_s, ...), or a trace in the
+    form of Philly, Helios, Alibaba PAI or Pollux, whose jobs take a model of --model each: a saved
+    graph, a summary or an hf: type. Jobs advance at the engine's speeds times hidden factors
+    (computing 12 %, network 25 %, each allocation 5 %).
     """
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
@@ -117,7 +118,7 @@ def replay(
     nodes = Nodes.parse(on, cluster=cluster)
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
-    jobs = _jobs(jobs_path, nodes, models, seed, allow_code=allow_code)
+    jobs = _jobs(jobs_path, nodes, models, loader, seed, allow_code=allow_code)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
     replays = {
@@ -188,7 +189,13 @@ def _simulated(
 
 
 def _jobs(
-    path: Path, nodes: Nodes, models: tuple[str, ...], seed: int, *, allow_code: bool
+    path: Path,
+    nodes: Nodes,
+    models: tuple[str, ...],
+    loader: str | None,
+    seed: int,
+    *,
+    allow_code: bool,
 ) -> list[Job]:
     from estimator.replay.job_files import is_job_file, jobs_of_trace, read_jobs, read_trace
 
@@ -200,15 +207,15 @@ def _jobs(
                 lambda model: Request(model=model).graph((where,)),
                 allow_code=allow_code,
             )
-        if models:
-            remark("--model is for traces; each job of this file names its own")
+        if models or loader:
+            remark("--model and --loader are for traces; each job of this file names its own")
         return found
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")
     with waiting("tracing models"), printing_to_stderr():
         graphs = [Request(model=model).graph((where,)) for model in models]
-    return jobs_of_trace(rows, graphs, nodes, seed=seed)
+    return jobs_of_trace(rows, graphs, nodes, seed=seed, loader=loader)
 
 
 def _believed(which: str, true: Speeds, cluster: Cluster | None) -> Speeds:

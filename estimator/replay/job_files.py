@@ -195,6 +195,7 @@ def job_of_run_time(
     devices: int,
     run_s: float,
     speeds: Speeds,
+    loader: str | None = None,
 ) -> Job:
     """A job that takes `run_s` at these speeds on the devices asked for.
 
@@ -209,6 +210,7 @@ def job_of_run_time(
         samples=batch,
         devices=devices,
         global_batch=batch,
+        loader=loader,
     )
     for machine in nodes.machines:
         if devices <= nodes.total(machine):
@@ -270,13 +272,18 @@ def read_jobs(
 
 
 def jobs_of_trace(
-    rows: Sequence[TracedJob], graphs: Sequence[OpGraph], nodes: Nodes, *, seed: int
+    rows: Sequence[TracedJob],
+    graphs: Sequence[OpGraph],
+    nodes: Nodes,
+    *,
+    seed: int,
+    loader: str | None = None,
 ) -> list[Job]:
     """Jobs for what a trace says, which names no models: each takes one drawn by the seed.
 
     Samples are run time × the engine's throughput at the request; run times that the trace lacks
-    are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
-    WorkloadError.
+    are drawn as in the experiment. `loader` feeds every job. Rows that ask for more than the
+    cluster has are refused with WorkloadError.
     """
     check_names(row.name for row in rows)
     rng, speeds = np.random.default_rng(seed), EngineSpeeds(nodes.cluster)
@@ -293,6 +300,7 @@ def jobs_of_trace(
                 devices=row.devices,
                 run_s=drawn_s if row.run_s is None else row.run_s,
                 speeds=speeds,
+                loader=loader,
             )
         )
     return jobs

@@ -124,7 +124,6 @@ def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
         (("--machines", "t4-g4dn", "--strategy", "fsdp"), "No such option '--strategy'"),
         (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),
         (("--machines", ","), "--machines names none"),
-        (("--machines", "t4-g4dn", "--loader", "prep=1ms"), "No such option '--loader'"),
         (("--machines", "t4-g4dn", "--layout", "tp=2"), "No such option '--layout'"),
         (("--machines", "t4-g4dn", "--on", "1x4:t4-g4dn"), "No such option '--on'"),
         ((), "Missing option '--machines'"),

@@ -190,6 +190,7 @@ def test_a_report_and_a_plan_bill_the_least_time_that_is_sold(graph: OpGraph) ->
         table = all_sections.cost_section(rows, prices, samples=samples).table
         assert table.rows[0][4] == f"{usd:.2f}"
         asked: dict[str, Any] = {"samples": samples, "prices": prices, "strategies": ("ddp",)}
+        asked["batch_per_gpu"] = graph.batch
         assert offers(graph, [allocation], **asked).offers[0].usd == pytest.approx(usd)
 
 

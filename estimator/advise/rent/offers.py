@@ -16,17 +16,23 @@ from estimator.advise.rent.billing import hourly_usd, paid_usd
 from estimator.advise.rent.transient import Spot
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, WorkloadError, quoted
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.table import EstimateTable, estimate_many
+from estimator.estimates.table.table import TableOptions
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
 from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
+from estimator.workload import MOST_BATCH
+from estimator.workload.loader import Loader
 from estimator.workload.strategies import SEARCHED
 
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
 _MOST_MICRO_BATCHES = 256
 _MOST_NODES = 4096
+# What twice the batch must train faster by to be worth more samples a step.
+_LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,7 @@ def offers(
     strategies: Sequence[str] = SEARCHED,
     batch_per_gpu: int | None = None,
     global_batch: int | None = None,
+    loader: str | Loader | None = None,
     calibration: Calibration | None = None,
     layouts_of: Sequence[OpGraph] = (),
     report: Callable[[str, float], None] | None = None,
@@ -116,7 +123,9 @@ def offers(
     """Each allocation that can train so much, with the fastest of the strategies that fit.
 
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
-    has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
+    has `batch_per_gpu` samples, and the global batch grows with the ranks. By default that is the
+    traced batch, doubled while that trains faster and fits, or halved until it fits. All are fed by
+    a `loader`.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
     ranks may share a `global_batch` too (`layouts.best_layouts`, which `executor` goes to).
     Raises PriceError where a machine has no price, WorkloadError where none is answered.
@@ -126,12 +135,13 @@ def offers(
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
         hourly_usd(known, allocation, spot=spot)
-    asked = (batch_per_gpu, global_batch, calibration)
-    best, refused = _by_strategy(graph, parsed, strategies, *asked)
+    feed = None if loader is None else Loader.parse(loader)
+    options: TableOptions = {"calibration": calibration, "loader": feed}
+    best, refused = _by_strategy(graph, parsed, strategies, batch_per_gpu, global_batch, options)
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
-        found = _laid_out(layouts_of, allocation, global_batch, calibration, executor)
+        found = _laid_out(layouts_of, allocation, global_batch, options, executor)
         held = best.get(number)
         if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
             best[number] = found
@@ -186,14 +196,14 @@ def _by_strategy(
     strategies: Sequence[str],
     batch_per_gpu: int | None,
     global_batch: int | None,
-    calibration: Calibration | None,
+    options: TableOptions,
 ) -> tuple[dict[int, _Best], dict[int, _Refused]]:
     """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
     best: dict[int, _Best] = {}
     refused: dict[int, _Refused] = {}
     for strategy in strategies:
         for table, rows, micro_batches in _tables(
-            graph, allocations, strategy, batch_per_gpu, global_batch, calibration
+            graph, allocations, batch_per_gpu, global_batch, {**options, "strategy": strategy}
         ):
             for row, number in enumerate(rows):
                 if not table.answered[row] or table.fits[row] == "no":
@@ -246,7 +256,7 @@ def _laid_out(
     graphs: Sequence[OpGraph],
     allocation: Allocation,
     global_batch: int | None,
-    calibration: Calibration | None,
+    options: TableOptions,
     executor: Executor | None,
 ) -> _Best | None:
     """The best layout of an allocation; None where none trains it, or devices are unlike."""
@@ -259,7 +269,7 @@ def _laid_out(
             graphs,
             allocation,
             global_batch=global_batch,
-            calibration=calibration,
+            calibration=options["calibration"],
             most=1,
             executor=executor,
         )
@@ -267,6 +277,8 @@ def _laid_out(
         return None
     row = ranking.rows[0]
     answer = row.answer
+    if options["loader"] is not None:
+        answer = DEFAULT.estimate(answer.request.changed(loader=options["loader"]))
     return _Best(
         strategy=row.strategy,
         layout=answer.layout,
@@ -298,21 +310,14 @@ def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> flo
 def _tables(
     graph: OpGraph,
     allocations: Sequence[Allocation],
-    strategy: str,
     batch_per_gpu: int | None,
     global_batch: int | None,
-    calibration: Calibration | None,
+    options: TableOptions,
 ) -> Iterator[tuple[EstimateTable, list[int], int]]:
     """Tables of what is asked, with the numbers of their allocations and the micro-batches."""
     if global_batch is None:
-        table = estimate_many(
-            graph,
-            allocations,
-            batch_per_gpu=batch_per_gpu,
-            strategy=strategy,
-            calibration=calibration,
-        )
-        yield table, list(range(len(allocations))), 1
+        for table, rows in _by_batch(graph, allocations, batch_per_gpu, options):
+            yield table, rows, 1
         return
     most = {
         number: global_batch // each.ranks
@@ -328,14 +333,13 @@ def _tables(
     while left and micro_batches <= _MOST_MICRO_BATCHES:
         rows = [number for number in left if most[number] >= micro_batches]
         if rows:
+            parts: TableOptions = {**options, "accumulation_steps": micro_batches}
             table = estimate_many(
                 graph,
                 [allocations[number] for number in rows],
                 # Unlike devices share it by speed.
                 global_batch=global_batch,
-                accumulation_steps=micro_batches,
-                strategy=strategy,
-                calibration=calibration,
+                **parts,
             )
             yield table, rows, micro_batches
             fitting = {
@@ -345,6 +349,40 @@ def _tables(
             }
             left = [number for number in left if number not in fitting]
         micro_batches *= 2
+
+
+def _by_batch(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    batch_per_gpu: int | None,
+    options: TableOptions,
+) -> Iterator[tuple[EstimateTable, list[int]]]:
+    """Tables of a batch per device, or of those around the traced one that are worth a try."""
+
+    def tabled(rows: list[int], batch: int | None) -> EstimateTable:
+        some = [allocations[number] for number in rows]
+        return estimate_many(graph, some, batch_per_gpu=batch, **options)
+
+    rows = list(range(len(allocations)))
+    table = tabled(rows, batch_per_gpu)
+    yield table, rows
+    if batch_per_gpu is not None or graph.batch is None:
+        return
+    fits = (table.fits != "no") & table.answered
+    for grows, chosen in ((True, fits), (False, ~fits & table.answered)):
+        batch, rates = graph.batch, table.samples_per_s[chosen]
+        left = [number for number, is_chosen in zip(rows, chosen, strict=True) if is_chosen]
+        while left and (batch * 2 <= MOST_BATCH if grows else batch > 1):
+            batch = batch * 2 if grows else batch // 2
+            tried = tabled(left, batch)
+            yield tried, left
+            fitting = (tried.fits != "no") & tried.answered
+            if grows:
+                goes_on = fitting & (tried.samples_per_s > rates * _LEAST_GAIN)
+            else:
+                goes_on = ~fitting
+            left = [number for number, more in zip(left, goes_on, strict=True) if more]
+            rates = tried.samples_per_s[goes_on]
 
 
 def _offer(
@@ -477,8 +515,9 @@ def rent(
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
     `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
-    `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`, `executor`. With `mixed` nodes
-    of two machines may train together. Raises PriceError, WorkloadError, AllocationError.
+    `batch_per_gpu` or `global_batch`, `loader`, `layouts_of`, `calibration`, `executor`. With
+    `mixed` nodes of two machines may train together. Raises PriceError, WorkloadError,
+    AllocationError.
 
     >>> import estimator as est, torch
     >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")

@@ -40,7 +40,8 @@ PRICES = PriceList(
 
 
 def offered(*allocations: str, **asked: Any) -> list[Offer]:
-    asked = {"samples": 1e8, "prices": PRICES} | asked
+    batch = {} if "global_batch" in asked else {"batch_per_gpu": GRAPH.batch}
+    asked = {"samples": 1e8, "prices": PRICES} | batch | asked
     return offers(GRAPH, allocations, **asked).offers
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     assert [each.allocation for each in found.offers] == ["1x1:t4-g4dn"]
     assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks are more than a global batch of 2"}
     large = replace(perceptron([1 << 16, 1 << 16, 1 << 16], batch=64), target="cuda")
-    none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], **asked)
+    none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], batch_per_gpu=64, **asked)
     assert none.offers == []
     # Of both strategies the nearest miss is told: FSDP's, where there is something to divide.
     answer = est.estimate(large, "1x4:t4-g4dn", strategy="fsdp")
@@ -97,6 +98,35 @@ def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     said = f"needs {needed} a device under fsdp, {missing} more than there is"
     assert none.left_out["1x4:t4-g4dn"] == said
     assert list(none.left_out) == ["1x1:t4-g4dn", "1x4:t4-g4dn"]
+
+
+def test_batches_are_looked_for_where_none_is_given() -> None:
+    (found,) = offered("1x1:t4-g4dn", batch_per_gpu=None, strategies=("ddp",))
+
+    def rate(batch: int) -> float:
+        return est.estimate(GRAPH, "1x1:t4-g4dn", batch).samples_per_s or 0.0
+
+    batch = GRAPH.batch or 0
+    # Doubled while that trains 5 % faster, and fits.
+    while rate(2 * batch) > 1.05 * rate(batch):
+        batch *= 2
+    assert found.batch_per_gpu in (batch, 2 * batch)
+    assert found.samples_per_s == pytest.approx(rate(found.batch_per_gpu))
+    assert found.usd < offered("1x1:t4-g4dn", strategies=("ddp",))[0].usd
+    # Inputs alone of 2^22 samples of 2^11 single-precision values are 32 GiB, on 16.
+    large = replace(perceptron([2048, 64, 2048], batch=1 << 22), target="cuda")
+    (halved,) = offers(large, ["1x1:t4-g4dn"], samples=1e8, prices=PRICES).offers
+    assert halved.batch_per_gpu < 1 << 21
+    assert halved.fits != "no"
+
+
+def test_what_a_loader_cannot_feed_is_no_offer_s_speed() -> None:
+    slow = "sample=1MB,prep=10ms,workers=1"
+    for batch in ({}, {"global_batch": 256, "layouts_of": (GRAPH,)}):
+        fed, held = (offered("1x4:t4-g4dn", **batch, loader=each)[0] for each in (None, slow))
+        # One worker a rank prepares 100 samples a second.
+        assert held.samples_per_s <= 400 * 1.01 < fed.samples_per_s
+        assert held.usd > fed.usd
 
 
 def test_tokens_are_counted_in_samples() -> None:
