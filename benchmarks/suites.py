@@ -62,13 +62,7 @@ SUITES: dict[str, Suite] = {
     ),
     "testbed": Suite(
         question="clusters of network namespaces: steps, splits, strategies, orders, overlap",
-        parts=tuple(
-            Part(name="testbed_accuracy", words=words, quick=quick, is_slow=quick is None)
-            for words, quick in (
-                ((), ("--cases", "even few_big", "--repeats", "1")),
-                *(((subject,), None) for subject in ("splits", "strategies", "orders", "overlap")),
-            )
-        ),
+        parts=(Part(name="testbed_accuracy"),),
         needs="root",
     ),
     "layouts": Suite(

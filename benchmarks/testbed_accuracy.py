@@ -1,10 +1,8 @@
 """Predict what happens on real clusters with shaped links, write it down, then measure it.
 
-    python benchmarks/testbed_accuracy.py [steps | splits | strategies | orders | overlap]
-
-as root builds each testbed of a subject, probes it with ``python -m estimator.probe``, predicts its
-cases from that profile, and runs every case in fresh processes, round-robin. What is found is
-appended to a file in --work, from which a second run continues. `steps` trains the cases of
+As root each testbed of a subject is built and probed with ``python -m estimator.probe``, its cases
+are predicted from that profile, and every case runs in fresh processes, round-robin. What is found
+is appended to a file, from which a further run continues. `steps` trains the cases of
 `testbed_cases`; `splits` finds the best split of a batch over unlike nodes; `strategies` chooses
 where gradients are reduced on a grid of links; `orders` finds the order of ranks for two
 oversubscribed racks; `overlap` is the communication that DDP leaves exposed.
@@ -12,38 +10,35 @@ oversubscribed racks; `overlap` is the communication that DDP leaves exposed.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
+from options import Options, local_machine
 from records import Record, Records
 from summary import summarise
-from testbed_cases import CELLS, ORDERS, OVERLAPS, SPLITS, beds, cases
-from testbed_runs import Bench, open_work
+from testbed.network import unavailable_reason
+from testbed_cases import CELLS, ORDERS, OVERLAPS, SPLITS, Case, cases
+from testbed_runs import MACHINE, Bench, RunPlan
 from testbed_subjects import orders, overlap, splits, steps, strategies
 
-from estimator.machines.catalogue import load_profile
+from estimator.errors import ProbeError
+
+QUICK_CASES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A table of cases, the bench that predicts and measures them, and what is made of that.
-
-    `folder` of ``build/`` keeps the results; `more` is said beside the cases under ``--json``.
-    """
+    """A table of cases, the bench that predicts and measures them, and what is made of that."""
 
     cases: Sequence[Any]
     bench: type[Bench]
     assemble: Callable[[Sequence[Any], Records], list[Record]]
-    report: Callable[[Sequence[Record]], Iterator[str]]
-    folder: str
+    figures: Callable[[Sequence[Record]], Iterator[Record]]
     repeats: int
     steps: int
     probe_budget_s: float = 45.0
-    more: Callable[[Sequence[Record]], dict[str, Any]] = lambda _: {}
 
 
 SUBJECTS = {
@@ -51,28 +46,23 @@ SUBJECTS = {
         cases=cases(),
         bench=steps.StepBench,
         assemble=steps.assemble,
-        report=steps.report,
-        folder="testbed_accuracy",
+        figures=steps.figures,
         repeats=7,
         steps=15,
-        more=lambda found: {"summary": summarise(found, by=("method",), bounds=steps.BOUNDS)},
     ),
     "splits": Subject(
         cases=SPLITS,
         bench=splits.SplitBench,
         assemble=splits.assemble,
-        report=splits.report,
-        folder="balance_accuracy",
+        figures=splits.figures,
         repeats=7,
         steps=15,
-        more=lambda found: {"balances": [*splits.balances(found)]},
     ),
     "strategies": Subject(
         cases=CELLS,
         bench=strategies.GridBench,
         assemble=strategies.assemble,
-        report=strategies.report,
-        folder="strategy_accuracy",
+        figures=strategies.figures,
         repeats=1,
         steps=3,
     ),
@@ -80,70 +70,55 @@ SUBJECTS = {
         cases=ORDERS,
         bench=orders.OrderBench,
         assemble=orders.assemble,
-        report=orders.report,
-        folder="rank_order_accuracy",
+        figures=orders.figures,
         repeats=1,
         steps=6,
         probe_budget_s=60.0,
-        more=lambda found: {"gains": orders.gains(found)},
     ),
     "overlap": Subject(
         cases=OVERLAPS,
         bench=overlap.OverlapBench,
         assemble=overlap.assemble,
-        report=overlap.report,
-        folder="testbed_accuracy",
+        figures=overlap.figures,
         repeats=3,
         steps=15,
     ),
 }
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; raises SystemExit with argparse's message."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("subject", nargs="?", choices=SUBJECTS, default="steps", help="what is judged (steps)")
-    add("--beds", help="names of testbeds, joined by commas")
-    add("--only", choices=list(steps.BOUNDS), help="the cases judged together")
-    add("--cases", nargs="+", default=[""], help="only cases whose names hold one of these texts")
-    add_work(parser, None)
-    add_profile(parser)
-    add_repeats(parser, repeats=None, steps=None)
-    add_prediction(parser)
-    add("--probe-budget", type=float, help="seconds to probe a network")
-    options = parser.parse_args(arguments)
-    subject = SUBJECTS[options.subject]
-    options.work = options.work or Path("build", subject.folder)
-    options.repeats = options.repeats or subject.repeats
-    options.steps = options.steps or subject.steps
-    options.probe_budget = options.probe_budget or subject.probe_budget_s
-    wanted = options.beds.split(",") if options.beds else list(beds())
-    if unknown := sorted(set(wanted) - set(beds())):
-        parser.error(f"there is no testbed '{unknown[0]}'; choose of {', '.join(beds())}")
-    options.cases = [
-        case
-        for case in subject.cases
-        if case.bed in wanted
-        and options.only in (None, case.method)
-        and any(text in case.key for text in options.cases)
-    ]
-    if not options.cases:
-        parser.error("no case is left; they are " + ", ".join(case.key for case in subject.cases))
-    return options
+def run(options: Options) -> Mapping[str, Any]:
+    """Probe, predict, write down, measure; a quick run trains three paced cases once."""
+    if reason := unavailable_reason():
+        raise ProbeError(f"no testbed here: {reason}")
+    home = options.work.resolve()
+    os.environ["ESTIMATOR_HOME"] = str(home / "home")
+    local_machine(home, name=MACHINE)
+    answer: list[Record] = []
+    for name, subject in SUBJECTS.items():
+        chosen = [case for case in subject.cases if options.takes(f"{name} {case.key}")]
+        if options.quick and not options.only:
+            chosen = few(chosen)
+        if not chosen:
+            continue
+        plan = RunPlan(
+            cases=chosen,
+            work=home / name,
+            profile=home / f"{MACHINE}.json",
+            repeats=1 if options.quick else subject.repeats,
+            steps=subject.steps,
+            probe_budget_s=subject.probe_budget_s,
+        )
+        plan.work.mkdir(parents=True, exist_ok=True)
+        records = Records(plan.work / "records.jsonl")
+        for bed in dict.fromkeys(case.bed for case in chosen):
+            subject.bench(bed, plan, records).run()
+        rows = subject.assemble(chosen, records)
+        answer += [{**row, "subject": name} for row in (*rows, *subject.figures(rows))]
+    ours = [row for row in answer if row["subject"] == "steps" and "value" not in row]
+    return {"cases": answer, "summary": summarise(ours, by=("method",), bounds=steps.BOUNDS)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe, predict, write down, measure, report."""
-    options = parse_options(arguments)
-    subject = SUBJECTS[options.subject]
-    records = open_work(options)
-    for name in dict.fromkeys(case.bed for case in options.cases):
-        subject.bench(name, options, records).run()
-    found = subject.assemble(options.cases, records)
-    machine = load_profile(options.profile).devices[0].name
-    print_found(options, subject.report(found), machine=machine, cases=found, **subject.more(found))
-
-
-if __name__ == "__main__":
-    main()
+def few(chosen: Sequence[Any]) -> list[Case]:
+    """A few paced cases of data parallelism on one testbed."""
+    paced = [case for case in chosen if isinstance(case, Case) and case.method == "paced"]
+    return [case for case in paced if case.bed == "even" and case in cases()][:QUICK_CASES]

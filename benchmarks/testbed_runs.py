@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +15,7 @@ from records import Progress, Record, Records, say
 from testbed import layouts, paced
 from testbed.launch import launch
 from testbed.measure import measure
-from testbed.network import Testbed, testbed, unavailable_reason
+from testbed.network import Testbed, testbed
 from testbed.paced import paced_graph, paced_machine
 from testbed.pipelines import step_seconds
 from testbed_cases import Case, beds
@@ -43,18 +41,30 @@ class Trial:
     run: Callable[[Testbed], Record]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Which cases, in what folder, from which profile of the host, how often and how long."""
+
+    cases: Sequence[Any]
+    work: Path
+    profile: Path
+    repeats: int
+    steps: int
+    probe_budget_s: float = 45.0
+
+
 class Bench(ABC):
     """One testbed under test: the profile of its network, and the records of its cases.
 
     A case has a `bed`, and a `key`: its name among the records.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace, records: Records) -> None:
+    def __init__(self, name: str, plan: RunPlan, records: Records) -> None:
         self.name, self.description = name, beds()[name]
-        self.options, self.records = options, records
-        self.cases = [case for case in options.cases if case.bed == name]
-        self.network_path = options.work / f"{name}.json"
-        self.cluster_path = options.work / f"{name}.toml"
+        self.plan, self.records = plan, records
+        self.cases = [case for case in plan.cases if case.bed == name]
+        self.network_path = plan.work / f"{name}.json"
+        self.cluster_path = plan.work / f"{name}.toml"
 
     @abstractmethod
     def predict(self, case: Any) -> Record:
@@ -75,8 +85,7 @@ class Bench(ABC):
         self.cluster_path.write_text(self.description.cluster_toml(MACHINE))
         with testbed(self.description) as bed:
             self.prepare(bed)
-            if not self.options.predict_only:
-                self.measure(bed)
+            self.measure(bed)
 
     def _is_unfinished(self) -> bool:
         predicted = all(self._prediction(case) for case in self.cases)
@@ -87,7 +96,7 @@ class Bench(ABC):
         if not self.network_path.exists():
             self.probe(bed)
         for case in self.cases:
-            if self._prediction(case) and not self.options.repredict:
+            if self._prediction(case):
                 continue
             try:
                 found = self.predict(case)
@@ -113,13 +122,13 @@ class Bench(ABC):
     def _left(self, trial: Trial) -> int:
         if self.records.of("failure", trial.key):
             return 0
-        return max(0, self.options.repeats - len(self.records.of("measurement", trial.key)))
+        return max(0, self.plan.repeats - len(self.records.of("measurement", trial.key)))
 
     def measure(self, bed: Testbed) -> None:
         """Launch what is predicted, in turns, as often as asked for; one failure is enough."""
         trials = self._trials()
         progress = Progress(f"{self.name}: measured", sum(map(self._left, trials)))
-        for turn in range(self.options.repeats, 0, -1):
+        for turn in range(self.plan.repeats, 0, -1):
             for trial in trials:
                 if self._left(trial) < turn:
                     continue
@@ -143,12 +152,12 @@ class ModelBench(Bench):
         self._graphs: dict[str, OpGraph] = {}
 
     def probe(self, bed: Testbed) -> None:
-        base = self.options.work / f"{self.name}_base.json"
+        base = self.plan.work / f"{self.name}_base.json"
         most = max(node.devices for node in self.description.nodes)
-        with_devices(load_profile(self.options.profile), most).save(base)
+        with_devices(load_profile(self.plan.profile), most).save(base)
         everywhere = self.description.all_devices()
         probe_network(
-            bed, everywhere, self.options, self.network_path, base=base, cluster=self.cluster_path
+            bed, everywhere, self.plan, self.network_path, base=base, cluster=self.cluster_path
         )
 
     def graph(self, case: Case) -> OpGraph:
@@ -205,7 +214,7 @@ class ModelBench(Bench):
             return {"step_s": self.train_divided(bed, case)}
         if case.layout:
             return {"step_s": self.train_stages(bed, case)}
-        options = {"batch": case.batch, "steps": self.options.steps, **changed}
+        options = {"batch": case.batch, "steps": self.plan.steps, **changed}
         run = measure(
             bed,
             f"paced:{case.model}" if case.is_paced else f"{MODELS}:{case.model}",
@@ -229,7 +238,7 @@ class ModelBench(Bench):
             plan=known.plan,
             strategy=case.strategy,
             flops_per_s=known.flops_per_s,
-            steps=self.options.steps,
+            steps=self.plan.steps,
             micro_batches=case.accumulation_steps,
             points=pipeline.points if pipeline else (),
         )
@@ -247,7 +256,7 @@ class ModelBench(Bench):
             schedule=Layout.parse(case.layout or "").schedule,
             micro_batches=case.accumulation_steps,
             layers=[end - begin for begin, end in pairwise(begins)],
-            steps=self.options.steps,
+            steps=self.plan.steps,
         )
 
 
@@ -273,32 +282,10 @@ def with_devices(profile: MachineProfile, count: int) -> MachineProfile:
     )
 
 
-def open_work(options: argparse.Namespace) -> Records:
-    """The records of the folder `options.work`, which is made, with the host's profile in it.
-
-    Raises SystemExit where there can be no testbed.
-    """
-    if reason := unavailable_reason():
-        raise SystemExit(f"no testbed here: {reason}")
-    options.work = options.work.resolve()
-    options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-    kept = options.work / "host.json"
-    if options.profile:
-        load_profile(str(options.profile.resolve())).save(kept)
-    elif not kept.exists():
-        from estimator.probe.machine import probe_machine
-
-        say("probing this machine")
-        probe_machine(name=MACHINE, strict=True).save(kept)
-    options.profile = kept
-    return Records(options.work / "records.jsonl")
-
-
 def probe_network(
     bed: Testbed,
     allocation: str,
-    options: argparse.Namespace,
+    plan: RunPlan,
     out: Path,
     *,
     base: Path | None = None,
@@ -308,8 +295,8 @@ def probe_network(
     """Probe the ranks of an allocation together, from the profile `base`, by default the host's."""
     say(f"probing the network for {out.stem}")
     command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE]
-    command += ["--budget", str(options.probe_budget), "--out", str(out)]
-    command += ["--base", str(base or options.profile)]
+    command += ["--budget", str(plan.probe_budget_s), "--out", str(out)]
+    command += ["--base", str(base or plan.profile)]
     command += ["--cluster", str(cluster)] if cluster else []
     command += ["--pairs", "all"] if all_pairs else []
     launch(bed, allocation, command)

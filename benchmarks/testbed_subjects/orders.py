@@ -12,7 +12,6 @@ from functools import cached_property, partial
 
 import numpy as np
 from records import Record, Records
-from summary import format_table, milliseconds, off
 from testbed.measure import measure
 from testbed.network import Testbed
 from testbed.orders import all_reduce_seconds
@@ -45,7 +44,7 @@ class OrderBench(Bench):
         probe_network(
             bed,
             "+".join(f"{name}[0]" for name in names),
-            self.options,
+            self.plan,
             self.network_path,
             cluster=self.cluster_path,
             all_pairs=True,
@@ -58,7 +57,7 @@ class OrderBench(Bench):
     def _hosts(self, how: str) -> tuple[str, ...]:
         pairs = self._profile.pairs
         if pairs is None:
-            raise SystemExit("the probe measured no pairs; use a larger --probe-budget")
+            raise SystemExit("the probe measured no pairs; use a larger probe")
         if how == OURS:
             cluster = Cluster.load(self.cluster_path)
             return rank_order(pairs, size_bytes=SIZE_BYTES, cluster=cluster).hosts
@@ -74,7 +73,7 @@ class OrderBench(Bench):
         ring = whole_group(place(allocation, cluster=cluster, profile=profile))
         model = GroupCollective.of(profile, "all_reduce", ring, cluster=cluster)
         if model is None or profile.pairs is None:
-            raise SystemExit("the probe measured no all-reduce; use a larger --probe-budget")
+            raise SystemExit("the probe measured no all-reduce; use a larger probe")
         tour = np.array([profile.pairs.hosts.index(host) for host in hosts])
         answer = est.estimate(
             paced_graph(MODEL),
@@ -105,7 +104,7 @@ class OrderBench(Bench):
             f"paced:{MODEL}",
             row["allocation"],
             strategy=STRATEGY,
-            steps=self.options.steps,
+            steps=self.plan.steps,
             warmup_steps=2,
         )
         return {"all_reduce_s": all_reduce_s, "step_s": run.step_s}
@@ -121,7 +120,9 @@ def assemble(cases: Sequence[Order], records: Records) -> list[Record]:
                 f"measured_{name}": statistics.median(run[name] for run in runs)
                 for name in ("all_reduce_s", "step_s")
             }
-            rows.append({**predictions[-1], **medians})
+            off = abs(predictions[-1]["step_s"] / medians["measured_step_s"] - 1)
+            about = {"id": f"{case.key}: step off by", "value": off}
+            rows.append({**predictions[-1], **medians, **about})
     return rows
 
 
@@ -141,31 +142,9 @@ def gains(rows: Sequence[Record]) -> dict[str, tuple[float, float]]:
     }
 
 
-def report(rows: Sequence[Record]) -> Iterator[str]:
-    """A line an order, and the gains."""
-    if not rows:
-        yield "no order was measured"
-        return
-    lines = [
-        [
-            *("order", "hosts", "all-reduce: pairs alone", "predicted", "measured", "error"),
-            *("step: predicted", "measured", "error", "slowest link"),
-        ]
-    ]
-    for row in rows:
-        reduce = [row["pairs_alone_s"], row["all_reduce_s"], row["measured_all_reduce_s"]]
-        step = [row["step_s"], row["measured_step_s"]]
-        lines.append(
-            [row["order"], " ".join(row["hosts"])]
-            + [milliseconds(seconds, 0) for seconds in reduce]
-            + [off(*reduce[1:])]
-            + [milliseconds(seconds, 0) for seconds in step]
-            + [off(*step), row["link"]]
-        )
-    yield format_table(lines)
+def figures(rows: Sequence[Record]) -> Iterator[Record]:
+    """How much faster our order is than random ones, and how far that is off."""
     for what, (predicted, measured) in gains(rows).items():
-        yield (
-            f"{what}: ours beats the mean random order {measured:.2f} times, predicted "
-            f"{predicted:.2f} ({off(predicted, measured)}, allowed "
-            f"{100 * GAIN_ERROR_RATIO:.0f} %)"
-        )
+        yield {"id": f"{what}: mean random order / ours", "value": measured, "predicted": predicted}
+        off = abs(predicted / measured - 1)
+        yield {"id": f"{what}: gain off by", "value": off, "bound": GAIN_ERROR_RATIO}

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from records import Record, Records, measured_fields
-from summary import format_table, milliseconds, off, percent
 from testbed.paced import paced_graph
 from testbed_cases import SPLITS, Case
 from testbed_runs import MACHINE, ModelBench, Trial
@@ -148,47 +147,10 @@ def balances(found: Sequence[Record]) -> Iterator[Record]:
         }
 
 
-def report(found: Sequence[Record]) -> Iterator[str]:
-    """The tables for people: cases first, then all their splits."""
-    heading = ["case, even split", "best split: predicted", "measured", "lost"]
-    heading += ["step there: predicted", "measured", "error"]
-    lines = [[*heading, "gain: predicted", "measured", "error", "noise", "within"]]
-    rows = list(balances(found))
-    for row in rows:
-        lines.append(
-            [
-                f"{row['id']}: {format_split(row['even'])}",
-                format_split(row["predicted_best"]),
-                format_split(row["measured_best"]),
-                percent(row["lost_ratio"]),
-                milliseconds(row["predicted_s"]),
-                milliseconds(row["measured_s"]),
-                percent(row["error_ratio"], "+"),
-                percent(row["predicted_gain_ratio"], "+"),
-                percent(row["gain_ratio"], "+"),
-                percent(row["gain_error_ratio"], "+"),
-                percent(row["noise_ratio"]),
-                "yes" if row["is_within"] else "no",
-            ]
-        )
-    yield format_table(lines)
-    within = sum(row["is_within"] for row in rows)
-    cases = len({split["case"] for split in found})
-    yield f"{within} of {cases} with step and gain within 10 %, and at most 10 % lost"
-    yield ""
-    yield format_table(
-        [["split", "predicted", "measured", "error", "noise", ""], *map(_split_line, found)]
-    )
-
-
-def _split_line(split: Record) -> list[str]:
-    mark = "predicted best" if split["is_best"] else "even" if split["is_even"] else ""
-    predicted, measured = split["predicted_s"], split["measured_s"]
-    return [
-        split["id"],
-        milliseconds(predicted),
-        milliseconds(measured),
-        off(predicted, measured),
-        percent(split["noise_ratio"]),
-        (measured is None and split["reason"]) or mark,
-    ]
+def figures(cases: Sequence[Record]) -> Iterator[Record]:
+    """How far step and gain of the predicted best split are off, and what it loses."""
+    for row in balances(cases):
+        errors = (abs(row["error_ratio"]), abs(row["gain_error_ratio"]), row["lost_ratio"])
+        name = f"{row['id']}: {format_split(row['predicted_best'])} instead of "
+        name += format_split(row["even"])
+        yield {**row, "id": name, "value": max(errors), "bound": BOUND_RATIO}

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from records import Record, Records
-from summary import format_table, percent
 from testbed.network import Testbed, set_uplink
 from testbed.paced import paced_graph, paced_machine
 from testbed.strategies import step_seconds
@@ -43,7 +42,7 @@ class GridBench(Bench):
     """One testbed whose links take every pair of rates in turn."""
 
     def probe(self, bed: Testbed) -> None:
-        probe_network(bed, ALLOCATION, self.options, self.network_path)
+        probe_network(bed, ALLOCATION, self.plan, self.network_path)
 
     def predict(self, case: Cell) -> Record:
         """Every strategy's step, from the one probe and the cell's line rates."""
@@ -86,7 +85,7 @@ class GridBench(Bench):
             SERVERS,
             STRATEGIES,
             parameter_s=PARAMETER_S,
-            steps=self.options.steps,
+            steps=self.plan.steps,
         )
         return {"step_s": step_s}
 
@@ -105,6 +104,8 @@ def assemble(cases: Sequence[Cell], records: Records) -> list[Record]:
         choice, best = predicted.index(min(predicted)), measured.index(min(measured))
         rows.append(
             {
+                "id": f"{case.key}: {STRATEGIES[choice]}, best {STRATEGIES[best]}: costs more",
+                "value": measured[choice] / measured[best] - 1,
                 "workers": case.workers,
                 "servers": case.servers,
                 "strategies": list(STRATEGIES),
@@ -118,36 +119,12 @@ def assemble(cases: Sequence[Cell], records: Records) -> list[Record]:
     return rows
 
 
-def report(rows: Sequence[Record]) -> Iterator[str]:
-    """Every cell, the error of each strategy, and the share of right choices."""
-    if not rows:
-        yield "no cell was measured"
-        return
-    lines = [["workers", "servers", *STRATEGIES, "chosen", "best", "costs"]]
-    for row in rows:
-        times = [
-            f"{1e3 * predicted:.0f} | {1e3 * measured:.0f}"
-            for predicted, measured in zip(row["predicted_s"], row["measured_s"], strict=True)
-        ]
-        lines.append(
-            [
-                row["workers"],
-                row["servers"],
-                *times,
-                row["chosen"],
-                row["best"],
-                percent(row["regret_ratio"], "+"),
-            ]
-        )
-    yield format_table(lines)
-    yield "predicted | measured, ms"
-    for number, strategy in enumerate(STRATEGIES):
-        errors = [row["predicted_s"][number] / row["measured_s"][number] - 1 for row in rows]
-        middle, worst = statistics.median(errors), max(errors, key=abs)
-        yield f"{strategy}: median error {percent(middle, '+')}, worst {percent(worst, '+')}"
-    right = sum(row["chosen"] == row["best"] for row in rows)
-    near = sum(row["regret_ratio"] <= TOLERATED_RATIO for row in rows)
-    yield (
-        f"right in {right} of {len(rows)} cells, right or within 5 % of the best in {near} "
-        f"({100 * near / len(rows):.0f} %, wanted {100 * WANTED_RATIO:.0f} %)"
-    )
+def figures(rows: Sequence[Record]) -> Iterator[Record]:
+    """The median error of each strategy, and the share of right choices."""
+    for number, strategy in enumerate(STRATEGIES if rows else ()):
+        errors = [abs(row["predicted_s"][number] / row["measured_s"][number] - 1) for row in rows]
+        yield {"id": f"{strategy}: median error", "value": statistics.median(errors)}
+    if rows:
+        near = sum(row["regret_ratio"] <= TOLERATED_RATIO for row in rows) / len(rows)
+        name = f"right or within 5 % of the best, of {len(rows)} cells"
+        yield {"id": name, "value": near, "least": WANTED_RATIO}

@@ -43,10 +43,11 @@ def test_gain_and_loss_are_counted_at_the_predicted_best_split() -> None:
     assert not row["is_within"]
     assert row["measured_best"] == (5, 3)
     assert row["lost_ratio"] == pytest.approx(1.0 / 0.98 - 1)
-    assert "0 of 1 with step and gain" in "\n".join(splits.report(rows))
+    (figure,) = splits.figures(rows)
+    assert figure["value"] == pytest.approx(0.25)
 
 
 def test_a_case_with_a_split_that_failed_is_not_judged() -> None:
     rows = [record((4, 4), 1.5, None), record((6, 2), 1.0, 1.0)]
     assert list(splits.balances(rows)) == []
-    assert "0 of 1" in "\n".join(splits.report(rows))
+    assert list(splits.figures(rows)) == []
