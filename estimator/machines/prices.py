@@ -22,7 +22,8 @@ class Price:
     """What one instance costs, and how its time is counted.
 
     Time is rounded up to whole units of `billed_s`, and is at least `least_billed_s`. A price that
-    is not known is None; `at` and `source` say when and where it was seen.
+    is not known is None; `at` and `source` say when and where it was seen, `accelerator` and
+    `cloud` what SkyPilot calls them.
     """
 
     machine: str
@@ -33,6 +34,8 @@ class Price:
     billed_s: float = 1.0
     least_billed_s: float = 0.0
     region: str = ""
+    accelerator: str = ""
+    cloud: str = ""
     at: str = ""
     source: str = ""
 
@@ -82,6 +85,11 @@ class PriceList:
     def machines(self) -> tuple[str, ...]:
         """Every machine with a price."""
         return tuple(self._of)
+
+    @property
+    def prices(self) -> tuple[Price, ...]:
+        """All of them."""
+        return tuple(price for known in self._of.values() for price in known)
 
     def price(self, machine: str, devices: int = 1, *, spot: bool = False) -> Price:
         """The cheapest instance of a machine type with at least some devices.
@@ -194,6 +202,8 @@ def _price(machine: str, row: Mapping[str, str], where: str) -> Price:
         billed_s=number("BilledS", _MOST_S) or 1.0,
         least_billed_s=number("LeastBilledS", _MOST_S) or 0.0,
         region=row.get("Region") or "",
+        accelerator=row.get("AcceleratorName") or "",
+        cloud=row.get("Cloud") or "",
         at=row.get("At") or "",
         source=row.get("Source") or "",
     )

@@ -26,8 +26,10 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.integrations.schedulers.sizes import WANTED_RATIO, sizes
 from estimator.units import parse_whole
 
-# Of a pod: the graph that it trains. Of a node: its machine type.
+# Of a pod: the graph that it trains, and with how many pods like it, a node each. Of a node: its
+# machine type.
 GRAPH = "throughput-estimator/graph"
+GANG = "throughput-estimator/gang"
 MACHINE = "throughput-estimator/machine"
 DEVICES = "nvidia.com/gpu"
 MOST_SCORE = 10  # MaxExtenderPriority
@@ -83,14 +85,16 @@ def scores(
 
 
 def _answer(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> Estimate | None:
-    """The pod's training on one node; None where the pod names no graph."""
-    graph = (_metadata(pod).get("annotations") or {}).get(GRAPH)
+    """The training of a pod, and of its gang, on such nodes; None where the pod names no graph."""
+    annotations = _metadata(pod).get("annotations") or {}
+    graph = annotations.get(GRAPH)
     if graph is None:
         return None
     machine = (_metadata(node).get("labels") or {}).get(MACHINE)
     if machine is None:
         raise WorkloadError(f"the node has no label {MACHINE}; name its machine type there")
-    return estimate(graph_of(graph), f"1x{_devices(pod)}:{machine}")
+    nodes = _number(annotations, GANG, 1, most=_MOST)
+    return estimate(graph_of(graph), f"{nodes}x{_devices(pod)}:{machine}")
 
 
 def _devices(pod: Content) -> int:

@@ -45,11 +45,14 @@ def sizes(
     """The fewest nodes on which a step fits, and the most with `wanted_ratio` of linear speed.
 
     Linear is the throughput per node of the fewest. `asked` goes to `estimate_many`, as `strategy`
-    and `calibration` do. Raises WorkloadError where it fits on no number of nodes.
+    and `calibration` do. Raises WorkloadError where it fits on no number of nodes, or why none has
+    an answer.
     """
     each = devices or len(named_profile(machine).devices)
     nodes = range(1, max_nodes + 1)
     table = estimate_many(graph, [f"{count}x{each}:{machine}" for count in nodes], **asked)
+    if not table.answered.any():
+        raise WorkloadError(next(iter(table.errors.values())))
     fitting = [row for row in range(len(table)) if table.answered[row] and table.fits_code[row]]
     if not fitting:
         raise WorkloadError(

@@ -54,6 +54,8 @@ def test_sizes_go_from_the_fewest_that_fit_to_the_most_that_are_used_well(graph:
 
 
 def test_what_fits_nowhere_is_refused(graph: OpGraph) -> None:
+    with pytest.raises(WorkloadError, match="no machine profile is called 'no-such'"):
+        sizes(graph, "no-such", devices=4, max_nodes=2)
     with pytest.raises(WorkloadError, match="fits on none of 1 to 2 nodes"):
         sizes(graph, "t4-g4dn", max_nodes=2, batch_per_gpu=10**6)
 
@@ -85,6 +87,15 @@ def test_skypilot_is_told_seconds_of_training(graph: OpGraph) -> None:
     assert seconds(resources) == round(expected)
     with pytest.raises(UnknownMachineError, match="no machine profile is known of"):
         seconds(SimpleNamespace(instance_type=None, accelerators={"TPU": 8}))
+    # The cloud's own instance: 8 V100 are 16 GB ones at AWS, 4 that and 32 GB ones on InfiniBand at
+    # Azure, where SkyPilot calls them so.
+    for accelerator, cloud, machine in (
+        ({"V100": 8}, "", "v100-p3"),
+        ({"V100": 4}, "AWS", "v100-p3-8xlarge"),
+        ({"V100-32GB": 8}, "Azure", "v100-nd-v2"),
+        ({"A100": 8}, "GCP", "a100-a2"),
+    ):
+        assert skypilot.machine_of(None, accelerator, cloud)[0] == machine
 
 
 def test_skypilots_own_task_takes_the_function(graph: OpGraph) -> None:
@@ -135,6 +146,13 @@ def test_the_fastest_node_has_the_highest_score(graph: OpGraph) -> None:
     slow, fast = (estimate(graph, f"1x4:{each}") for each in ("t4-g4dn", "a100-p4d"))
     expected = round(10 * fast.step_time_s / slow.step_time_s)
     assert found == {"slow": expected, "fast": 10, "unknown": 0}
+    # Eight such pods train together over the network of the nodes.
+    gang = call(*nodes)
+    gang["Pod"]["metadata"]["annotations"][kubernetes.GANG] = "8"
+    slow, fast = (estimate(graph, f"8x4:{each}") for each in ("t4-g4dn", "a100-p4d"))
+    score = round(10 * fast.step_time_s / slow.step_time_s)
+    assert kubernetes.prioritized(gang, graph_of(graph))[0] == {"host": "slow", "score": score}
+    assert score != expected
 
 
 def test_pods_of_others_keep_all_nodes(graph: OpGraph) -> None:
