@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from records import Record, Records
-from summary import noise_ratio
 
 from estimator.machines.profile import MachineProfile
 
@@ -78,28 +77,6 @@ def judged(cases: Sequence[Case]) -> list[Record]:
         for case in cases
         if case["quiet_step_s"] or case["status"] != "ok"
     ]
-
-
-def canary_drift(profile: MachineProfile, records: Records) -> Record:
-    """The fixed op's seconds when probing, predicting and measuring; never used to correct."""
-    stages = {
-        "probe_s": [profile.canary_s] if profile.canary_s else [],
-        "prediction_s": [
-            seconds
-            for record in records.of("canary") + records.of("prediction")
-            if (seconds := record.get("canary_s"))
-        ],
-        "measurement_s": [record["canary_s"] for record in records.of("measurement")],
-    }
-    medians = {name: statistics.median(seen) if seen else None for name, seen in stages.items()}
-    known = [seconds for seconds in medians.values() if seconds]
-    return {
-        **medians,
-        "drift_ratio": max(known) / min(known) - 1 if known else None,
-        "measurement_noise_ratio": (
-            noise_ratio(stages["measurement_s"]) if stages["measurement_s"] else None
-        ),
-    }
 
 
 def time_canary(rank: int, world_size: int, arguments: Record) -> float:

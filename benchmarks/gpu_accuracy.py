@@ -21,7 +21,7 @@ from typing import Any
 
 from gpu.cases import Case, gpu_cases, tiny_cases
 from gpu.predictions import predict_all, predict_with_timings, trace_missing
-from gpu.report import BOUNDS, UNREACHED, assemble, report
+from gpu.report import BOUNDS, UNREACHED, assemble, figures
 from gpu.steps import release, run_for_real
 from options import add_work, parser_of, print_found
 from records import Record, Records, say
@@ -180,9 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reached = all(case["status"] != "not_measured" or _failed(case) for case in found)
     print_found(
         options,
-        report(found),
         machine=profile.devices[0].name,
-        cases=found,
+        cases=[*found, *figures(found)],
+        bounds=BOUNDS,
         summary=summarise(found, by=("method",), bounds=BOUNDS),
     )
     # 1: what was asked for is not all there yet; a further run continues.

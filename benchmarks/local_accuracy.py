@@ -1,56 +1,51 @@
 """Predict real training steps on this machine, write the predictions down, then measure them.
 
-``python benchmarks/local_accuracy.py`` probes the machine, predicts every case of
-`local_models.ALL` (two batch sizes, one and two ranks) with the methods ``probe`` and ``measured``,
-then trains each case in fresh processes, round-robin over the cases, and prints both side by side.
-Everything found is appended to a file in --work, from which a second run continues.
-``--draw N --seed S`` does so on one device with N models of `drawn_models`, that nobody has seen.
+The machine is probed, every case of `local_models.ALL` (two batch sizes, one and two ranks) is
+predicted with the methods ``probe`` and ``measured``, then each is trained in fresh processes,
+round-robin over the cases. Everything found is appended to a file, from which a further run
+continues. So are, on one device, models of `drawn_models`, that nobody has seen.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
-import shutil
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from canaries import canary_drift, note_canary
-from local_cases import MODELS, OPTIMIZER, PRECISION, Case, assemble, draw_cases, read_cases
-from local_report import BOUNDS, DRAWN_BOUNDS, report, report_drawn
-from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
-from records import Progress, Record, Records, say
-from summary import summarise
+from canaries import judged, note_canary
+from local_cases import OPTIMIZER, PRECISION, STRATEGY, Case, assemble, draw_cases, read_cases
+from options import Options, local_machine
+from records import Progress, Record, Records
+from summary import Bound, error_ratio, summarise
 
-from estimator.errors import EstimatorError, ModelError
+from estimator.errors import EstimatorError, ModelError, ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 
-REPEATS, QUICK_REPEATS = 7, 3
+METHODS, RANKS = ("probe", "measured"), (1, 2)
+REPEATS, QUICK_REPEATS, STEPS, WARMUP_STEPS = 7, 3, 15, 3
+DRAWN, DRAWN_SEED = 24, 0
+# The largest errors with which each method passes.
+BOUNDS = {
+    "probe": Bound(median_ratio=0.08, worst_ratio=0.25),
+    "measured": Bound(median_ratio=0.05, worst_ratio=0.12),
+}
+# Of models drawn at random: each method is to show this much, and timed operators are to be
+# closer than the probe alone on this share of the models.
+DRAWN_BOUNDS = {
+    "probe": Bound(median_ratio=0.05, worst_ratio=0.20),
+    "measured": Bound(median_ratio=0.03, worst_ratio=0.12),
+}
+CLOSER_RATIO, IN_GRID_BOUND_RATIO = 0.8, 0.1
 LONG_STEP_S = 1.0
 PREDICTION_LIMIT_S = 900.0
-
-
-def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
-    """The profile called local in an otherwise empty store: given, kept from before, or probed."""
-    os.environ["ESTIMATOR_HOME"] = str(home)
-    kept = home / "machines" / "local.json"
-    if options.profile:
-        load_profile(options.profile).save(kept)
-    elif not kept.exists():
-        from estimator.probe.machine import probe_machine
-
-        say("probing this machine")
-        probe_machine(name="local", strict=True).save(kept)
-    profile = load_profile(kept)
-    if profile.missing:
-        say(f"the profile lacks {', '.join(profile.missing)}")
-    return profile
 
 
 def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -> list[Record]:
@@ -88,7 +83,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     look_s = time.perf_counter() - begun
     records = []
     for ranks in rank_counts:
-        answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=case.strategy)
+        answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=STRATEGY)
         records.append(
             {
                 "ranks": ranks,
@@ -108,18 +103,18 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     return records
 
 
-def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Records) -> None:
+def predict_all(cases: Sequence[Case], graphs: Path, records: Records) -> None:
     """Write down a prediction, or why there is none, for every case and method that lacks one."""
     looks: dict[tuple[str, int, str], list[Case]] = {}
     for case in cases:
-        for method in options.methods:
+        for method in METHODS:
             written = records.of("prediction", case.key, method=method)
-            if options.repredict or not written or written[-1]["predicted_s"] is None:
+            if not written or written[-1]["predicted_s"] is None:
                 looks.setdefault((case.model, case.batch, method), []).append(case)
     progress = Progress("predicted", len(looks))
     for (model, batch, method), members in looks.items():
         rank_counts = [case.ranks for case in members]
-        found, reason = predict_apart(members[0], method, rank_counts, options.work / "graphs")
+        found, reason = predict_apart(members[0], method, rank_counts, graphs)
         for case, record in zip(members, found or [{}] * len(members), strict=True):
             kept = {"predicted_s": None, "reason": reason, **record}
             records.add({"kind": "prediction", "key": case.key, "method": method, **kept})
@@ -145,17 +140,12 @@ def predict_apart(
 
 
 def measure_all(
-    cases: Sequence[Case],
-    profile: MachineProfile,
-    options: argparse.Namespace,
-    records: Records,
-    *,
-    repeats: int,
+    cases: Sequence[Case], profile: MachineProfile, records: Records, repeats: int, *, drawn: bool
 ) -> None:
     """Train every case `repeats` times in fresh processes, one round over all cases at a time."""
     # Drawn models import torchvision, which loads beside a CPU torch only once `drawn_models` has
     # said how: the ranks import for themselves.
-    if not options.draw:
+    if not drawn:
         import_models(cases)
     counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
     broken: set[str] = set()
@@ -165,7 +155,7 @@ def measure_all(
             if counts[case.key] > done or case.key in broken:
                 continue
             try:
-                record = measure(case, profile, options, records)
+                record = measure(case, profile, records, canaries=drawn)
             except EstimatorError as error:
                 # One failure is enough: the case counts as failed, and the others go on.
                 broken.add(case.key)
@@ -187,9 +177,7 @@ def import_models(cases: Sequence[Case]) -> None:
             load_model(text)
 
 
-def measure(
-    case: Case, profile: MachineProfile, options: argparse.Namespace, records: Records
-) -> Record:
+def measure(case: Case, profile: MachineProfile, records: Records, *, canaries: bool) -> Record:
     """One training run in fresh processes: the slowest rank's seconds per step."""
     from estimator.validate.training import train
 
@@ -206,11 +194,10 @@ def measure(
         batch=case.batch or None,
         optimizer=OPTIMIZER,
         precision=PRECISION,
-        strategy=case.strategy,
-        steps=max(5, options.steps // 3) if is_long else options.steps,
-        warmup_steps=options.warmup_steps,
-        phases=options.phases,
-        canaries=bool(options.draw),
+        strategy=STRATEGY,
+        steps=max(5, STEPS // 3) if is_long else STEPS,
+        warmup_steps=WARMUP_STEPS,
+        canaries=canaries,
     )
     slowest = run.step_s.index(run.slowest_step_s)
     return {
@@ -220,81 +207,70 @@ def measure(
         "canaries_s": run.canaries_s[slowest],
         "faults_per_step": run.faults_per_step[slowest],
         "peak_memory_bytes": run.peak_memory_bytes,
-        "phases_s": dict(run.phases_s[slowest]) if options.phases else None,
     }
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; raises SystemExit with argparse's message."""
-    parser = parser_of(__doc__)
-    add_work(parser, "local_accuracy")
-    add_profile(parser)
-    # 7 repeats, 3 with --quick.
-    add_repeats(parser, repeats=None, steps=15)
-    add_prediction(parser)
-    add = parser.add_argument
-    add("--models", type=Path, default=MODELS, help="a Python file whose ALL lists functions")
-    add("--draw", type=int, help="so many models drawn at random instead, on one device")
-    add("--seed", type=int, default=0, help="of the draw")
-    add("--only", type=comma_list, help="names of models, joined by commas")
-    add("--methods", type=comma_list, default=["probe", "measured"], help="of probe,measured")
-    add("--ranks", type=comma_list, default=["1", "2"], help="numbers of devices")
-    add("--strategy", default="ddp", help="such as ddp, zero1 or fsdp")
-    add("--warmup-steps", type=int, default=3)
-    add("--quick", action="store_true", help="four models at their default batch, 3 repeats")
-    add("--phases", action="store_true", help="time forward, backward and update apart")
-    options = parser.parse_args(arguments)
-    if options.draw:
-        options.work, options.ranks = options.work / f"drawn_{options.seed}", ["1"]
-    options.is_own_list = options.models == MODELS
-    options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-    if not set(options.methods) <= BOUNDS.keys():
-        parser.error(f"--methods takes {', '.join(BOUNDS)}, found {','.join(options.methods)}")
-    if not all(text.isdigit() and int(text) for text in options.ranks):
-        parser.error(f"--ranks takes numbers such as 1,2, found {','.join(options.ranks)}")
-    options.ranks = [int(text) for text in options.ranks]
-    return options
-
-
-def comma_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe, predict, write down, measure, report."""
-    options = parse_options(arguments)
-    options.work.mkdir(parents=True, exist_ok=True)
+def run(options: Options) -> Mapping[str, Any]:
+    """The listed models, or a file's; then, in a whole run, models that nobody has seen."""
+    home = options.work.resolve() / "home"
+    os.environ["ESTIMATOR_HOME"] = str(home)
+    profile = local_machine(home / "machines")
+    if max(RANKS) > len(profile.devices):
+        raise ProbeError(f"{profile.name} has {len(profile.devices)} devices of {max(RANKS)} asked")
+    repeats = QUICK_REPEATS if options.quick else REPEATS
     records = Records(options.work / "records.jsonl")
-    cases = draw_cases(options, records) if options.draw else read_cases(options)
-    profile = find_profile(options, options.work.resolve() / "home")
-    if max(options.ranks) > len(profile.devices):
-        raise SystemExit(
-            f"--ranks asks for {max(options.ranks)} devices, {profile.name} has "
-            f"{len(profile.devices)}; probe with more --devices or ask for fewer ranks"
-        )
+    listed = accuracy_of(read_cases(options, RANKS), profile, records, repeats)
+    rows, answer = summarise(listed, bounds=BOUNDS), [*listed, *figures(listed)]
+    if not (options.quick or options.only or options.models):
+        records = Records(options.work / "drawn.jsonl")
+        cases = draw_cases(DRAWN, DRAWN_SEED, records)
+        seen = [{**case, "source": "drawn"} for case in drawn_accuracy(cases, profile, records)]
+        quiet = [{**case, "source": "drawn, quiet steps"} for case in judged(seen)]
+        by = ("source", "method")
+        rows += [row for pool in (seen, quiet) for row in summarise(pool, by, bounds=DRAWN_BOUNDS)]
+        answer += [*seen, closer(seen), *figures(seen)]
+    return {"cases": answer, "summary": rows}
+
+
+def accuracy_of(
+    cases: Sequence[Case], profile: MachineProfile, records: Records, repeats: int
+) -> list[Record]:
+    """Predict, write down, train in turns."""
     note_canary(profile, records)
-    if options.repredict:
-        shutil.rmtree(options.work / "graphs", ignore_errors=True)
-    # The machine changes within minutes: a drawn model trains just after its operators were timed.
-    for group in [[case] for case in cases] if options.draw else [cases]:
-        predict_all(group, options, records)
-        if not options.predict_only:
-            first = 1 if options.draw else options.repeats
-            measure_all(group, profile, options, records, repeats=first)
-    if options.draw and not options.predict_only:
-        trained = [case for case in cases if records.of("measurement", case.key)]
-        measure_all(trained, profile, options, records, repeats=options.repeats)
-    found = assemble(cases, profile, options.methods, records)
-    canary = canary_drift(profile, records)
-    print_found(
-        options,
-        (report_drawn if options.draw else report)(found, canary),
-        machine=profile.devices[0].name,
-        cases=found,
-        summary=summarise(found, bounds=DRAWN_BOUNDS if options.draw else BOUNDS),
-        canary=canary,
-    )
+    predict_all(cases, records.path.parent / "graphs", records)
+    measure_all(cases, profile, records, repeats, drawn=False)
+    return assemble(cases, profile, METHODS, records)
 
 
-if __name__ == "__main__":
-    main()
+def drawn_accuracy(
+    cases: Sequence[Case], profile: MachineProfile, records: Records, repeats: int = REPEATS
+) -> list[Record]:
+    """The machine changes within minutes: a model trains just after its operators were timed."""
+    note_canary(profile, records)
+    for case in cases:
+        predict_all([case], records.path.parent / "graphs", records)
+        measure_all([case], profile, records, 1, drawn=True)
+    trained = [case for case in cases if records.of("measurement", case.key)]
+    measure_all(trained, profile, records, repeats, drawn=True)
+    return assemble(cases, profile, METHODS, records)
+
+
+def figures(cases: Sequence[Record]) -> Iterator[Record]:
+    """How much of the predicted op time was probed in exactly its shape."""
+    shares = [
+        case["op_time_in_grid_ratio"]
+        for case in cases
+        if case["method"] == "probe" and case["op_time_in_grid_ratio"] is not None
+    ]
+    if shares:
+        name = "op time whose exact shape is in the probe's grid, median"
+        yield {"id": name, "value": statistics.median(shares), "bound": IN_GRID_BOUND_RATIO}
+
+
+def closer(cases: Sequence[Record]) -> Record:
+    """The share of models on which timed operators are closer than the probe alone."""
+    errors: dict[str, dict[str, float]] = {}
+    for case in cases:
+        errors.setdefault(case["model"], {})[case["method"]] = error_ratio(case)
+    share = sum(each["measured"] < each["probe"] for each in errors.values()) / len(errors)
+    return {"id": "timed operators are closer", "value": share, "least": CLOSER_RATIO}

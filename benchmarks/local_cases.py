@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import inspect
 import os
@@ -13,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from canaries import case_canaries, quiet_steps
+from options import Options
 from records import Record, Records, measured_fields
 
 from estimator.machines.profile import MachineProfile
-from estimator.workload import Strategy
 
 MODELS = Path(__file__).with_name("local_models.py")
 QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")
-OPTIMIZER, PRECISION = "adamw", "fp32"
+OPTIMIZER, PRECISION, STRATEGY = "adamw", "fp32", "ddp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +30,10 @@ class Case:
     model: str
     batch: int
     ranks: int
-    strategy: str = "ddp"
 
     @property
     def key(self) -> str:
-        how = "" if self.strategy == "ddp" else f"-{self.strategy}"
-        return f"{self.model}-b{self.batch}-r{self.ranks}{how}"
+        return f"{self.model}-b{self.batch}-r{self.ranks}"
 
     @property
     def model_text(self) -> str:
@@ -47,31 +44,30 @@ class Case:
         return f"1x{self.ranks}:local"
 
 
-def read_cases(options: argparse.Namespace) -> list[Case]:
+def read_cases(options: Options, rank_counts: Sequence[int]) -> list[Case]:
     """The models of the file's `ALL`, each at two batch sizes and on each number of ranks."""
-    path = options.models.resolve()
+    path = (options.models or MODELS).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
         raise SystemExit(f"{path} is no Python file; name one that defines ALL = [function, ...]")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     functions: list[Callable[..., Any]] = getattr(module, "ALL", [])
-    only = options.only or (QUICK_MODELS if options.quick and options.is_own_list else None)
-    unknown = set(only or ()) - {function.__name__ for function in functions}
-    if not functions or unknown:
-        raise SystemExit(f"{path} has no {', '.join(sorted(unknown)) or 'list ALL'}; check names")
+    if not functions:
+        raise SystemExit(f"{path} has no list ALL; check names")
+    if options.quick and not (options.only or options.models):
+        functions = [function for function in functions if function.__name__ in QUICK_MODELS]
     return [
         Case(
             file=os.path.relpath(path),
             model=function.__name__,
             batch=batch,
             ranks=ranks,
-            strategy=str(Strategy.parse(options.strategy)),
         )
         for function in functions
-        if not only or function.__name__ in only
+        if options.takes(function.__name__)
         for batch in batch_sizes(function, default_only=options.quick)
-        for ranks in options.ranks
+        for ranks in rank_counts
     ]
 
 
@@ -84,12 +80,12 @@ def batch_sizes(function: Callable[..., Any], *, default_only: bool) -> list[int
     return [default] if default_only or default < 2 else [default, default // 2]
 
 
-def draw_cases(options: argparse.Namespace, records: Records) -> list[Case]:
+def draw_cases(count: int, seed: int, records: Records) -> list[Case]:
     """Models drawn at random, each at the batch of its name on one device."""
     import drawn_models
 
     file = os.path.relpath(drawn_models.__file__)
-    names = drawn_models.drawn(options.draw, options.seed, records)
+    names = drawn_models.drawn(count, seed, records)
     return [Case(file=file, model=name, batch=0, ranks=1) for name in names]
 
 
@@ -110,7 +106,6 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
     if prediction.get("predicted_s") is None:
         measured.update(status="no_prediction", reason=prediction["reason"])
     measured_at = measured["measured_at"]
-    phased = [run["phases_s"] for run in runs if run.get("phases_s")]
     canaries = case_canaries(case.key, profile, records)
     kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
     return {
@@ -121,7 +116,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "allocation": case.allocation,
         "ranks": case.ranks,
         "nodes": 1,
-        "strategy": case.strategy,
+        "strategy": STRATEGY,
         "precision": PRECISION,
         "optimizer": OPTIMIZER,
         "batch_per_gpu": prediction.get("batch_per_gpu", case.batch or None),
@@ -134,11 +129,6 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "canaries": canaries,
         **quiet_steps(case.key, method, canaries, records),
         "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
-        "phases_s": {
-            phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]
-        }
-        if phased
-        else None,
         "predicted_at": prediction.get("at"),
         "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
     }

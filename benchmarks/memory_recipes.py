@@ -90,8 +90,9 @@ def graph_of(model: str, checkpoint: str | None, compiled: str) -> est.OpGraph:
 def reserved_bytes(answer: est.Estimate, graph: est.OpGraph) -> float:
     """What the allocator holds of a rank's memory at the peak."""
     strategy = Strategy.parse(answer.strategy)
-    shards = strategy.sharded_ranks(answer.ranks)
-    kept = graph.parameter_count * FP32_BYTES / shards if shards > 1 else 0.0
+    kept = 0.0
+    if strategy.keeps.parameters == "shard":
+        kept = graph.parameter_count * FP32_BYTES / (strategy.shard_ranks or answer.ranks)
     return (answer.peak_memory_bytes + kept) * (1 + FRAGMENTATION_RATIO)
 
 

@@ -85,27 +85,6 @@ def add_work(parser: argparse.ArgumentParser, folder: str | None) -> None:
     )
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """``--profile``: a file, instead of a probe."""
-    parser.add_argument(
-        "--profile", type=Path, help="a profile of this machine, instead of probing it"
-    )
-
-
-def add_repeats(parser: argparse.ArgumentParser, *, repeats: int | None, steps: int | None) -> None:
-    """``--repeats`` and ``--steps``; None: chosen later."""
-    add = parser.add_argument
-    add("--repeats", type=int, default=repeats, help="fresh launches of each case")
-    add("--steps", type=int, default=steps, help="timed steps in each launch")
-
-
-def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """``--repredict`` and ``--predict-only``."""
-    add = parser.add_argument
-    add("--repredict", action="store_true", help="predict again, and say so where it is too late")
-    add("--predict-only", action="store_true", help="write predictions down, measure nothing")
-
-
 def print_found(
     options: argparse.Namespace,
     lines: Iterable[str] | None = None,

@@ -58,7 +58,7 @@ SUITES: dict[str, Suite] = {
     ),
     "local": Suite(
         question="training steps on this machine, predicted first and then measured",
-        parts=(Part(name="local_accuracy", words=(), quick=("--quick",), takes=MODELS),),
+        parts=(Part(name="local_accuracy", takes=MODELS),),
     ),
     "testbed": Suite(
         question="clusters of network namespaces: steps, splits, strategies, orders, overlap",

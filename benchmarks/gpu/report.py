@@ -1,4 +1,4 @@
-"""Assemble the cases of a run on a GPU from its records, and lay them out as text."""
+"""Assemble the cases of a run on a GPU from its records."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from records import Record, Records
-from summary import (
-    Bound,
-    format_rows,
-    format_table,
-    is_beyond,
-    milliseconds,
-    noise_ratio,
-    off,
-    percent,
-    summarise,
-)
+from summary import Bound, noise_ratio
 
 from estimator.machines.profile import MachineProfile
 from gpu.cases import Case
@@ -27,8 +17,6 @@ BOUNDS = {
     "measured": Bound(median_ratio=0.04, worst_ratio=0.12),
 }
 MEMORY_BOUND_RATIO = 0.05
-# A step whose issuing takes this share of it waits for the host.
-HOST_BOUND_RATIO = 0.9
 UNREACHED = "not reached in the time"
 _KEPT = (
     *("predicted_s", "low_s", "high_s", "breakdown", "bottleneck", "op_time_in_grid_ratio"),
@@ -90,66 +78,13 @@ def _peak_bytes(run: Record) -> int | None:
     return int(run["peak_bytes"] - run["allocated_before_bytes"])
 
 
-def report(found: Sequence[Record]) -> Iterator[str]:
-    """What people read: cases, summaries, memory, who waits for the host."""
-    yield _cases_table(found)
-    for by in (("method",), ("method", "precision"), ("method", "execution")):
-        yield "\n" + format_rows(summarise(found, by=by, bounds=BOUNDS))
-    yield from _memory_lines(found)
-
-
-def _cases_table(found: Sequence[Record]) -> str:
-    header = ["case", "predicted", "measured", "error", "noise", "host", "in 80 %", "in grid", ""]
-    return format_table([header, *(_case_line(case) for case in found)])
-
-
-def _case_line(case: Record) -> list[str]:
-    predicted, measured = case["predicted_s"], case["measured_s"]
-    cells = [case["id"], milliseconds(predicted, 2), milliseconds(measured, 2)]
-    if predicted is None or measured is None:
-        return [
-            *cells,
-            "-",
-            "-",
-            milliseconds(case["host_s"], 2),
-            "-",
-            "-",
-            f"{case['status']}: {case['reason']}",
-        ]
-    remarks = ["BEYOND"] if is_beyond(case, BOUNDS[case["method"]].worst_ratio) else []
-    if case["host_s"] >= HOST_BOUND_RATIO * measured:
-        remarks.append("host-bound")
-    if "host" in (case["bottleneck"] or ""):
-        remarks.append("said to be host-bound")
-    return [
-        *cells,
-        off(predicted, measured),
-        percent(case["noise_ratio"]),
-        milliseconds(case["host_s"], 2),
-        "yes" if case["low_s"] <= measured <= case["high_s"] else "no",
-        f"{100 * case['op_time_in_grid_ratio']:.0f} %",
-        ", ".join(remarks),
-    ]
-
-
-def _memory_lines(found: Sequence[Record]) -> Iterator[str]:
-    rows = [
-        case
-        for case in found
+def figures(cases: Sequence[Record]) -> Iterator[Record]:
+    """How far predicted peaks of memory are off, in the median."""
+    errors = [
+        abs(case["peak_memory_bytes"] / case["peak_measured_bytes"] - 1)
+        for case in cases
         if case["method"] == "probe" and case["peak_measured_bytes"] and case["peak_memory_bytes"]
     ]
-    if not rows:
-        yield "\nno peak memory was measured"
-        return
-    errors = [case["peak_memory_bytes"] / case["peak_measured_bytes"] - 1 for case in rows]
-    lines = [["peak memory", "predicted", "measured", "error"]]
-    for case, error in zip(rows, errors, strict=True):
-        sizes = (case["peak_memory_bytes"], case["peak_measured_bytes"])
-        gib = [f"{size / 2**30:.2f} GiB" for size in sizes]
-        lines.append([case["id"].removesuffix("-probe"), *gib, f"{100 * error:+.1f} %"])
-    yield "\n" + format_table(lines)
-    sizes = [abs(error) for error in errors]
-    yield (
-        f"peak memory: median {100 * statistics.median(sizes):.1f} %, "
-        f"worst {100 * max(sizes):.1f} % (bound {100 * MEMORY_BOUND_RATIO:.0f} % median)"
-    )
+    if errors:
+        median = {"value": statistics.median(errors), "bound": MEMORY_BOUND_RATIO}
+        yield {"id": f"peak memory of {len(errors)} cases: median error", **median}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from gpu.cases import Case, gpu_cases
-from gpu.report import assemble, report
+from gpu.report import assemble, figures
 from records import Records
 
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
@@ -57,8 +58,6 @@ def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path
     assert found[f"{done.key}-measured"]["status"] == "no_prediction"
     assert found[f"{lost.key}-probe"]["reason"] == "OutOfMemoryError: no"
     assert found[f"{later.key}-probe"]["status"] == "not_measured"
-    text = "\n".join(report(list(found.values())))
-    # 1.2 of 1.25 s of host: host-bound, as the estimate said; 90 of 100 MiB.
-    assert "host-bound, said to be host-bound" in text
-    assert "-20.0 %" in text
-    assert "-10.0 %" in text
+    (figure,) = figures(list(found.values()))
+    # 90 of 100 MiB.
+    assert figure["value"] == pytest.approx(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 import drawn_models
 import local_accuracy
 import pytest
-from canaries import quiet_steps
+from canaries import judged, quiet_steps
+from local_cases import Case
+from options import Options
 from records import Records
 
 from estimator.errors import TrainingError
@@ -41,7 +42,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     )
     order: list[str] = []
 
-    def measure(case: Any, *_: Any) -> dict[str, Any]:
+    def measure(case: Any, *_: Any, **__: Any) -> dict[str, Any]:
         if case.model == "broken":
             raise TrainingError("it broke")
         order.append(case.key)
@@ -54,106 +55,80 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(local_accuracy, "measure", measure)
     monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
-    monkeypatch.setattr(local_accuracy, "find_profile", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "local_machine", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "RANKS", (1,))
+    monkeypatch.setattr(local_accuracy, "METHODS", ("probe",))
+    monkeypatch.setattr(local_accuracy, "REPEATS", 3)
     monkeypatch.setattr(local_accuracy, "note_canary", lambda *_: None)
     return order
 
 
-def run(capsys: pytest.CaptureFixture[str], models: Path, *options: str) -> dict[str, Any]:
-    place = ["--models", str(models), "--work", str(models.parent / "work"), "--json"]
-    local_accuracy.main([*place, *options])
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return answer
+def run(models: Path, *only: str, quick: bool = False) -> Any:
+    work = models.parent / "work"
+    work.mkdir(exist_ok=True)
+    asked = {"quick": quick, "only": only, "models": models, "data": work, "work": work}
+    return local_accuracy.run(Options(**asked))
+
+
+def drawn(tmp_path: Path, *names: str) -> Any:
+    cases = [Case(file="m.py", model=name, batch=0, ranks=1) for name in names]
+    records = Records(tmp_path / "drawn.jsonl")
+    profile = local_accuracy.local_machine(tmp_path)
+    return local_accuracy.drawn_accuracy(cases, profile, records, repeats=2)
 
 
 def test_training_goes_round_robin_over_both_batch_sizes_and_rank_counts(
-    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+    trained: list[str], models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(capsys, models, "--only", "small", "--repeats", "2", "--methods", "probe")
-    assert trained == ["small-b4-r1", "small-b4-r2", "small-b2-r1", "small-b2-r2"] * 2
+    monkeypatch.setattr(local_accuracy, "RANKS", (1, 2))
+    run(models, "small")
+    assert trained == ["small-b4-r1", "small-b4-r2", "small-b2-r1", "small-b2-r2"] * 3
 
 
 def test_a_second_run_continues_where_the_first_was_cut_off(
-    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+    trained: list[str], models: Path
 ) -> None:
-    options = ("--only", "small", "--ranks", "1", "--methods", "probe", "--repeats", "3")
-    run(capsys, models, *options)
+    run(models, "small")
     path = models.parent / "work" / "records.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines)[:-40])  # kill -9 while the last of 6 was being written
-    answer = run(capsys, models, *options)
+    cases = run(models, "small")["cases"]
     assert trained[6:] == ["small-b2-r1"]
-    assert [len(case["runs_s"]) for case in answer["cases"]] == [3, 3]
-    assert all(case["predicted_at"] < case["measured_at"] for case in answer["cases"])
+    assert [len(case["runs_s"]) for case in cases] == [3, 3]
+    assert all(case["predicted_at"] < case["measured_at"] for case in cases)
 
 
 def test_a_case_that_cannot_train_stays_and_counts_as_an_error_of_100_percent(
-    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+    trained: list[str], models: Path
 ) -> None:
-    options = ("--quick", "--ranks", "1", "--methods", "probe", "--repeats", "1")
-    answer = run(capsys, models, *options)
+    answer = run(models, quick=True)
     small, broken = answer["cases"]
     assert (broken["status"], broken["measured_s"]) == ("not_measured", None)
     assert broken["reason"] == "it broke"
-    assert (small["status"], small["measured_s"]) == ("ok", pytest.approx(1.001))
+    assert (small["status"], small["measured_s"]) == ("ok", pytest.approx(1.002))
     (row,) = answer["summary"]
-    assert (row["failed"], row["worst_ratio"]) == (1, 1.0)
+    assert (row.failed, row.worst_ratio) == (1, 1.0)
 
 
-def test_a_prediction_made_after_measuring_is_marked(
-    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+def test_timed_operators_are_closer_than_the_probe_alone_on_some_models(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--only", "small", "--quick", "--ranks", "1", "--methods", "probe")
-    assert run(capsys, models, *options)["cases"][0]["predicted_beforehand"]
-    assert not run(capsys, models, *options, "--repredict")["cases"][0]["predicted_beforehand"]
-
-
-def test_the_table_shows_error_noise_and_where_the_time_goes(
-    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = ["--models", str(models), "--work", str(models.parent / "work"), "--repeats", "1"]
-    local_accuracy.main([*place, "--only", "small", "--quick", "--ranks", "1"])
-    line = next(
-        x for x in capsys.readouterr().out.splitlines() if x.startswith("small-b4-r1-probe")
-    )
-    # 1.1 s predicted, 1.001 s measured: +9.9 %; parts of 0.4, 0.4, 0, 0.2 s and nothing else.
-    cells = line.split()
-    assert cells[1:5] == ["1100.0", "1001.0", "+9.9", "%"]
-    assert cells[-6:] == ["400.0", "400.0", "0.0", "200.0", "0.0", "-"]
-
-
-def test_drawn_models_are_summed_up_by_method(
-    trained: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(drawn_models, "drawn", lambda count, seed, _: ["good", "broken"][:count])
-    options = ["--draw", "2", "--seed", "5", "--work", str(tmp_path), "--repeats", "1"]
-    local_accuracy.main(options)
-    out = capsys.readouterr().out
-    # 1.001 s measured; 1.1 s by the probe is 9.9 % off, 1.02 s with operators timed 1.9 %. The
-    # model that cannot be trained counts as 100 % off with both.
-    line = next(line for line in out.splitlines() if line.startswith("good"))
-    cells = ["1001.0", "0.0", "%", "1100.0", "+9.9", "%", "1020.0", "+1.9", "%"]
-    assert line.split()[1:13] == [*cells, "-", "-", "1000.00"]
-    assert "closer than the probe alone on 1 of 2 models" in out
-    assert trained == ["good-b0-r1"]
-    assert (tmp_path / "drawn_5" / "records.jsonl").exists()
+    monkeypatch.setattr(local_accuracy, "METHODS", ("probe", "measured"))
+    # About 1 s measured; 1.1 s by the probe is ten times as far off as 1.02 s with operators
+    # timed. The model that cannot be trained counts as 100 % off with both.
+    found = drawn(tmp_path, "good", "broken")
+    assert local_accuracy.closer(found)["value"] == 0.5
 
 
 def test_a_model_is_judged_by_its_quiet_steps(
-    trained: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The canary took 1.0 s at the probe. Around the first, the second and the fifth step it takes
     as long; the third ends and the fourth begins beside one of 1.2 s. The quiet steps took 1.0,
-    1.02 and 1.04 s, 1.02 s in the median, of which 1.1 s by the probe is 7.8 % off. Beside the
-    timed operators it took 1.15 s, beyond the 10 % of the rule."""
+    1.02 and 1.04 s, 1.02 s in the median. Beside the timed operators it took 1.15 s, beyond the
+    10 % of the rule."""
     predict, measure = local_accuracy.predict_apart, local_accuracy.measure
-    profile = replace(local_accuracy.find_profile(None, None), canary_s=1.0)  # type: ignore[arg-type]
+    profile = replace(local_accuracy.local_machine(tmp_path), canary_s=1.0)
     beside = {
         "steps_s": [1.0, 1.02, 1.5, 1.6, 1.04],
         "canaries_s": [1.0, 1.0, 1.0, 1.2, 1.0, 1.0],
@@ -164,19 +139,17 @@ def test_a_model_is_judged_by_its_quiet_steps(
         slow_s = 1.15 if method == "measured" else None
         return [{**record, "canary_s": slow_s} for record in found], reason
 
-    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["one"])
-    monkeypatch.setattr(local_accuracy, "find_profile", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "METHODS", ("probe", "measured"))
+    monkeypatch.setattr(local_accuracy, "local_machine", lambda *_: profile)
     monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
-    monkeypatch.setattr(local_accuracy, "measure", lambda *each: {**measure(*each), **beside})
-    local_accuracy.main(["--draw", "1", "--work", str(tmp_path), "--repeats", "1"])
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if line.startswith("one"))
-    shown = "1000.00 1150.00 1000.00 3 of 5 1020.0 not judged: operators timed"
-    assert " ".join(line.split()).endswith(shown)
-    everyone, judged_only = out.split("judged by the median")
-    assert everyone.split("\nmeasured  ")[0].split("\nprobe  ")[1].split()[2:4] == ["9.9", "%"]
-    assert judged_only.split("\nprobe  ")[1].split()[2:4] == ["7.8", "%"]
-    assert "\nmeasured  " not in judged_only
+    monkeypatch.setattr(
+        local_accuracy, "measure", lambda *given, **more: {**measure(*given, **more), **beside}
+    )
+    probe, timed = drawn(tmp_path, "one")
+    assert (probe["quiet_steps"], probe["steps"], probe["quiet_step_s"]) == (6, 10, 1.02)
+    assert timed["quiet_step_s"] is None
+    (quiet,) = judged([probe, timed])
+    assert (quiet["method"], quiet["measured_s"]) == ("probe", 1.02)
 
 
 def test_two_quiet_steps_are_too_few_to_be_judged_by(tmp_path: Path) -> None:
@@ -197,9 +170,9 @@ def test_a_drawn_model_trains_straight_after_its_operators_were_timed(
         trained.append(f"{case.model} {method}")
         return predict(case, method, *rest)
 
-    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["a", "b"])
+    monkeypatch.setattr(local_accuracy, "METHODS", ("probe", "measured"))
     monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
-    local_accuracy.main(["--draw", "2", "--work", str(tmp_path), "--repeats", "2"])
+    drawn(tmp_path, "a", "b")
     first_round = ["a probe", "a measured", "a-b0-r1", "b probe", "b measured", "b-b0-r1"]
     assert trained == [*first_round, "a-b0-r1", "b-b0-r1"]
 
