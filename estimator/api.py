@@ -82,9 +82,8 @@ def trace_model(
     lays images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
     ``clip_grad_norm_``. `checkpoint` recomputes repeated blocks: "full", "selective:2" or
     "selective:op" (all but attention and every other matmul). `float8` has linear layers of a
-    compiled model in float8 as torchao does: "tensorwise" or "rowwise". `recipe` has a framework's
-    kernels: an `est.Recipe` or its text ("megatron:fp8=current"). Raises ModelError, TraceError,
-    ProbeError.
+    compiled model in float8 as torchao does: "tensorwise" or "rowwise". `recipe` is an `est.Recipe`
+    or its text ("megatron:fp8=current"). Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
@@ -103,8 +102,9 @@ def trace_model(
             batch_dim=batch_dim,
             name=name,
         )
-    scaled = replace(graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm)
-    graph = replace(scaled, checkpoint=checkpoint)
+    graph = replace(
+        graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
+    )
     graph = _compiled(graph, compiled, float8, assumed, str(recipe) if recipe else None)
     return with_timings(graph, profile, report=report) if measure else graph
 

@@ -416,11 +416,7 @@ class _LayoutSearch:
             layout = replace(shared, cp=cp)
             if cp > most:
                 return
-            try:
-                self._engine.split(graph, layout)
-            except StrategyError as error:
-                self._refusals[str(error)] += 1
-            else:
+            if self._can_split(graph, layout):
                 yield layout
 
     def _expert_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
@@ -433,12 +429,17 @@ class _LayoutSearch:
             for sums in (False, True) if ep == shared.tp and shared.cp == 1 else (False,):
                 layout = replace(shared, ep=ep, sums_experts=sums)
                 self._report(str(layout), 0.0)
-                try:
-                    self._engine.split(graph, layout)
-                except StrategyError as error:
-                    self._refusals[str(error)] += 1
-                else:
+                if self._can_split(graph, layout):
                     yield layout
+
+    def _can_split(self, graph: OpGraph, layout: Layout) -> bool:
+        """Whether a graph can be divided so; counts the reason where it cannot."""
+        try:
+            self._engine.split(graph, layout)
+        except StrategyError as error:
+            self._refusals[str(error)] += 1
+            return False
+        return True
 
     def _bound(
         self,

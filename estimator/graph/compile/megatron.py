@@ -47,6 +47,8 @@ _FACTORS = {
     "aten._grouped_mm.default": (0, 1),
 }
 _SCALED = {"aten._grouped_mm.default": "aten._scaled_grouped_mm.default"}
+# FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
+_FUSED_OPTIMIZERS = {"adam": "adam-fused", "adamw": "adamw-fused"}
 _FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
 # Scalings by which a kernel that fuses a norm, or an activation, writes FP8 itself.
 _FUSED_NORMS, _FUSED_ACTIVATIONS = frozenset({"delayed"}), frozenset({"delayed", "mxfp8"})
@@ -96,9 +98,7 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
         graph,
         ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
         recipe=str(recipe),
-        # FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
-        optimizer=f"{graph.optimizer}-fused" * (graph.optimizer in ("adam", "adamw"))
-        or graph.optimizer,
+        optimizer=_FUSED_OPTIMIZERS.get(graph.optimizer, graph.optimizer),
         assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
     )
     return graph if recipe.fp8 is None else _Cast(graph, recipe.fp8).graph()

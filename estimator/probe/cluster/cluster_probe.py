@@ -255,10 +255,8 @@ class _Keeper:
             return
         self._doing = "the machine itself"
         waiting = {member.rank: member for member in probing.values()}
-        ends_at, is_called_off = (
-            time.monotonic() + _MACHINE_END_RATIO * self.request.budget_s,
-            False,
-        )
+        ends_at = time.monotonic() + _MACHINE_END_RATIO * self.request.budget_s
+        is_called_off = False
         while waiting:
             time.sleep(_POLL_S)
             self._tell()
@@ -329,9 +327,7 @@ class _Keeper:
             )
 
     def _plan(self) -> ProbePlan:
-        links = (
-            self.request.base.links if self.request.base else self.base.links if self.base else ()
-        )
+        links = () if self.base is None else self.base.links
         return ProbePlan(
             findings=self.findings,
             known_links=frozenset((link.kind, link.locality) for link in links),
@@ -341,18 +337,20 @@ class _Keeper:
     def _left_s(self) -> float:
         return self.request.budget_s - self._used_s()
 
+    @property
+    def _reserve_s(self) -> float:
+        return max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
+
     def _why_over(self) -> str:
         """Why nothing more can be measured, or ""."""
         if self.stop.is_set():
             return "interrupted"
         if len(self.world.members) < 2:
             return "no two ranks are left"
-        reserve_s = max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
-        return "the budget was over" if self._left_s() - reserve_s < LEAST_STEP_S else ""
+        return "the budget was over" if self._left_s() - self._reserve_s < LEAST_STEP_S else ""
 
     def _run_world(self) -> tuple[dict[int, Member], str]:
         """The members lost in a new world, and why a step failed where none was; or nothing."""
-        reserve_s = max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
         plan, ends_at = self._plan(), time.monotonic() + self._left_s() - _GIVEN_UP_S
         self._step_ends = ends_at
         number = self._order(
@@ -361,7 +359,7 @@ class _Keeper:
                 "has_racks": self.world.has_racks,
                 "timeout_s": self._left_s() + _GIVEN_UP_S,
                 "steps": self._left,
-                "left_s": self._left_s() - reserve_s,
+                "left_s": self._left_s() - self._reserve_s,
                 "all_pairs": plan.all_pairs,
                 "known_links": sorted(plan.known_links, key=str),
                 "findings": self.findings.to_dict(self.world),

@@ -189,7 +189,14 @@ def _process_group(place: Mapping[str, Any]) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-__all__ = ["DeviceProcesses", "collected", "pretouch_memory", "report", "run_on_devices"]
+__all__ = [
+    "DeviceProcesses",
+    "collected",
+    "pretouch_memory",
+    "report",
+    "run_on_devices",
+    "world_of",
+]
 
 RankReport = Callable[[int, Any], None]
 
@@ -409,6 +416,16 @@ class DeviceProcesses:
             with contextlib.suppress(TimeoutError):
                 self._receive(rank, None)
         return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
+
+
+@contextlib.contextmanager
+def world_of(devices: Sequence[Device], ranks: DeviceProcesses | None) -> Iterator[DeviceProcesses]:
+    """The processes `ranks`, which are a world of all devices, or else some for the block alone."""
+    if ranks is not None:
+        yield ranks
+        return
+    with DeviceProcesses(devices, world=True) as own:
+        yield own
 
 
 def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:

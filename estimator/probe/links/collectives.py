@@ -14,7 +14,7 @@ from typing import Any, get_args
 from estimator.errors import ProbeError
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
 from estimator.probe.devices.backend import device_seconds
-from estimator.probe.devices.ranks import DeviceProcesses, report
+from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
 from estimator.probe.links.copies import fit_line
 from estimator.units import KIB, MIB
 
@@ -82,28 +82,27 @@ def probe_collectives(
 
     # All devices first: the group that data-parallel training uses most.
     group_sizes = range(len(devices), 1, -1)
-    world = ranks or DeviceProcesses(devices, world=True)
-    for done, group_size in enumerate(group_sizes):
-        # The whole machine gets half the time, where smaller groups are to be measured too.
-        share = 1.0 if len(group_sizes) == 1 else 0.5 if done == 0 else 0.5 / (len(group_sizes) - 1)
-        gathered = _Gathered(backend_name, group_size, keep)
-        try:
-            world.run(
-                f"{__name__}:time_rank",
-                {
-                    "group_size": group_size,
-                    "ops": list(get_args(CollectiveName)),
-                    "sizes_bytes": list(SIZES_BYTES),
-                    "budget_s": budget_s * share,
-                    "kind": devices[0].kind,
-                },
-                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                on_report=gathered.take,
-            )
-        except ProbeError as error:
-            keep(f"collectives over {group_size} devices were not measured: {error}")
-    if ranks is None:
-        world.stop()
+    with world_of(devices, ranks) as world:
+        for done, group_size in enumerate(group_sizes):
+            # The whole machine gets half the time, where smaller groups are to be measured too.
+            smaller = len(group_sizes) - 1
+            share = 1.0 if not smaller else 0.5 if done == 0 else 0.5 / smaller
+            gathered = _Gathered(backend_name, group_size, keep)
+            try:
+                world.run(
+                    f"{__name__}:time_rank",
+                    {
+                        "group_size": group_size,
+                        "ops": list(get_args(CollectiveName)),
+                        "sizes_bytes": list(SIZES_BYTES),
+                        "budget_s": budget_s * share,
+                        "kind": devices[0].kind,
+                    },
+                    timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+                    on_report=gathered.take,
+                )
+            except ProbeError as error:
+                keep(f"collectives over {group_size} devices were not measured: {error}")
     return tuple(costs)
 
 

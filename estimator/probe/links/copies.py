@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Link, LinkKind, Provenance
 from estimator.probe.devices.backend import Backend, open_backend
-from estimator.probe.devices.ranks import DeviceProcesses, report
+from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
 from estimator.units import KIB
 
 _ITERATIONS = 30
@@ -205,22 +205,20 @@ def probe_copies(
 
     if len(devices) < 2:
         return ()
-    world = ranks or DeviceProcesses(devices, world=True)
     try:
-        if devices[0].kind == "cuda":
-            _probe_accelerators(devices, world, budget_s, keep)
-        else:
-            windows = world.run(
-                f"{__name__}:time_messages",
-                {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": budget_s},
-                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            )
-            keep(link_from("loopback", message_points(windows[:2]), note="gloo send and receive"))
+        with world_of(devices, ranks) as world:
+            if devices[0].kind == "cuda":
+                _probe_accelerators(devices, world, budget_s, keep)
+            else:
+                windows = world.run(
+                    f"{__name__}:time_messages",
+                    {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": budget_s},
+                    timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+                )
+                points = message_points(windows[:2])
+                keep(link_from("loopback", points, note="gloo send and receive"))
     except ProbeError as error:
         keep(f"copies were not measured in full: {error}")
-    finally:
-        if ranks is None:
-            world.stop()
     return tuple(links)
 
 

@@ -16,7 +16,7 @@ from estimator.probe.devices.backend import (
     open_backend,
     square_matmul,
 )
-from estimator.probe.devices.ranks import DeviceProcesses, report
+from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
@@ -65,20 +65,17 @@ def probe_overlaps(
             if report is not None:
                 report(cost)
 
-    world = ranks or DeviceProcesses(devices, world=True)
     try:
-        world.run(
-            f"{__name__}:time_rank",
-            {"budget_s": budget_s, "kind": devices[0].kind},
-            timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            on_report=take,
-        )
+        with world_of(devices, ranks) as world:
+            world.run(
+                f"{__name__}:time_rank",
+                {"budget_s": budget_s, "kind": devices[0].kind},
+                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+                on_report=take,
+            )
     except ProbeError as error:
         if report is not None:
             report(f"communication beside compute was not measured in full: {error}")
-    finally:
-        if ranks is None:
-            world.stop()
     return tuple(costs)
 
 
