@@ -71,7 +71,7 @@ def main() -> None:
             ("estimate", "model.py:small", "--on", "1x4:t4-g4dn"),
             ("sweep", "small.graph", "--on", "1..2x4:t4-g4dn"),
             ("slurm", "small.graph", "--on", "1x4:t4-g4dn", "--samples", "1e6"),
-            ("profile", "list"),
+            ("machines", "list"),
         ):
             ended = run(command, *words)
             if ended.returncode:
