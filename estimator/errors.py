@@ -22,6 +22,7 @@ EstimatorError
 from __future__ import annotations
 
 import re
+from typing import Any
 
 # An error quotes so much of what it found; the rest is cut.
 MOST_QUOTED = 100
@@ -115,6 +116,37 @@ def cause(error: BaseException) -> str:
     if "to unpack" in str(error):
         return "a list is longer or shorter than it should be"
     return printable(" ".join((getattr(error, "strerror", None) or str(error)).split()))
+
+
+def first_fault(error: Any) -> tuple[str, BaseException | None]:
+    """What a ValidationError of pydantic found first, in the words of a file, not of Python.
+
+    The second is the error of ours that it stands for, where a value checked itself.
+    """
+    first = error.errors(include_url=False)[0]
+    own = first.get("ctx", {}).get("error")
+    if first["type"] == "extra_forbidden":
+        reason = "is unknown"
+    elif first["type"] == "missing":
+        reason = "is missing"
+    else:
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        reason = reason.replace("should be", "must be")
+        for theirs, ours in _IN_WORDS_OF_FILES.items():
+            reason = re.sub(theirs, ours, reason)
+        if own is None and not isinstance(first["input"], dict | list | tuple):
+            reason += f", found {quoted(first['input'])}"
+    where = ".".join(str(part) for part in first["loc"]) or "top level"
+    return f"{printable(where)}: {printable(reason)}", own
+
+
+_IN_WORDS_OF_FILES = {
+    r"a dictionary or an instance of \w+|a valid dictionary": "a table of names and values",
+    "a valid tuple": "a list",
+    "a valid string": "a text",
+    "a valid integer.*": "a whole number",
+    "a valid number": "a number",
+}
 
 
 def quoted(value: object) -> str:

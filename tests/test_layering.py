@@ -43,6 +43,18 @@ def test_modules_and_functions_can_be_read_in_one_go(path: Path) -> None:
     assert {n: count for n, count in lengths.items() if count > MOST_LINES_OF_FUNCTION} == {}
 
 
+def test_each_folder_can_be_taken_in_at_a_glance() -> None:
+    assert len([path for path in MODULES if path.parent == ROOT / "estimator"]) <= 11
+    files = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in files.items() if count > 15} == {}
+
+
+def test_few_modules_are_half_an_idea() -> None:
+    ideas = [path for path in MODULES if path.name not in ("__init__.py", "__main__.py")]
+    short = [path for path in ideas if len(path.read_text(encoding="utf-8").splitlines()) < 60]
+    assert len(short) < len(ideas) / 10, short
+
+
 # Where a strategy is known as such; all others ask what is true of it.
 KNOWS_STRATEGIES = ("workload/strategies.py", "timeline/strategies/")
 # What trains for real has to pass options on, to one strategy's own wrapper each.

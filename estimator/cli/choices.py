@@ -252,8 +252,7 @@ def rent(
 def _checkpointed(request: Request, allocations: Sequence[str]) -> list[OpGraph]:
     """The model as it is, and with activation checkpoints where that is left open."""
     from estimator.errors import ModelError
-    from estimator.graph.files import is_saved_graph
-    from estimator.graph.summary import is_summary_file
+    from estimator.graph.files import is_saved_graph, is_summary_file
 
     request = replace(request, global_batch=None)
     graphs = [traced(request, allocations)]

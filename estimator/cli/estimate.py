@@ -330,8 +330,7 @@ def validate(
     Predictions are made first. Exit code 1: some measurement lies outside its prediction's
     interval and more than 25 % away.
     """
-    from estimator.graph.files import is_saved_graph
-    from estimator.graph.summary import is_summary_file
+    from estimator.graph.files import is_saved_graph, is_summary_file
     from estimator.report.sections import validation_sections
     from estimator.validate.validation import validate as run_all
 

@@ -95,9 +95,8 @@ class Request:
         is told what is being measured and how far that is, from 0 to 1.
         """
         machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
-        from estimator.graph.files import is_saved_graph
+        from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.ir.op_graph import OpGraph
-        from estimator.graph.summary import is_summary_file
 
         if is_saved_graph(self.model):
             return self._changed(OpGraph.load(self.model))

@@ -83,6 +83,11 @@ def is_saved_graph(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def is_summary_file(text: str) -> bool:
+    """Whether a MODEL text names a summary of a job: a JSON file."""
+    return text.endswith(".json") and not text.startswith("hf:")
+
+
 def saved_name(path: str | os.PathLike[str]) -> str:
     """The name in the head of a saved graph, where `write_graph` puts it; else that of the file."""
     try:

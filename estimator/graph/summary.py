@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from estimator.errors import ModelError, StrategyError, WorkloadError, quoted
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from estimator.errors import EstimatorError, ModelError, WorkloadError, first_fault, quoted
 from estimator.files import parse_json, read_text
 from estimator.graph.costs.call_costs import StepLine, StepPart, fit_step_line, known_peak
+from estimator.graph.ir.op_graph import BLOCK_TENSORS
 from estimator.graph.ir.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
@@ -27,24 +29,29 @@ from estimator.workload.precision import check_precision
 
 # The backward pass computes two matmuls for each one of the forward pass.
 _FORWARD_RATIO = 1 / 3
-# torch.nn.TransformerEncoderLayer has 12 parameter tensors: FSDP gathers that many at a time.
-BLOCK_TENSORS = 12
 _PARAMETER_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _PRODUCT_DTYPES = _PARAMETER_DTYPES | {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 # More than any job has; a graph has some operators for each tensor.
-_MOST_COUNTED = {
-    "parameter_bytes": 10**18,
-    "tensor_bytes": 10**18,
-    "activation_bytes_per_sample": 10**18,
-    "tensors": 100_000,
-}
-_MOST_BATCH, _MOST_FLOPS = 10**9, 1e30
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+_MOST_TENSORS = 100_000
+
+
+def _number(value: Any) -> Any:
+    """Refuse what pydantic would take for a number: JSON has numbers of its own."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"must be a number, found {quoted(value)}")
+    return value
+
+
+_Count = Annotated[int, BeforeValidator(_number), Field(gt=0, le=10**9)]
+_Bytes = Annotated[int, BeforeValidator(_number), Field(gt=0, le=10**18)]
+_Ratio = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+_Flops = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e30)]
+_Seconds = Annotated[float, BeforeValidator(_number), Field(ge=1e-9, le=1e9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSummary:
-    """What is known of a training job without its model; raises WorkloadError on what cannot be.
+    """What is known of a training job without its model; `summary_from` reads and checks one.
 
     `parameter_bytes` are spread evenly over `tensors` parameter tensors, unless `tensor_bytes` has
     the size of each, in the order of the forward pass. In that order `ready_ratios` say after which
@@ -58,17 +65,17 @@ class WorkloadSummary:
     else 1.
     """
 
-    name: str = "job"
-    parameter_bytes: int | None = None
-    tensors: int | None = None
-    tensor_bytes: tuple[int, ...] = ()
-    ready_ratios: tuple[float, ...] = ()
-    flops_per_sample: float | None = None
-    step_times: tuple[tuple[int, float], ...] = ()
-    machine: str | None = None
-    activation_bytes_per_sample: int | None = None
-    tokens_per_sample: int | None = None
-    batch: int | None = None
+    name: Annotated[str, Field(min_length=1)] = "job"
+    parameter_bytes: _Bytes | None = None
+    tensors: Annotated[_Count, Field(le=_MOST_TENSORS)] | None = None
+    tensor_bytes: tuple[_Bytes, ...] = ()
+    ready_ratios: tuple[_Ratio, ...] = ()
+    flops_per_sample: _Flops | None = None
+    step_times: tuple[tuple[_Count, _Seconds], ...] = ()
+    machine: Annotated[str, Field(min_length=1)] | None = None
+    activation_bytes_per_sample: _Bytes | None = None
+    tokens_per_sample: _Count | None = None
+    batch: _Count | None = None
     optimizer: str = "adamw"
     precision: str = "fp32"
 
@@ -76,22 +83,10 @@ class WorkloadSummary:
         object.__setattr__(self, "optimizer", check_optimizer(self.optimizer))
         check_precision(self.precision)
         for field, text in (("name", self.name), ("machine", self.machine or "local")):
-            if not isinstance(text, str) or not text or not text.isprintable():
+            if not text.isprintable():
                 raise WorkloadError(
-                    f"a summary's {field} must be text, found {quoted(text)}; correct it"
+                    f"a summary's {field} must be printable, found {quoted(text)}; correct it"
                 )
-        for field in (
-            *("parameter_bytes", "tensors", "activation_bytes_per_sample", "tokens_per_sample"),
-            "batch",
-        ):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, _count(field, getattr(self, field)))
-        if self.flops_per_sample is not None:
-            _check_positive("flops_per_sample", self.flops_per_sample, _MOST_FLOPS)
-        sizes = tuple(_count("tensor_bytes", size) for size in _listed(self, "tensor_bytes"))
-        object.__setattr__(self, "tensor_bytes", sizes)
-        object.__setattr__(self, "ready_ratios", tuple(_listed(self, "ready_ratios")))
-        object.__setattr__(self, "step_times", _checked_times(_listed(self, "step_times")))
         if self.step_times and not self.machine:
             raise WorkloadError(
                 "step_times were given without the machine that they were measured on; "
@@ -103,13 +98,17 @@ class WorkloadSummary:
                 "a step computes; give one of them"
             )
         self._check_sizes()
-        self._check_ready_ratios()
+        if self.ready_ratios and len(self.ready_ratios) != len(self.numels):
+            raise WorkloadError(
+                f"ready_ratios has {len(self.ready_ratios)} entries for {len(self.numels)} tensors"
+                "; give one for each, or none"
+            )
 
     def _check_sizes(self) -> None:
-        if len(self.tensor_bytes) > _MOST_COUNTED["tensors"]:
+        if len(self.tensor_bytes) > _MOST_TENSORS:
             raise WorkloadError(
                 f"tensor_bytes has {len(self.tensor_bytes)} entries, more than any model has "
-                f"tensors ({_MOST_COUNTED['tensors']}); give parameter_bytes and tensors"
+                f"tensors ({_MOST_TENSORS}); give parameter_bytes and tensors"
             )
         if self.tensor_bytes:
             for field, found in (
@@ -140,21 +139,6 @@ class WorkloadSummary:
                     f"of {self.parameter_dtype}; a tensor has at least one, correct either"
                 )
 
-    def _check_ready_ratios(self) -> None:
-        tensors = len(self.numels)
-        if self.ready_ratios and len(self.ready_ratios) != tensors:
-            raise WorkloadError(
-                f"ready_ratios has {len(self.ready_ratios)} entries for {tensors} tensors; give "
-                "one for each, or none"
-            )
-        for ratio in self.ready_ratios:
-            if not _is_number(ratio) or not 0 < ratio <= 1:
-                raise WorkloadError(
-                    f"ready_ratios must be above 0 and at most 1, found {quoted(ratio)}; "
-                    f"give shares of "
-                    "the backward pass"
-                )
-
     @property
     def parameter_dtype(self) -> str:
         """What parameters are kept in; automatic mixed precision keeps float32."""
@@ -167,53 +151,6 @@ class WorkloadSummary:
         if self.tensor_bytes:
             return tuple(size // item for size in self.tensor_bytes)
         return _spread((self.parameter_bytes or 0) // item, self.tensors or 1)
-
-
-def _count(field: str, value: Any) -> int:
-    _check_positive(field, value, _MOST_COUNTED.get(field, _MOST_BATCH))
-    if value != int(value):
-        raise WorkloadError(f"{field} must be a whole number, found {value!r}; correct it")
-    return int(value)
-
-
-def _check_positive(field: str, value: Any, most: float) -> None:
-    if not _is_number(value) or not 0 < value <= most:
-        what = f"at most {most:g}" if _is_number(value) and value > most else "a positive number"
-        raise WorkloadError(
-            f"{field} must be {what}, found {quoted(value)}; correct it or leave it out"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _listed(summary: WorkloadSummary, field: str) -> Sequence[Any]:
-    found = getattr(summary, field)
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise WorkloadError(
-            f"{field} must be a list, found {quoted(found)}; give one entry for each"
-        )
-    return found
-
-
-def _checked_times(points: Iterable[Any]) -> tuple[tuple[int, float], ...]:
-    checked = []
-    for point in points:
-        if isinstance(point, str) or not isinstance(point, Sequence) or len(point) != 2:
-            raise WorkloadError(
-                f"step_times must be pairs of samples and seconds, found {quoted(point)}; write "
-                "[32, 0.110]"
-            )
-        batch = _count("the samples of a step time", point[0])
-        _check_positive(f"the step time at batch {batch}", point[1], _LONGEST_S)
-        if float(point[1]) < _SHORTEST_S:
-            raise WorkloadError(
-                f"the step time at batch {batch} is {point[1]:g} s, less than a nanosecond; give "
-                "seconds"
-            )
-        checked.append((batch, float(point[1])))
-    return tuple(checked)
 
 
 def _spread(total: int, parts: int) -> tuple[int, ...]:
@@ -399,11 +336,6 @@ def _block(index: int) -> str:
     return f"block.{index // BLOCK_TENSORS}"
 
 
-def is_summary_file(text: str) -> bool:
-    """Whether a MODEL text names a summary of a job: a JSON file."""
-    return text.endswith(".json") and not text.startswith("hf:")
-
-
 def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     """Read a summary, a JSON object of `WorkloadSummary`'s fields.
 
@@ -420,8 +352,16 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     return summary_from(data, str(path), name=Path(path).stem)
 
 
-def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary:
-    """The summary that JSON values are, called `name` unless it has one; errors name `where`."""
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[WorkloadSummary]:
+    return TypeAdapter(WorkloadSummary)
+
+
+def summary_from(data: Any, where: str = "the summary", *, name: str = "job") -> WorkloadSummary:
+    """The summary that JSON values are, called `name` unless it has one; errors name `where`.
+
+    Raises ModelError, WorkloadError or StrategyError.
+    """
     known = [item.name for item in fields(WorkloadSummary)]
     if not isinstance(data, dict):
         raise ModelError(f"{where} holds no JSON object; write one with {', '.join(known)}")
@@ -431,8 +371,10 @@ def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary
             f"{where} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
             f"{', '.join(known)}"
         )
-    given: dict[str, Any] = {"name": name, **data}
     try:
-        return WorkloadSummary(**given)
-    except (WorkloadError, StrategyError) as error:
-        raise type(error)(f"{where}: {error}") from None
+        return _adapter().validate_python({"name": name, **data})
+    except ValidationError as error:
+        reason, own = first_fault(error)
+        if isinstance(own, EstimatorError):
+            raise type(own)(f"{where}: {own}") from None
+        raise WorkloadError(f"{where}: {reason}; correct it") from None

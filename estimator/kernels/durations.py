@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs.call_costs import Features, StepPart, family_of, features_of, known_peak
-from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.ir.structure import Dataflow, GraphStructure
-from estimator.graph.summary import BLOCK_TENSORS
 from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
 from estimator.kernels.fits import KernelFits, KernelPrediction, ProbedKernels
 from estimator.kernels.host import awaited_ops, compiled_host_seconds, eager_host_seconds

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import ProfileError, printable, quoted
+from estimator.errors import ProfileError, first_fault, quoted
 from estimator.files import write_text_atomically
 from estimator.machines.measurements import (
     CollectiveCost,
@@ -169,10 +169,8 @@ class MachineProfile:
         try:
             return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = printable(".".join(str(part) for part in first["loc"])) or "top level"
             raise ProfileError(
-                f"{origin} is not a machine profile ({where}: {printable(_reason(first))}); "
+                f"{origin} is not a machine profile ({first_fault(error)[0]}); "
                 "run 'estimator probe' to write a new one"
             ) from None
 
@@ -211,7 +209,6 @@ def _faults_of(details: Mapping[str, str | int | float | bool | None]) -> Iterab
         yield f"has {width} of {most} PCIe lanes"
 
 
-_TABLE = "a table of names and values"
 _NUMBERS = frozenset((bool, int, float, type(None)))
 
 
@@ -231,13 +228,6 @@ def _unprintable(data: Any) -> str | None:
         # Most values are numbers: those go no further.
         level = [each for each in chain.from_iterable(within) if type(each) not in _NUMBERS]
     return None
-
-
-def _reason(error: Mapping[str, Any]) -> str:
-    """What pydantic found wrong, in the words of a file rather than of Python."""
-    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    text = re.sub(r"a dictionary or an instance of \w+|a valid dictionary", _TABLE, text)
-    return text.replace("a valid tuple", "a list").replace("a valid string", "a text")
 
 
 @lru_cache(maxsize=1)

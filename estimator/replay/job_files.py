@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from estimator.errors import WorkloadError, cause, quoted
+from estimator.errors import WorkloadError, cause, first_fault, quoted
 from estimator.files import parse_json, read_csv, read_text
-from estimator.graph.files import is_saved_graph
+from estimator.graph.files import is_saved_graph, is_summary_file
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.summary import is_summary_file
 from estimator.replay.jobs import Job, check_names
 from estimator.replay.nodes import Nodes
 from estimator.replay.speeds import EngineSpeeds, Speeds
@@ -224,15 +225,18 @@ def job_of_run_time(
     )
 
 
-_WHOLE = {
-    *("devices", "global_batch", "least_devices", "most_devices", "most_batch_per_gpu"),
-    "most_global_batch",
-}
-_NUMBERS = _WHOLE | {
-    *("arrival_s", "samples", "gradient_noise_samples", "epoch_samples"),
-    *("restart_s", "checkpoint_s"),
-}
-_TEXTS = ("name", "model", "strategy", "layout", "loader")
+@lru_cache(maxsize=1)
+def _entry() -> type[BaseModel]:
+    """What a job's entry may have: the fields of `Job` with the text of a MODEL for its graph."""
+    kinds = get_type_hints(Job)
+    known: dict[str, Any] = {
+        item.name: (kinds[item.name], ... if item.default is MISSING else item.default)
+        for item in fields(Job)
+    }
+    del known["graph"]
+    optional = {"name": (str, ""), "global_batch": (int | None, None)}
+    strict = ConfigDict(extra="forbid", strict=True)
+    return create_model("JobEntry", __config__=strict, model=(str, ...), **(known | optional))
 
 
 def is_job_file(path: Path) -> bool:
@@ -256,16 +260,21 @@ def read_jobs(
     graphs: dict[str, OpGraph] = {}
     jobs = []
     for number, entry in enumerate(entries):
-        model = _checked_entry(entry, number, path)
+        try:
+            given = _entry().model_validate(entry).model_dump(exclude_none=True)
+        except ValidationError as error:
+            raise WorkloadError(
+                f"{path}, job {number}: {first_fault(error)[0]}; see 'estimator replay --help'"
+            ) from None
+        model = given.pop("model")
         if model not in graphs:
             if not allow_code:
                 _check_no_code(model, f"{path}, job {number}")
             graphs[model] = graph_of(model)
         graph = graphs[model]
-        known = {key: value for key, value in entry.items() if key != "model"}
-        known.setdefault("global_batch", (graph.batch or 1) * entry["devices"])
+        given.setdefault("global_batch", (graph.batch or 1) * given["devices"])
         try:
-            jobs.append(Job(graph=graph, **{"name": str(number), **known}))
+            jobs.append(Job(graph=graph, **given | {"name": given["name"] or str(number)}))
         except WorkloadError as error:
             raise WorkloadError(f"{path}: {error}") from None
     return jobs
@@ -332,28 +341,3 @@ def _check_no_code(model: str, where: str) -> None:
             "not let run code; name a graph that 'estimator trace' saved, or trust the file with "
             "--allow-code"
         )
-
-
-def _checked_entry(entry: Any, number: int, path: Path) -> str:
-    where = f"{path}, job {number}"
-    if not isinstance(entry, dict):
-        raise WorkloadError(f"{where} is not an object; write {{'name': …, 'model': …}}")
-    unknown = set(entry) - _NUMBERS - {*_TEXTS}
-    if unknown:
-        raise WorkloadError(
-            f"{where} has an unknown key '{min(unknown)}'; see `estimator replay -h`"
-        )
-    for key in ("arrival_s", "model", "samples", "devices"):
-        if key not in entry:
-            raise WorkloadError(f"{where} has no {key}; add it")
-    for key in _NUMBERS & set(entry):
-        value = entry[key]
-        kinds: tuple[type, ...] = (int,) if key in _WHOLE else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            noun = "a whole number" if key in _WHOLE else "a number"
-            raise WorkloadError(f"{where}: {key} must be {noun}, found {quoted(value)}")
-    for key in _TEXTS:
-        if not isinstance(entry.get(key, ""), str):
-            raise WorkloadError(f"{where}: {key} must be text, found {quoted(entry[key])}")
-    model: str = entry["model"]
-    return model

@@ -122,9 +122,9 @@ def test_a_probed_call_with_arguments_of_another_operator_is_refused_when_used()
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"updates": ["sgd"]}, "updates.0: should be a table of names and values"),
-        ({"links": "fast"}, "links: should be a list"),
-        ({"name": 3}, "name: should be a text"),
+        ({"updates": ["sgd"]}, "updates.0: must be a table of names and values"),
+        ({"links": "fast"}, "links: must be a list"),
+        ({"name": 3}, "name: must be a text"),
     ],
 )
 def test_what_a_profile_should_hold_is_said_in_words_of_the_file(
@@ -238,7 +238,7 @@ def test_a_job_of_too_many_tensors_is_refused(count: int, tmp_path: Path) -> Non
     path = tmp_path / "job.json"
     job = {"parameter_bytes": 10**12, "tensors": count, "flops_per_sample": 1e9}
     path.write_text(json.dumps(job))
-    with pytest.raises(WorkloadError, match="tensors must be at most 100000"):
+    with pytest.raises(WorkloadError, match="tensors: must be less than or equal to 100000"):
         load_summary(path)
 
 

@@ -135,7 +135,7 @@ def test_a_summary_is_a_graph_too(client: TestClient) -> None:
     [
         ({"target": "tpu"}, "the target of a summary is cpu or cuda"),
         ({"colour": 1}, "the upload has 'colour', which is no part of a summary"),
-        ({"tensors": 0}, "the upload: tensors must be a positive number"),
+        ({"tensors": 0}, "the upload: tensors: must be greater than 0"),
     ],
 )
 def test_a_summary_that_cannot_be_is_one_sentence(

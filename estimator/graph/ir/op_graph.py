@@ -14,15 +14,21 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
 from estimator.graph.files import read_graph, write_graph
 from estimator.graph.ir.ops import Execution, GraphInput, Op, OpTiming, Parameter, Phase, Value
-from estimator.graph.summary import WorkloadSummary, summary_fields
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import MOST_ELEMENTS, OpCall, TensorSpec
+
+if TYPE_CHECKING:
+    from estimator.graph.summary import WorkloadSummary
+
+# torch.nn.TransformerEncoderLayer has 12 parameter tensors: of a job known by summary, FSDP gathers
+# that many at a time.
+BLOCK_TENSORS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +220,9 @@ class OpGraph:
         >>> graph.parameter_count, graph.knows_activations
         (109500000, False)
         """
-        return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
+        from estimator.graph.summary import summary_from
+
+        return summary_graph(summary_from(known), target=target, profile=profile)
 
 
 def _unpickled(content: bytes) -> OpGraph:
@@ -228,6 +236,8 @@ def summary_graph(
     profile: MachineProfile | None = None,
 ) -> OpGraph:
     """The graph of a job known by summary; arguments and errors as `OpGraph.from_summary`."""
+    from estimator.graph.summary import summary_fields
+
     return OpGraph(**summary_fields(summary, target=target, profile=profile))
 
 
