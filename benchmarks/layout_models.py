@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -187,27 +186,3 @@ MODELS = (
         ),
     ),
 )
-
-# Types that a draw may take: decoders whose sizes go by the usual names.
-_DRAWN = (
-    "cohere",
-    "ernie4_5",
-    "exaone4",
-    "gemma",
-    "glm",
-    "granite",
-    "helium",
-    "hunyuan_v1_dense",
-    "olmo",
-    "olmo2",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
-
-
-def drawn(count: int, source: random.Random) -> list[Case]:
-    """Some types of transformers' decoders."""
-    kinds = source.sample(_DRAWN, count)
-    return [Case(f"drawn {kind}", _language(kind, **_WIDE)) for kind in kinds]

@@ -1,30 +1,26 @@
-"""Compare split graphs with modules that torch parallelises: collectives, local products, order.
+"""Compare what a rank of a split graph does with modules that torch and transformers divide.
 
-Every model is divided by ``parallelize_module`` (DTensor) on a fake process group, where one rank
-runs a step and hallucinates its peers; what it sends and multiplies is the oracle of
-`graph.partition`.
+Models are divided by ``parallelize_module`` (DTensor), those with experts by transformers'
+``apply_expert_parallelism``, on a fake process group, where one rank runs a step and hallucinates
+its peers; what it sends and multiplies is the oracle of `graph.partition`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from layout_models import MODELS, Case, drawn
-from layout_oracle_experts import cases as expert_cases
-from layout_oracle_experts import compared_experts, degrees, graph_of
-from torch import nn
+from layout_models import BATCH, MODELS, TOKENS, Case, expert_model
+from options import Options
+from records import Record, say
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -39,13 +35,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.errors import EstimatorError
 from estimator.graph.ir.collectives import collectives_of, is_collective
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import Plan, found_plan
 from estimator.graph.trace.trace import trace_graph
+from estimator.workload.layouts import Layout
 
+Shapes = tuple[tuple[int, ...], ...]
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
-# What torch raises where a model asks for what its styles do not give.
-_OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, KeyError)
+_GROUPED = "aten._grouped_mm.default"
 # torch's names of what ranks exchange.
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -53,28 +51,39 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+# Families whose configs have a plan for experts, and whose experts are grouped matmuls.
+KINDS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe")
+# Norms over all heads, and a key that all heads share: torch's styles, which give a rank its heads
+# alone, do not divide these right.
+_WHOLE_HEADS = ("olmoe", "deepseek_v3")
+EXPERTS, CHOSEN, LAYERS = 8, 2, 2
+FORMS = {"all-to-all": "all_to_all", "all-reduce": "all_reduce"}
+_ATTENTION = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
+EXPERT_CASES = tuple(Case(kind, expert_model(kind, EXPERTS, CHOSEN)) for kind in KINDS)
 
 
 class Seen(NamedTuple):
-    """What one rank does in a step: (op, bytes) and shapes of products, each in order.
+    """What one rank does in a step, each in order: (op, bytes) that it sends, shapes of products.
 
     Sums of the gradients of one-dimensional parameters, whose time is the optimizer's choice, are
-    `small`.
+    `small`; `experts` are the shapes of grouped weights.
     """
 
     collectives: tuple[tuple[str, int], ...]
-    small: tuple[tuple[str, int], ...]
-    products: tuple[tuple[tuple[int, ...], ...], ...]
+    small: tuple[tuple[str, int], ...] = ()
+    products: tuple[Shapes, ...] = ()
+    experts: Shapes = ()
 
 
 class _Watch(TorchDispatchMode):
-    """Notes collectives and products below DTensor."""
+    """Notes below DTensor what goes out or comes in, whichever is more, and what is multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[tuple[str, int]] = []
-        self.small: list[tuple[str, int]] = []
-        self.products: list[tuple[tuple[int, ...], ...]] = []
+        # With the dimensions of what is sent.
+        self.collectives: list[tuple[str, int, int]] = []
+        self.products: list[Shapes] = []
+        self.experts: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -87,23 +96,33 @@ class _Watch(TorchDispatchMode):
             # DTensor looks up whole shapes before it works on its part.
             return found
         name = str(func)
-        if name.startswith("_c10d_functional."):
-            kind = _KINDS.get(name.split(".")[1].rstrip("_"))
+        library, operator = name.split(".")[:2]
+        if library == "_c10d_functional":
+            kind = _KINDS.get(operator.rstrip("_"))
             if kind is not None:
-                seen = self.collectives if args[0].dim() > 1 else self.small
-                seen.append((kind, max(args[0].nbytes, found.nbytes)))
+                size = max(args[0].nbytes, found.nbytes)
+                self.collectives.append((kind, size, args[0].dim()))
+        elif name.startswith("c10d.allreduce_"):
+            (sent,) = args[0]
+            self.collectives.append(("all_reduce", sent.nbytes, sent.dim()))
+        elif name == _GROUPED and args[1].dim() == 3:
+            self.experts.append(tuple(args[1].shape))
         elif name in _PRODUCTS:
-            first = 1 if "addmm" in name else 0
-            self.products.append(tuple(tuple(each.shape) for each in args[first : first + 2]))
+            self.products.append(tuple(tuple(each.shape) for each in _factors(name, args)))
         return found
 
 
+def _factors(name: str, given: Sequence[Any]) -> Sequence[Any]:
+    """The two that a product multiplies."""
+    return given[1:3] if "addmm" in name else given[:2]
+
+
 @contextmanager
-def fake_ranks(count: int) -> Iterator[DeviceMesh]:
+def _fake_ranks(count: int) -> Iterator[None]:
     """One rank of a group whose others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
-        yield init_device_mesh("cpu", (count,), mesh_dim_names=("tp",))
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -128,42 +147,6 @@ def torch_styles(plan: Plan, model: nn.Module) -> dict[str, ParallelStyle]:
     return found
 
 
-def by_torch(case: Case, plan: Plan, degree: int) -> Seen:
-    """What torch has a rank do."""
-    torch.manual_seed(0)
-    model, batch = case.make()
-    with fake_ranks(degree) as mesh:
-        parallelize_module(model, mesh, torch_styles(plan, model))
-        watch = _Watch()
-        with watch:
-            output = model(**batch) if isinstance(batch, dict) else model(batch)
-            loss = getattr(output, "loss", output)
-            (loss if loss.numel() == 1 else loss.mean()).backward()
-            # Gradients of what is whole are summed when they are used.
-            for parameter in model.parameters():
-                if isinstance(parameter.grad, DTensor):
-                    parameter.grad.redistribute(placements=parameter.placements)
-    return Seen(tuple(watch.collectives), tuple(watch.small), tuple(watch.products))
-
-
-def by_split(graph: OpGraph, plan: Plan, degree: int) -> Seen:
-    """What the split graph has it do."""
-    local = split(graph, plan, tp=degree)
-    collectives: dict[bool, list[tuple[str, int]]] = {True: [], False: []}
-    for each in collectives_of(local.at()):
-        (given,) = local.ops[each.op_index].call.inputs
-        collectives[len(given.shape) > 1].append((each.op, each.size_bytes))
-    products = []
-    for op in local.ops:
-        if op.call.target in _PRODUCTS and not is_collective(op.call):
-            first = 1 if "addmm" in op.call.target else 0
-            products.append(tuple(spec.shape for spec in op.call.inputs[first:]))
-    # Without divided tokens torch's styles leave norms of divided heads to the user, whose
-    # gradients transformers' plans sum ("replicated_with_grad_allreduce").
-    small = tuple(collectives[False]) if plan.sequence else ()
-    return Seen(tuple(collectives[True]), small, tuple(products))
-
-
 def plan_of(graph: OpGraph, *, sequence: bool) -> Plan:
     """The plan found by rule; torch's plain styles reduce each module's gradient by itself."""
     found = found_plan(graph, sequence=sequence)
@@ -176,12 +159,125 @@ def plan_of(graph: OpGraph, *, sequence: bool) -> Plan:
     return Plan(tuple(styles.items()), sequence=sequence, reduces_once=False, source=found.source)
 
 
+def by_torch(case: Case, plan: Plan, degree: int) -> Seen:
+    """What torch has a rank do."""
+    torch.manual_seed(0)
+    model, batch = case.make()
+    with _fake_ranks(degree):
+        mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, torch_styles(plan, model))
+        watch = _Watch()
+        with watch:
+            output = model(**batch) if isinstance(batch, dict) else model(batch)
+            loss = getattr(output, "loss", output)
+            (loss if loss.numel() == 1 else loss.mean()).backward()
+            # Gradients of what is whole are summed when they are used.
+            for parameter in model.parameters():
+                if isinstance(parameter.grad, DTensor):
+                    parameter.grad.redistribute(placements=parameter.placements)
+    large, small = (
+        tuple((op, size) for op, size, dim in watch.collectives if (dim > 1) is is_large)
+        for is_large in (True, False)
+    )
+    return Seen(large, small, tuple(watch.products))
+
+
+def by_split(graph: OpGraph, plan: Plan, degree: int) -> Seen:
+    """What the split graph has it do."""
+    local = split(graph, plan, tp=degree)
+    collectives: dict[bool, list[tuple[str, int]]] = {True: [], False: []}
+    for each in collectives_of(local.at()):
+        (given,) = local.ops[each.op_index].call.inputs
+        collectives[len(given.shape) > 1].append((each.op, each.size_bytes))
+    # Without divided tokens torch's styles leave norms of divided heads to the user, whose
+    # gradients transformers' plans sum ("replicated_with_grad_allreduce").
+    small = tuple(collectives[False]) if plan.sequence else ()
+    return Seen(tuple(collectives[True]), small, *_multiplied(local))
+
+
+def _multiplied(local: OpGraph) -> tuple[tuple[Shapes, ...], Shapes]:
+    """The products of a split graph and the weights of its grouped ones."""
+    products, experts = [], []
+    for op in local.ops:
+        shapes = tuple(spec.shape for spec in op.call.inputs)
+        if op.call.target in _PRODUCTS and not is_collective(op.call):
+            products.append(tuple(_factors(op.call.target, shapes)))
+        elif op.call.target == _GROUPED and len(shapes[1]) == 3:
+            experts.append(shapes[1])
+    return tuple(products), tuple(experts)
+
+
+@contextmanager
+def _equal_counts(rows: int, form: str) -> Iterator[None]:
+    """Every expert gets as many rows: ranks of a fake group tell each other nothing."""
+    from transformers.distributed import expert_parallel
+
+    original, told = expert_parallel.all_to_all_single, []
+
+    def equal(received: Tensor, sent: Tensor, group: Any) -> None:
+        told.append(sent.nbytes)
+        received.fill_(rows // received.numel())
+
+    expert_parallel.all_to_all_single = equal
+    try:
+        yield
+    finally:
+        expert_parallel.all_to_all_single = original
+    assert bool(told) == (form == "all-to-all")
+
+
+def by_transformers(case: Case, *, ep: int, tp: int, form: str) -> Seen:
+    """A step of transformers' expert parallelism on one rank of a fake process group."""
+    from transformers.distributed import expert_parallel
+
+    model, batch = case.make()
+    with _fake_ranks(ep):
+        mesh = init_device_mesh("cpu", (ep // tp, tp), mesh_dim_names=("dp", "tp"))
+        experts = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
+        plan = {
+            pattern.replace("*", str(layer)): style
+            for layer in range(LAYERS)
+            for pattern, style in model.config.base_model_ep_plan.items()
+        }
+        of = model.model, experts, mesh["tp"], plan, FORMS[form]
+        expert_parallel.apply_expert_parallelism(*of)
+        if tp > 1:
+            styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+            attention = {
+                f"model.layers.*.self_attn.{name}": styles[style]()
+                for name, style in _ATTENTION.items()
+            }
+            parallelize_module(model, mesh["tp"], attention)
+        watch = _Watch()
+        with watch, _equal_counts(BATCH * TOKENS * CHOSEN // tp, form):
+            model(**batch).loss.backward()
+    sent = tuple((op, size) for op, size, _ in watch.collectives)
+    return Seen(sent, (), tuple(watch.products), tuple(watch.experts))
+
+
+def by_split_experts(graph: OpGraph, *, ep: int, tp: int, form: str) -> Seen:
+    """What the split graph has it do; transformers sums no gradients of experts itself."""
+    layout = Layout(tp=tp, ep=ep, sums_experts=form == "all-reduce")
+    styles = tuple((f"layers.*.self_attn.{name}", style) for name, style in _ATTENTION.items())
+    plan = Plan(styles) if tp > 1 else None  # type: ignore[arg-type]
+    local = split_by_layout(graph, layout, plan)
+    counts = EXPERTS * torch.int64.itemsize
+    collectives = [
+        (each.op, each.size_bytes)
+        for each in collectives_of(local.at())
+        if each.axis != "expert_dp"
+        and (each.op, each.size_bytes) != ("all_to_all", counts)
+        # Gradients of norms of divided heads: torch's styles leave them to the user.
+        and not (each.axis == "tp" and len(local.ops[each.op_index].call.inputs[0].shape) == 1)
+    ]
+    return Seen(tuple(collectives), (), *_multiplied(local))
+
+
 class Compared(NamedTuple):
-    """One model at one degree: where torch and the split graph differ, if they do."""
+    """One model under one layout: where the oracle and the split graph differ, if they do."""
 
     model: str
-    tp: int
-    sequence: bool
+    layout: str
     collectives: int
     products: int
     difference: str
@@ -192,88 +288,67 @@ def compared(case: Case, degree: int, *, sequence: bool) -> Compared:
     model, batch = case.make()
     graph = trace_graph(model, batch, loss=case.loss)
     plan = plan_of(graph, sequence=sequence)
+    layout = f"tp={degree}" + ",sp" * sequence
     try:
         ours = by_split(graph, plan, degree)
     except EstimatorError as error:
-        return Compared(case.name, degree, sequence, 0, 0, f"refused: {error}")
-    theirs = by_torch(case, plan, degree)
-    count = len(theirs.collectives), len(theirs.products)
-    return Compared(case.name, degree, sequence, *count, _difference(ours, theirs))
+        return Compared(case.name, layout, 0, 0, f"refused: {error}")
+    return _compared(case, layout, ours, by_torch(case, plan, degree))
+
+
+def compared_experts(case: Case, graph: OpGraph, ep: int, tp: int, form: str) -> Compared:
+    """Transformers beside the split graph."""
+    ours = by_split_experts(graph, ep=ep, tp=tp, form=form)
+    theirs = by_transformers(case, ep=ep, tp=tp, form=form)
+    return _compared(case, f"tp={tp},ep={ep},{form}", ours, theirs)
+
+
+def _compared(case: Case, layout: str, ours: Seen, theirs: Seen) -> Compared:
+    products = len(theirs.products) + len(theirs.experts)
+    return Compared(case.name, layout, len(theirs.collectives), products, _difference(ours, theirs))
 
 
 def _difference(ours: Seen, theirs: Seen) -> str:
-    for what in ("collectives", "small", "products"):
-        mine, other = getattr(ours, what), getattr(theirs, what)
-        if sorted(mine) != sorted(other):
-            extra, missing = (
-                list((Counter(one) - Counter(two)).items())[:3]
-                for one, two in ((mine, other), (other, mine))
-            )
-            return f"{what}: {len(mine)} for {len(other)}, not torch's {extra}, lacking {missing}"
-    if ours.collectives != theirs.collectives:
-        return "order of collectives"
-    return ""
+    for what in Seen._fields:
+        mine, other = Counter(getattr(ours, what)), Counter(getattr(theirs, what))
+        if mine != other:
+            extra, missing = (list(each.items())[:3] for each in (mine - other, other - mine))
+            return f"{what}: {mine.total()} for {other.total()}, not {extra}, lacking {missing}"
+    return "" if ours.collectives == theirs.collectives else "order of collectives"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", default=[], help="models, by name")
-    parser.add_argument("--tp", type=int, action="append", default=[])
-    parser.add_argument("--draw", type=int, default=0, help="how many models to draw by seed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experts", action="store_true", help="models with experts, divided")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def expert_degrees(case: Case) -> Iterator[tuple[int, int, str]]:
+    """(ep, tp, form): ranks that share a batch are among those that share experts."""
+    for ep in (2, 4, 8):
+        for tp in (1,) if case.name in _WHOLE_HEADS else (1, 2, 4):
+            if ep % tp == 0:
+                yield ep, tp, "all-to-all"
+            if ep == tp:
+                yield ep, tp, "all-reduce"
+
+
+def run(options: Options) -> Iterator[Record]:
+    """Whether each model does alike under each layout; a quick run takes two models."""
     warnings.filterwarnings("ignore")
-    if options.experts:
-        return _experts(options)
-    cases = [case for case in MODELS if not options.only or case.name in options.only]
-    cases += drawn(options.draw, random.Random(options.seed))
-    rows = []
-    for case in cases:
-        for degree in options.tp or (2, 4, 8):
+    for rows in (_dense(options), _experts(options)):
+        for row in rows:
+            say(f"{row.model}, {row.layout}: {row.difference or 'alike'}")
+            differs = {"value": int(bool(row.difference)), "bound": 0}
+            yield {"id": f"{row.model}, {row.layout}: differs", **differs, **row._asdict()}
+
+
+def _dense(options: Options) -> Iterator[Compared]:
+    cases = [case for case in MODELS if options.takes(case.name)]
+    for case in cases[:1] if options.quick else cases:
+        for degree in (2, 4, 8):
             for sequence in (False, True) if case.sequence else (False,):
-                print(f"{case.name} tp={degree} sp={sequence}", file=sys.stderr)
-                try:
-                    rows.append(compared(case, degree, sequence=sequence))
-                except _OF_TORCH as error:
-                    said = f"torch: {type(error).__name__}: {error}"[:200]
-                    rows.append(Compared(case.name, degree, sequence, 0, 0, said))
-    if options.json:
-        print(json.dumps([row._asdict() for row in rows]))
-    else:
-        for row in rows:
-            how = "sp" if row.sequence else "  "
-            counts = f"{row.collectives:4} collectives {row.products:4} products"
-            print(f"{row.model:24} tp={row.tp} {how} {counts}  {row.difference or 'alike'}")
-        alike = sum(not row.difference for row in rows)
-        print(f"{alike} of {len(rows)} alike, {len({row.model for row in rows})} models")
-    return 0 if all(not row.difference for row in rows) else 1
+                yield compared(case, degree, sequence=sequence)
 
 
-def _experts(options: argparse.Namespace) -> int:
-    """Models with experts, by `tp` and `ep`, in both forms."""
-    rows = []
-    for case in expert_cases():
-        if options.only and case.name not in options.only:
-            continue
-        graph = graph_of(case)
-        for ep, tp, form in degrees(case):
-            if options.tp and tp not in options.tp:
-                continue
-            print(f"{case.name} tp={tp} ep={ep} {form}", file=sys.stderr)
-            rows.append(compared_experts(case, graph, ep, tp, form))
-    if options.json:
-        print(json.dumps([row._asdict() for row in rows]))
-    else:
-        for row in rows:
-            counts = f"{row.collectives:4} collectives {row.products:4} products"
-            how = f"tp={row.tp} ep={row.ep} {row.form:10}"
-            print(f"{row.model:12} {how} {counts}  {row.difference or 'alike'}")
-        alike = sum(not row.difference for row in rows)
-        print(f"{alike} of {len(rows)} alike, {len({row.model for row in rows})} models")
-    return 0 if all(not row.difference for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _experts(options: Options) -> Iterator[Compared]:
+    cases = [case for case in EXPERT_CASES if options.takes(case.name)]
+    for case in cases[:1] if options.quick else cases:
+        model, batch = case.make()
+        graph = trace_graph(model, batch)
+        for degrees in expert_degrees(case):
+            yield compared_experts(case, graph, *degrees)

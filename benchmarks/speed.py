@@ -1,33 +1,34 @@
 """Time looks at models, estimates, tables, timelines, refits and start-up against their bounds.
 
-    python benchmarks/speed.py [--parts looks one many memory timeline …]
+    python benchmarks/speed.py [--parts looks traced memory timeline …]
 
 Estimates, tables and timelines run in one thread and are given in seconds of its CPU, since others
-share the machine.
-`--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
-function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
-3.2) is, as written here. `cold` times the first answers of fresh processes (wall time), graphs and
-machines being written to the folder `--graphs` beforehand, or found there; `loop` times the rounds
-of a scheduler that asks of the same jobs again (CPU).
+share the machine. `cold` times the first answers of fresh processes (wall time), graphs being
+written to the folder `--graphs` beforehand, or found there; `loop` times the rounds of a scheduler
+that asks of the same jobs again (CPU).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from clocks import cpu_seconds, medians, resident_bytes, seconds
 
-QUIET: dict[str, Any] = {"check": True, "capture_output": True}
+ROOT = Path(__file__).resolve().parents[1]
 GPT2_SMALL = "hf:gpt2"
 LLAMA_70B = (
     "hf:llama,hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,"
@@ -35,6 +36,7 @@ LLAMA_70B = (
 )
 # One line of the report: value, unit, bound (None: told beside the others).
 Found = dict[str, tuple[float, str, float | None]]
+Options = argparse.Namespace
 
 
 def main() -> None:
@@ -43,7 +45,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=10**6)
-    parser.add_argument("--adaptdl", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--graphs", metavar="FOLDER", help="keep what `cold` asks about")
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
@@ -53,8 +54,10 @@ def main() -> None:
         print(json.dumps(CHILDREN[options.child](options)))
         return
     found: Found = {}
-    for part in options.parts:
-        found.update(PARTS[part](options))
+    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
+        options.graphs = options.graphs or folder
+        for part in options.parts:
+            found.update(PARTS[part](options))
     if options.json:
         lines = [
             {"id": name, "value": value, "unit": unit, "bound": bound}
@@ -66,33 +69,63 @@ def main() -> None:
         print(f"{name:<58} {value:>10.3f} {unit:<5}" + (f" target <= {bound:g}" if bound else ""))
 
 
-def in_child(
-    name: str,
-    options: argparse.Namespace,
-    python: str = sys.executable,
-    *,
-    rows: int | None = None,
-    threads: int = 1,
-) -> Any:
+def in_child(name: str, options: Options, *, rows: int | None = None, threads: int = 1) -> Any:
     """Run a part in a process of its own, so that memory and imports are its own."""
-    command = [python, __file__, "--child", name, "--repeats", str(options.repeats)]
+    command = [sys.executable, __file__, "--child", name, "--repeats", str(options.repeats)]
     command += ["--rows", str(rows or options.rows), "--threads", str(threads)]
-    command += ["--graphs", options.graphs] if options.graphs else []
+    command += ["--graphs", options.graphs]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of one call in which this thread computes."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
+def medians(calls: Iterable[Callable[[], Any]], groups: int = 5) -> float:
+    """The least of some medians of calls: what shares the machine slows whole stretches."""
+    times = [cpu_seconds(call) for call in calls]
+    size = max(len(times) // groups, 1)
+    return min(
+        statistics.median(times[first : first + size])
+        for first in range(0, len(times) - size + 1, size)
+    )
+
+
+def resident_bytes() -> int:
+    """The most memory this process has held."""
+    # getrusage's maximum begins with what the parent held.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("/proc/self/status has no VmHWM; run this on Linux")
+
+
+def traced(model: str, batch: int | None = None, length: int | None = None, **how: Any) -> Any:
+    """The graph of a MODEL text, built without weights, for GPUs."""
+    from estimator.graph.models.model_text import load_model
+    from estimator.graph.trace.trace import trace_graph
+
+    built, example, loss, _ = load_model(model, batch=batch, seq_len=length, weights=False)
+    return trace_graph(built, example, loss=loss, target="cuda", **how)
+
+
 # Looks at models
 
 
-def looks(options: argparse.Namespace) -> Found:
-    """Looks at models, beside a bare fake step."""
-    return in_child("look", options) | in_child("llama", options)
-
-
-def look_ratio(options: argparse.Namespace) -> Found:
+def look_at_gpt2(options: Options) -> Found:
     """GPT-2-small: the whole look beside a bare fake forward and backward, interleaved."""
     import torch
 
@@ -111,8 +144,8 @@ def look_ratio(options: argparse.Namespace) -> Found:
     return {
         "look / bare fake step, GPT-2-small": (look / bare, "x", 6),
         "bare fake step, GPT-2-small": (bare, "s", None),
-        "look at GPT-2-small, warm": (look, "s", 3),
-        "look at GPT-2-small, first in the process": (first, "s", 3),
+        "look at GPT-2-small, warm": (look, "s", 2),
+        "look at GPT-2-small, first in the process": (first, "s", 2),
     }
 
 
@@ -121,16 +154,16 @@ def bare_fake_step(model: Any, batch: Any) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from estimator.graph.stand_ins import kept_as_it_was, put_stand_ins
+    from estimator.graph.trace.fake_tensors import kept_as_it_was, put_fake_tensors
 
     with kept_as_it_was(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        put_stand_ins(model, dtype=None, device="cpu")
+        put_fake_tensors(model, dtype=None, device="cpu")
         fakes = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
         with torch.enable_grad():
             model(**fakes).loss.backward()
 
 
-def look_at_llama(_options: argparse.Namespace) -> Found:
+def look_at_llama(_options: Options) -> Found:
     """Llama-70B built without memory: seconds and resident memory of the whole process."""
     import torch
 
@@ -141,73 +174,28 @@ def look_at_llama(_options: argparse.Namespace) -> Found:
     model, batch, _, _ = load_model(LLAMA_70B, batch=1, seq_len=2048, weights=False)
     look = seconds(lambda: trace_graph(model, batch))
     return {
-        "look at Llama-70B": (look, "s", 30),
+        "look at Llama-70B": (look, "s", 10),
         "resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
     }
 
 
-# Estimates, tables and what others take
+# Estimates and tables of a traced GPT-2 on GPUs of the catalogue
 
-
-def one(options: argparse.Namespace) -> Found:
-    """Warm estimates of allocations not seen before, parsed and as text."""
-    from speed_cases import STRATEGY, Machines, model
-
-    from estimator import Allocation, estimate
-
-    machines, ask = Machines(), partial(estimate, model(), strategy=STRATEGY)
-    shapes = ((1, 4), (8, 4), (64, 4), (64, 16))
-    parsed_s, text_s, other_s = ({shape: [] for shape in shapes} for _ in range(3))
-    for turn in range(options.repeats + 1):
-        for shape in shapes:
-            texts = machines.texts(300, groups=shape[0], machines=shape[1])
-            parsed = [Allocation.parse(text) for text in texts[:150]]
-            other = in_child("goodput", options, options.adaptdl, rows=1000)
-            times = (medians(partial(ask, each) for each in some) for some in (parsed, texts[150:]))
-            # The first turn compiles what each machine runs.
-            for found, value in zip(
-                (parsed_s, text_s, other_s), (*times, other["one_s"]), strict=True
-            ):
-                found[shape] += [value] * (turn > 0)
-    found: Found = {}
-    for shape in shapes:
-        one_s, groups = min(parsed_s[shape]), shape[0]
-        name = f"one estimate, {groups} groups of {shape[1]} machine types"
-        more_s = (min(text_s[shape]) - one_s) / groups
-        found[name] = (one_s * 1e6, "µs", 100)
-        found[f"{name}, more as text, a group"] = (more_s * 1e6, "µs", 2)
-        found[f"{name} / {other['source']}"] = (one_s / min(other_s[shape]), "x", None)
-    return found
-
-
-def traced(options: argparse.Namespace) -> Found:
-    """A traced GPT-2 on GPUs of the catalogue; PYTHONPATH may name another tree's package."""
-    return in_child("traced", options)
-
-
-# The machines of `traced`.
 SHIPPED = (
     *("h100-sxm", "a100-sxm-80gb", "h200", "v100-sxm", "mi300x", "dgx-a100", "h100-p5", "b200"),
     *("dgx-1", "a100-p4d", "h100-a3", "v100-p3", "dgx-h100", "a100-a2", "h100-nd-v5", "gb200"),
 )
 
 
-def ask_traced(options: argparse.Namespace) -> Found:
+def one_and_many(options: Options) -> Found:
     """Questions asked again, of shapes of groups met before, of new ones; rows of a table."""
-    from random import Random
+    from estimator import Allocation, estimate, estimate_many
 
-    from estimator import Allocation, AllocationColumns, estimate, estimate_many
-    from estimator.graph.models.model_text import load_model
-    from estimator.graph.trace.trace import trace_graph
-
-    model, batch, _, _ = load_model(GPT2_SMALL, weights=False)
-    ask = partial(estimate, trace_graph(model, batch, target="cuda"))
-    drawn = Random(0)
+    ask, drawn = partial(estimate, traced(GPT2_SMALL)), random.Random(0)
 
     def mixed(groups: int, types: int) -> Allocation:
-        names = SHIPPED[:types]
         parts = (
-            f"{drawn.randint(1, 50)}x{drawn.randint(1, 4)}:{drawn.choice(names)}"
+            f"{drawn.randint(1, 50)}x{drawn.randint(1, 4)}:{drawn.choice(SHIPPED[:types])}"
             for _ in range(groups)
         )
         return Allocation.parse("+".join(parts))
@@ -225,24 +213,11 @@ def ask_traced(options: argparse.Namespace) -> Found:
         ("new shape", [Allocation.parse(f"{n}x8:h100-sxm") for n in range(3, 1000)], 70),
         ("64 groups of 16 types", [mixed(64, 16) for _ in range(200)], 120),
     ):
-        found[f"GPT-2, {name}"] = (
-            medians(partial(ask, each) for each in questions) * 1e6,
-            "µs",
-            bound,
-        )
-    draw, rows = np.random.default_rng(0), min(options.rows, 200_000)
-    groups = {
-        name: draw.integers(low, high, (rows, 4), dtype=np.int32)
-        for name, low, high in (("machine", 0, 4), ("nodes", 1, 201), ("devices", 1, 5))
-    }
-    groups["machine"][np.arange(4) >= draw.integers(2, 5, rows)[:, None]] = -1
-    columns = AllocationColumns(machines=SHIPPED[:4], **groups)
-    cells = zip(*(groups[name].tolist() for name in groups), strict=True)
-    texts = [
-        "+".join(f"{n}x{d}:{SHIPPED[m]}" for m, n, d in zip(*row, strict=True) if m >= 0)
-        for row in cells
-    ]
-    for name, asked, bound in (("columns", columns, 0.5), ("texts", texts, 1.0)):
+        one_s = medians(partial(ask, each) for each in questions)
+        found[f"GPT-2, {name}"] = (one_s * 1e6, "µs", bound)
+    rows = min(options.rows, 200_000)
+    columns = table_columns(rows)
+    for name, asked, bound in (("columns", columns, 0.5), ("texts", [*table_texts(columns)], 1.0)):
         call = partial(estimate_many, ask.args[0], asked)
         call()
         row_s = min(cpu_seconds(call) for _ in range(options.repeats)) / rows
@@ -250,60 +225,28 @@ def ask_traced(options: argparse.Namespace) -> Found:
     return found
 
 
-def many(options: argparse.Namespace) -> Found:
-    """Tables: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
-    from speed_cases import STRATEGY, Machines, columns, model, texts
+def table_columns(rows: int, seed: int = 0) -> Any:
+    """Uneven allocations of two to four groups of four machine types."""
+    from estimator import AllocationColumns
 
-    from estimator import estimate_many
-
-    rows, graph, _machines = options.rows, model(), Machines()
-    asked, batches = columns(rows)
-    lines = list(texts(rows))
-    other = in_child("goodput", options, options.adaptdl)
-
-    def row_s(allocations: Any) -> list[float]:
-        call = partial(estimate_many, graph, allocations, batch_per_gpu=batches, strategy=STRATEGY)
-        return [cpu_seconds(call) / rows for _ in range(options.repeats + 1)]
-
-    compiling_s, *column_s = row_s(asked)
-    text_s = row_s(lines)
-    best = min(column_s)
-    return {
-        f"a row of {rows:.0e} as columns, least of {len(column_s)}": (best * 1e6, "µs", 0.5),
-        "a row as columns, median": (statistics.median(column_s) * 1e6, "µs", 0.5),
-        "a row as columns, compiling its classes first": (compiling_s * 1e6, "µs", None),
-        f"a row as text, least of {len(text_s)}": (min(text_s) * 1e6, "µs", 2),
-        "a row as text, median": (statistics.median(text_s) * 1e6, "µs", 2),
-        f"a row / {other['source']}": (best / other["row_s"], "x", None),
+    draw = np.random.default_rng(seed)
+    groups = {
+        name: draw.integers(low, high, (rows, 4), dtype=np.int32)
+        for name, low, high in (("machine", 0, 4), ("nodes", 1, 201), ("devices", 1, 5))
     }
+    groups["machine"][np.arange(4) >= draw.integers(2, 5, rows)[:, None]] = -1
+    return AllocationColumns(machines=SHIPPED[:4], **groups)
 
 
-def goodput(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a throughput model that knows ranks, nodes and batch alone: one and a row."""
-    try:
-        from adaptdl.goodput import GoodputFunction
-
-        call: Callable[..., Any] = GoodputFunction((1, 1, 1, 1, 1, 1, 2), (1, 1), 1).evaluate
-        source = "AdaptDL"
-    except ImportError:
-        call, source = pollux_throughput, "Pollux form"
-    sizes = np.arange(options.rows)
-    nodes = 1 + sizes % 64
-    batch = 4 + sizes % 29
-    ones = [partial(call, 1 + i % 9, 9 + i, 4 + i % 29, 0) for i in range(2000)]
-    rows = [cpu_seconds(partial(call, nodes, nodes * 8, batch, 0)) for _ in range(options.repeats)]
-    return {"one_s": medians(ones), "row_s": min(rows) / len(sizes), "source": source}
+def table_texts(columns: Any) -> Iterator[str]:
+    """The same allocations as texts."""
+    cells = (getattr(columns, name).tolist() for name in ("machine", "nodes", "devices"))
+    for row in zip(*cells, strict=True):
+        groups = zip(*row, strict=True)
+        yield "+".join(f"{n}x{d}:{SHIPPED[m]}" for m, n, d in groups if m >= 0)
 
 
-def pollux_throughput(nodes: Any, replicas: Any, batch: Any, accumulation: int) -> Any:
-    """Samples per second: T = (T_grad^γ + T_sync^γ)^(1/γ), Pollux (OSDI 2020), section 3.2."""
-    grad_s = 1.0 + 1.0 * batch
-    sync_s = np.where(replicas > 1, np.where(nodes > 1, 1.0, 0.5) * (1 + 0.1 * (replicas - 2)), 0)
-    step_s = accumulation * grad_s + (grad_s**2 + sync_s**2) ** 0.5
-    return replicas * batch * (accumulation + 1) / step_s
-
-
-def memory(options: argparse.Namespace) -> Found:
+def memory(options: Options) -> Found:
     """The most memory held over 10⁶ and over 10⁷ texts, in chunks."""
     few, more = (in_child("chunks", options, rows=rows) for rows in (10**6, 10**7))
     return {
@@ -313,30 +256,27 @@ def memory(options: argparse.Namespace) -> Found:
     }
 
 
-def chunks(options: argparse.Namespace) -> int:
+def chunks(options: Options) -> int:
     """The most memory that this process holds over the rows."""
-    from speed_cases import STRATEGY, Machines, model, texts
-
     from estimator import estimate_chunks
 
-    _machines = Machines()
-    lines = texts(options.rows)
-    done = sum(len(table) for table in estimate_chunks(model(), lines, strategy=STRATEGY))
+    at_once = 1 << 14
+    texts = (
+        text
+        for first in range(0, options.rows, at_once)
+        for text in table_texts(table_columns(min(at_once, options.rows - first), first))
+    )
+    done = sum(len(table) for table in estimate_chunks(traced(GPT2_SMALL), texts))
     assert done == options.rows
     return resident_bytes()
 
 
-# Timelines
-
-
-def timeline(options: argparse.Namespace) -> Found:
-    """An event timeline of a 2,000-op model on 1,024 ranks in 16 unlike classes."""
-    from speed_cases import DEVICES, Machines, model
-
+def timeline(options: Options) -> Found:
+    """An event timeline of some 2,000 operators on 1,024 ranks in 16 unlike classes."""
     from estimator import estimate
 
-    machines, graph = Machines(), model(layers=290)
-    text = "+".join(f"8x{DEVICES}:{name}" for name in machines.names)
+    graph = traced(f"{GPT2_SMALL},n_layer=24")
+    text = "+".join(f"16x4:{name}" for name in SHIPPED)
     compiling_s = cpu_seconds(lambda: estimate(graph, text))
     whole_s = min(
         cpu_seconds(lambda: estimate(graph, text).timeline) for _ in range(options.repeats)
@@ -353,18 +293,62 @@ def timeline(options: argparse.Namespace) -> Found:
 
 # Refits
 
+OBSERVATIONS, TURNS, ESTIMATES, ROUNDS = 1000, 20, 300, 5
 
-def calibration(options: argparse.Namespace) -> Found:
-    """Refits and calibrated estimates."""
-    from speed_calibration import refit
 
-    return refit(options)
+def calibration(_options: Options) -> Found:
+    """Medians over single new observations, each followed by a refit; calibrated estimates."""
+    from estimator import Calibrator, estimate
+    from estimator.calibrate.observed import Observation
+
+    draw, graph = random.Random(0), traced(GPT2_SMALL)
+
+    def step_s(allocation: str, batch: int, calibration: Calibrator | None = None) -> float:
+        answer = estimate(graph, allocation, batch_per_gpu=batch, calibration=calibration)
+        return answer.step_time_s
+
+    def observation(allocation: str) -> Observation:
+        batch = draw.choice((4, 8, 16, 32))
+        # As a machine that is a tenth slower than its profile and noisy would be seen.
+        seen_s = step_s(allocation, batch) * draw.lognormvariate(0.1, 0.05)
+        about = {"workload": graph.name, "allocation": allocation, "strategy": "ddp"}
+        return Observation(**about, batch_per_gpu=batch, step_time_s=seen_s)
+
+    every = [f"{nodes}x{devices}:h100-sxm" for nodes in range(1, 201) for devices in range(1, 9)]
+    asked = draw.sample(every, OBSERVATIONS + ESTIMATES)
+    seen, texts = [observation(text) for text in asked[:OBSERVATIONS]], asked[OBSERVATIONS:]
+    with tempfile.TemporaryDirectory() as folder:
+        calibrator = Calibrator(Path(folder, "observations.db"))
+        calibrator.add_many(seen[:-TURNS])
+        first_s = seconds(lambda: step_s(asked[-1], 8, calibrator))
+        taken_s, refit_s = [], []
+        for one in seen[-TURNS:]:
+            taken_s.append(seconds(partial(calibrator.add_many, [one])))
+            refit_s.append(seconds(calibrator.fit))
+        cold_s, new_s, known_s = [], [], []
+        for text in texts:
+            step_s(text, 16)
+            new_s.append(seconds(partial(step_s, text, 16, calibrator)))
+        # As a scheduler asks in one round after another: with and without by turns.
+        for _ in range(ROUNDS):
+            for times, calibration in ((cold_s, None), (known_s, calibrator)):
+                times += [seconds(partial(step_s, text, 16, calibration)) for text in texts]
+    median = statistics.median
+    return {
+        f"refit on {OBSERVATIONS} observations": (median(refit_s) * 1e3, "ms", 100),
+        "one observation taken in": (median(taken_s) * 1e3, "ms", 5),
+        "first learning of a workload": (first_s * 1e3, "ms", None),
+        "an estimate without calibration": (median(cold_s) * 1e6, "µs", None),
+        "a calibrated estimate of a step asked for before": (median(known_s) * 1e6, "µs", None),
+        "that over one without": (median(known_s) / median(cold_s), "x", 1.3),
+        "a calibrated estimate of a new step": (median(new_s) * 1e6, "µs", 200),
+    }
 
 
 # Start-up
 
 
-def start_up(options: argparse.Namespace) -> Found:
+def start_up(options: Options) -> Found:
     """Medians over fresh processes of the command's help and of the import."""
     commands = {
         "help": [sys.executable, "-m", "estimator", "--help"],
@@ -374,7 +358,8 @@ def start_up(options: argparse.Namespace) -> Found:
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(max(5, options.repeats)):
         for name, command in commands.items():
-            times[name].append(seconds(partial(subprocess.run, command, **QUIET)))
+            run = partial(subprocess.run, command, check=True, capture_output=True)
+            times[name].append(seconds(run))
     return {
         "estimator --help": (statistics.median(times["help"]), "s", 0.3),
         "import estimator": (statistics.median(times["import"]), "s", 0.15),
@@ -382,88 +367,262 @@ def start_up(options: argparse.Namespace) -> Found:
     }
 
 
-# The first answers of a process
+# The first answers of a process, as a scheduler asks: 40 jobs, each on the same 32 allocations
 
 
-def cold_answers(options: argparse.Namespace) -> Found:
-    """Every job and machine unknown."""
-    from speed_cold import cold
+class Trace(NamedTuple):
+    """A model, the batch and length that it is looked at with, and how it is trained."""
 
-    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        options.graphs = options.graphs or folder
-        in_child("cases", options)
-        return cold(options, in_child)
-
-
-def rounds(options: argparse.Namespace) -> Found:
-    """A scheduler's first and later rounds."""
-    from speed_loop import loop
-
-    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        options.graphs = options.graphs or folder
-        in_child("cases", options)
-        return loop(options, in_child)
+    model: str
+    batch: int
+    length: int | None = None
+    precision: str = "bf16-amp"
+    more: dict[str, Any] = {}  # noqa: RUF012 - nothing changes it
 
 
-def ask_rounds(options: argparse.Namespace, *, is_prepared: bool = False) -> dict[str, Any]:
-    """Ask all questions of `loop`."""
-    from speed_loop import ask
-
-    return ask(options, is_prepared=is_prepared)
-
-
-def layouts(options: argparse.Namespace) -> Found:
-    """Answers about layouts: a plan of 1,024 GPUs, a new layout, warm ones."""
-    return {name: tuple(line) for name, line in in_child("layouts", options).items()}
-
-
-def ask_layouts(options: argparse.Namespace) -> Found:
-    """Ask all questions of `layouts`."""
-    from speed_layouts import times_of
-
-    return times_of(f"{LLAMA_70B},gradient_checkpointing=true", options.repeats)
-
-
-def write_cases(options: argparse.Namespace) -> None:
-    """Write the graphs and machines of `cold`."""
-    from speed_cold import write_cases
-
-    write_cases(Path(options.graphs))
-
-
-def ask_cold(options: argparse.Namespace) -> dict[str, Any]:
-    """Ask all questions of `cold`."""
-    from speed_cold import ask
-
-    return ask(options)
+_MOMENTUM = {"optimizer": "sgd-momentum"}
+_SMALL_LLAMA = "hf:llama,hidden_size=1024,num_hidden_layers=9,intermediate_size=2816"
+TRACES = {
+    "gpt2": Trace("hf:gpt2", 8, 512, "fp32"),
+    "gpt2-amp": Trace("hf:gpt2", 8, 1024),
+    "llama": Trace("hf:llama,hidden_size=2048,num_hidden_layers=10", 2, 1024, "bf16"),
+    "llama-amp": Trace(_SMALL_LLAMA, 4, 512),
+    "resnet": Trace("hf:resnet", 32, None, "tf32", _MOMENTUM),
+    "resnet-amp": Trace("hf:resnet", 32, None, "fp16-amp", _MOMENTUM | {"channels_last": True}),
+    "bert": Trace("hf:bert", 16, 128, "fp32"),
+    "bert-amp": Trace("hf:bert", 16, 512),
+    "vit": Trace("hf:vit", 32, None, "tf32"),
+    "t5": Trace("hf:t5,num_layers=4,num_decoder_layers=4", 8, 256, more={"optimizer": "adam"}),
+}
+# Each graph is asked at these shares of the batch at which it was traced, each time another job.
+SHARES = (0.5, 1.0, 1.5, 2.0)
+STRATEGIES = ("ddp", "fsdp", "ddp:bucket=5MiB,view", "zero1", "zero2")
+ACCUMULATION = (1, 1, 4)
+# Devices of a node of the machines asked about; the last was probed.
+MEASURED = "h100-80gb"
+COLD_MACHINES = {"dgx-h100": 8, "dgx-a100": 8, "v100-p3dn": 8, "t4-g4dn": 1, MEASURED: 1}
+ALLOCATIONS, THREADS = 32, 16
+# (machine, its nodes, devices of a node) of the scheduler's loop: 24 A100, 24 V100 and 16 T4.
+FLEET = (("dgx-a100", 3, 8), ("v100-p3dn", 3, 8), ("t4-g4dn", 4, 4))
+LOOP_ROUNDS = 10
 
 
-PARTS = {
-    "looks": looks,
-    "one": one,
-    "traced": traced,
-    "many": many,
+def write_graphs(options: Options) -> None:
+    """Trace the graphs that are not in the folder yet, and put the probed machine there."""
+    from estimator.machines.catalogue import load_profile
+
+    folder = Path(options.graphs)
+    probed = load_profile(str(ROOT / "data" / "measured" / f"{MEASURED}.json"))
+    # It was probed alone.
+    network = load_profile("h100-sxm").network
+    replace(probed, network=network).save(folder / "machines" / f"{MEASURED}.json")
+    for name, each in TRACES.items():
+        if not (folder / f"{name}.graph").exists():
+            how = {"precision": each.precision, "name": name, **each.more}
+            traced(each.model, each.batch, each.length, **how).save(folder / f"{name}.graph")
+
+
+def jobs(folder: Path) -> list[tuple[Any, dict[str, Any]]]:
+    """Graphs and how they are trained: strategies and accumulation go round."""
+    from estimator import OpGraph
+
+    queue: list[tuple[Any, dict[str, Any]]] = []
+    for name, each in TRACES.items():
+        graph = OpGraph.load(folder / f"{name}.graph")
+        for share in SHARES:
+            number = len(queue)
+            how = {
+                "batch_per_gpu": max(round(each.batch * share), 1),
+                "strategy": STRATEGIES[number % len(STRATEGIES)],
+                "accumulation_steps": ACCUMULATION[number % len(ACCUMULATION)],
+            }
+            queue.append((graph, how))
+    return queue
+
+
+def allocations() -> list[str]:
+    """Distinct ones: 1 to 8 nodes of every machine, some of two machines."""
+    draw, machines = random.Random(11), list(COLD_MACHINES)
+
+    def group(machine: str) -> str:
+        return f"{draw.randint(1, 8)}x{draw.randint(1, COLD_MACHINES[machine])}:{machine}"
+
+    texts: dict[str, None] = {}
+    while len(texts) < ALLOCATIONS:
+        machine = machines[len(texts) % len(machines)]
+        mixed = f"+{group(draw.choice(machines))}" if len(texts) % 8 == 7 else ""
+        texts[group(machine) + mixed] = None
+    return list(texts)
+
+
+def ask_cold(options: Options) -> dict[str, Any]:
+    """Every job on every allocation, in a process that has answered nothing yet."""
+    os.environ["ESTIMATOR_HOME"] = options.graphs
+    from estimator import estimate
+
+    def answer(question: tuple[Any, dict[str, Any], str]) -> tuple[float, float, int]:
+        graph, how, text = question
+        began = time.perf_counter()
+        found = estimate(graph, text, **how)
+        return time.perf_counter() - began, found.step_time_s, found.peak_memory_bytes
+
+    queue = jobs(Path(options.graphs))
+    questions = [(*job, text) for job in queue for text in allocations()]
+    began, began_cpu = time.perf_counter(), time.process_time()
+    if options.threads == 1:
+        answers = [answer(each) for each in questions]
+    else:
+        with ThreadPoolExecutor(options.threads) as pool:
+            answers = list(pool.map(answer, questions))
+    return {
+        "ops": [len(graph.ops) for graph, _ in queue],
+        "wall_s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - began_cpu,
+        "took_s": [each[0] for each in answers],
+        "answers": [each[1:] for each in answers],
+    }
+
+
+def cold(options: Options) -> Found:
+    """The first answers of fresh processes, with one thread and with many."""
+    in_child("graphs", options)
+    runs: dict[int, list[dict[str, Any]]] = {1: [], THREADS: []}
+    for _ in range(options.repeats):
+        for threads, some in runs.items():
+            some.append(in_child("cold", options, threads=threads))
+    one, many = runs[1], runs[THREADS]
+    if any(run["answers"] != one[0]["answers"] for run in (*one, *many)):
+        sys.exit("answers differ between processes or numbers of threads")
+    ops, questions = one[0]["ops"], len(one[0]["took_s"])
+    wall_s, cpu_s = (min(run[key] for run in one) / questions for key in ("wall_s", "cpu_s"))
+    walls = [min(run["wall_s"] for run in some) for some in (one, many)]
+    took_s = min(one, key=lambda run: run["wall_s"])["took_s"]
+    name = f"cold, {len(ops)} jobs x {ALLOCATIONS} allocations"
+    return {
+        f"{name}, ops of a graph, least": (min(ops), "", None),
+        f"{name}, ops of a graph, most": (max(ops), "", None),
+        f"{name}, mean, least of {len(one)} processes": (wall_s * 1e3, "ms", 2.5),
+        f"{name}, mean of the CPU": (cpu_s * 1e3, "ms", None),
+        f"{name}, median": (statistics.median(took_s) * 1e3, "ms", None),
+        f"{name}, the first of a job, median": (
+            statistics.median(took_s[::ALLOCATIONS]) * 1e3,
+            "ms",
+            None,
+        ),
+        f"{name}, slowest": (max(took_s) * 1e3, "ms", None),
+        f"{name}, all, 1 thread": (walls[0], "s", None),
+        f"{name}, all, {THREADS} threads": (walls[1], "s", None),
+        f"{name}, {THREADS} threads / 1 thread": (walls[1] / walls[0], "x", 1.0),
+    }
+
+
+def candidates() -> list[str]:
+    """The smallest allocations of each machine, in turns: 1, 2, 4, … devices, then more nodes."""
+    of_machine = [
+        [f"{n}x{d}:{machine}" for n in range(1, nodes + 1) for d in range(1, devices + 1)]
+        for machine, nodes, devices in FLEET
+    ]
+    width = max(map(len, of_machine))
+    turns = [texts[place] for place in range(width) for texts in of_machine if place < len(texts)]
+    return turns[:ALLOCATIONS]
+
+
+def ask_rounds(options: Options, *, is_prepared: bool = False) -> dict[str, Any]:
+    """Some rounds of a scheduler in a process that has answered nothing yet, prepared or not."""
+    import estimator as est
+
+    queue, texts = jobs(Path(options.graphs)), candidates()
+    machines = [machine for machine, _, _ in FLEET]
+
+    def prepare() -> None:
+        for graph, how in queue:
+            est.prepare(graph, machines, **how)
+
+    def decide() -> None:
+        for graph, how in queue:
+            table = est.estimate_many(graph, texts, **how)
+            np.nanargmax(table.samples_per_s / np.sqrt(table.ranks))
+
+    prepared_s = cpu_seconds(prepare) if is_prepared else 0.0
+    rounds = [cpu_seconds(decide) for _ in range(LOOP_ROUNDS)]
+    return {"prepare_s": prepared_s, "rounds_s": rounds, "jobs": len(queue)}
+
+
+def loop(options: Options) -> Found:
+    """The first and the later rounds of fresh processes, in seconds of their CPU."""
+    in_child("graphs", options)
+    unprepared = [in_child("loop", options) for _ in range(options.repeats)]
+    ahead = [in_child("prepared", options) for _ in range(options.repeats)]
+    first_s, prepared_first_s = (
+        min(run["rounds_s"][0] for run in runs) for runs in (unprepared, ahead)
+    )
+    later_s = min(statistics.median(run["rounds_s"][1:]) for run in unprepared)
+    name = f"loop, {unprepared[0]['jobs']} jobs x {ALLOCATIONS} allocations"
+    return {
+        f"{name}, first round, cold": (first_s, "s", 2.0),
+        f"{name}, later rounds": (later_s * 1e3, "ms", 20.0),
+        f"{name}, prepare": (min(run["prepare_s"] for run in ahead), "s", None),
+        f"{name}, first round, prepared": (prepared_first_s * 1e3, "ms", None),
+    }
+
+
+# Layouts of a 70B transformer, a step of 2,048 samples of 2,048 tokens
+
+PLACE, GLOBAL_BATCH = "128x8:h100-sxm", 2048
+PIPELINE = {"layout": "tp=8,pp=16,dp=*", "batch_per_gpu": 1, "accumulation_steps": 128}
+DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
+
+
+def layouts(options: Options) -> Found:
+    """A plan of 1,024 GPUs, new layouts, layouts known already; engines are new where asked."""
+    from estimator import Allocation, best_layouts
+    from estimator.estimates.engine import Engine
+
+    graph = traced(f"{LLAMA_70B},gradient_checkpointing=true", 2, 2048, precision="bf16")
+    plan = partial(best_layouts, graph, PLACE, global_batch=GLOBAL_BATCH)
+    plans_s = [seconds(lambda: plan(engine=Engine())) for _ in range(min(options.repeats, 3))]
+    count = plan(engine=Engine()).candidates
+    ask = partial(Engine().estimate, graph)
+    ask("16x8:h100-sxm", **PIPELINE)
+    ask(PLACE, **DIVIDED)
+    new_s = [
+        cpu_seconds(partial(ask, PLACE, layout=f"tp={tp},pp={pp},dp=*", batch_per_gpu=1))
+        for tp, pp in ((8, 2), (8, 4), (4, 4), (2, 8))
+    ]
+    warm_s = medians(partial(ask, "16x8:h100-sxm", **PIPELINE) for _ in range(100))
+    unseen = [Allocation.parse(f"{nodes}x8:h100-sxm") for nodes in range(2, 102)]
+    unseen_s = medians(partial(ask, place, **DIVIDED) for place in unseen)
+    median = statistics.median
+    return {
+        f"best layout of {PLACE}, {count:,} candidates": (median(plans_s), "s", 10),
+        "new layout of a traced model, median of four": (1e3 * median(new_s), "ms", 50),
+        "16 stages x 128 micro-batches, warm": (1e3 * warm_s, "ms", 1),
+        "warm layout, allocations not seen": (1e6 * unseen_s, "us", 200),
+    }
+
+
+CHILDREN: dict[str, Callable[[Options], Any]] = {
+    "look": look_at_gpt2,
+    "llama": look_at_llama,
+    "traced": one_and_many,
+    "chunks": chunks,
+    "graphs": write_graphs,
+    "cold": ask_cold,
+    "loop": ask_rounds,
+    "prepared": partial(ask_rounds, is_prepared=True),
+    "layouts": layouts,
+}
+PARTS: dict[str, Callable[[Options], Found]] = {
+    "looks": lambda options: in_child("look", options) | in_child("llama", options),
+    "traced": partial(in_child, "traced"),
     "memory": memory,
     "timeline": timeline,
     "calibration": calibration,
     "start-up": start_up,
-    "cold": cold_answers,
-    "loop": rounds,
-    "layouts": layouts,
+    "cold": cold,
+    "loop": loop,
+    "layouts": partial(in_child, "layouts"),
 }
-CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "look": look_ratio,
-    "llama": look_at_llama,
-    "traced": ask_traced,
-    "goodput": goodput,
-    "chunks": chunks,
-    "cases": write_cases,
-    "cold": ask_cold,
-    "loop": ask_rounds,
-    "layouts": ask_layouts,
-    "prepared": partial(ask_rounds, is_prepared=True),
-}
-
 
 if __name__ == "__main__":
     main()

@@ -53,7 +53,7 @@ SUITES: dict[str, Suite] = {
     "speed": Suite(
         question="what looks, estimates, tables, timelines, refits and start-up cost",
         parts=(
-            Part(name="speed", words=(), quick=("--parts", "one", "start-up", "--repeats", "2")),
+            Part(name="speed", words=(), quick=("--parts", "traced", "start-up", "--repeats", "2")),
         ),
     ),
     "local": Suite(
@@ -67,7 +67,11 @@ SUITES: dict[str, Suite] = {
     ),
     "layouts": Suite(
         question="layouts: ranks that share a model here, and the choice among published ones",
-        parts=(Part(name="layout_accuracy"), Part(name="best_layout", takes=DATA)),
+        parts=(
+            Part(name="layout_oracle"),
+            Part(name="layout_accuracy"),
+            Part(name="best_layout", takes=DATA),
+        ),
     ),
     "published": Suite(
         question="steps that others measured and published, from datasheets alone",

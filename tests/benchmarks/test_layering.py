@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,19 @@ def test_an_import_inside_a_function_counts(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text("def late():\n    from one import name\n")
     with pytest.raises(CycleError):
         order(modules(tmp_path))
+
+
+def test_what_benchmarks_and_tools_import_of_the_package_is_there() -> None:
+    """Also inside functions, which run only when somebody runs the suite."""
+    missing = []
+    for path in sorted((*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("estimator"):
+                module = import_module(node.module or "")
+                missing += [
+                    f"{path.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and find_spec(f"{node.module}.{alias.name}") is None
+                ]
+    assert missing == []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from layout_models import MODELS
-from layout_oracle import compared
-from layout_oracle_experts import cases, compared_experts, graph_of
+from layout_oracle import EXPERT_CASES, compared, compared_experts
+
+from estimator.graph.trace.trace import trace_graph
 
 CASES = {case.name: case for case in MODELS}
 
@@ -51,7 +52,7 @@ def test_divided_experts_send_and_multiply_what_transformers_do(
     name: str, ep: int, tp: int, form: str, collectives: int
 ) -> None:
     pytest.importorskip("transformers")
-    case = next(each for each in cases() if each.name == name)
-    found = compared_experts(case, graph_of(case), ep, tp, form)
+    case = next(each for each in EXPERT_CASES if each.name == name)
+    found = compared_experts(case, trace_graph(*case.make()), ep, tp, form)
     assert found.difference == ""
     assert found.collectives == collectives
