@@ -96,8 +96,7 @@ class _Stage(_Steps):
 
     def __init__(self, rank: int, model: Any, batch: Any, schedule: str) -> None:
         import torch
-        from testbed.layouts import staged
-        from testbed.pipelines import step_of
+        from testbed.layouts import staged, step_of, token_loss
         from torch.distributed.pipelining.stage import PipelineStage
 
         part = staged(model, [len(model.blocks) // RANKS])[rank]
@@ -110,9 +109,7 @@ class _Stage(_Steps):
             [stage],
             batch,
             MICRO_BATCHES,
-            loss=lambda logits, ids: torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), ids.flatten()
-            ),
+            loss=token_loss,
             targets=batch,
             update=self.optimizer,
         )

@@ -17,7 +17,7 @@ from options import Options
 from published.language_sources import LLAMA, LLAMA_3_VOCABULARY
 from records import say
 from summary import percent
-from zoo.llama import llama
+from zoo.language import decoder
 
 import estimator as est
 from estimator.graph.models.model_text import load_model
@@ -76,7 +76,8 @@ def graph_of(model: str, checkpoint: str | None, compiled: str) -> est.OpGraph:
         built = load_model("hf:gpt2", batch=2, seq_len=1024, weights=False)[:3]
     else:
         settings = dict(LLAMA[model])
-        built = llama(2, vocabulary=LLAMA_3_VOCABULARY, length=8192, **settings)
+        settings |= {"vocabulary": LLAMA_3_VOCABULARY, "length": 8192, "tied": False}
+        built = decoder(2, **settings, wide_loss=True, shifted=True, separate=True)
     return est.trace_model(
         *built,
         precision="bf16",

@@ -2,26 +2,25 @@
 
 Three parts: `sizes` fits every link and collective on half of its message sizes and predicts the
 other half; `repeat` compares two probes of this machine; `links` sends messages through links that
-the kernel limits to a known rate, between two network namespaces made for it (needs root).
+the kernel limits to a known rate, between two nodes of a testbed (needs root).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from options import Options
 from records import say
+from testbed.description import TestbedDescription
+from testbed.launch import launch
+from testbed.network import set_uplink, testbed, unavailable_reason
 
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
@@ -37,16 +36,16 @@ from estimator.probe.links.copies import (
 )
 from estimator.probe.machine import probe_machine
 from estimator.timeline.collectives.costs import GroupCollective, network_latency_s
+from estimator.units import parse_bandwidth_bytes_per_s
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
-NOMINAL_BITS_PER_S = (200_000_000, 1_000_000_000)
+MEGABITS_PER_S = (200, 1000)
 # Of the 1514 bytes of a full Ethernet frame at MTU 1500, 1448 are TCP payload (with timestamps).
 PAYLOAD_RATIO = 1448 / 1514
-# Reserved for documentation (RFC 5737), and used nowhere but inside the two namespaces.
-ADDRESSES = ("198.51.100.1/30", "198.51.100.2/30")
-# The interface at either end of the link.
-JOINT = "joint"
-LINK_BUDGET_S, LINK_TIMEOUT_S = 12.0, 120.0
+# What may pass at once: so little that the rate shows at every size, and so much that a timer which
+# fires a little late loses nothing.
+BURST_S = 200e-6
+LINK_BUDGET_S = 12.0
 
 Row = dict[str, Any]
 
@@ -173,22 +172,23 @@ def repeat_part(first: MachineProfile, second: MachineProfile) -> list[Row]:
 
 def links_part() -> list[Row]:
     """Payload rate recovered through links that the kernel limits, beside the rate it should be."""
-    if reason := why_no_namespaces():
+    if reason := unavailable_reason():
         return [skipped("links", reason)]
     rows = []
-    for bits_per_s in NOMINAL_BITS_PER_S:
-        expected = bits_per_s / 8 * PAYLOAD_RATIO
-        try:
-            with limited_link(bits_per_s) as namespaces, tempfile.TemporaryDirectory() as folder:
-                windows = exchange(namespaces, Path(folder))
-        except subprocess.CalledProcessError as error:
-            words = error.stderr.decode(errors="replace").strip()
-            return [*rows, skipped("links", f"this system cannot limit a link: {words}")]
-        link = link_from("tcp", message_points(windows))
+    for megabits_per_s in MEGABITS_PER_S:
+        name = f"{megabits_per_s} Mbit/s"
+        rate = parse_bandwidth_bytes_per_s(name)
+        expected = rate * PAYLOAD_RATIO
+        pair = TestbedDescription.uniform(nodes=2, devices=1, uplink=name)
+        with testbed(pair) as bed:
+            for node in pair.nodes:
+                set_uplink(bed, node.name, rate, burst_bytes=round(rate * BURST_S))
+            # What sender and receiver saw of the probe's own messages.
+            told = launch(bed, pair.all_devices(), [sys.executable, __file__], pinned=True)
+        link = link_from("tcp", message_points([json.loads(text) for text in told]))
         error = abs(link.bandwidth_bytes_per_s / expected - 1)
         note = f"{link.bandwidth_bytes_per_s / 1e6:.2f} of {expected / 1e6:.2f} MB/s of payload"
-        name = f"link limited to {bits_per_s / 1e6:.0f} Mbit/s"
-        rows.append(judged("links", name, error, LINK_BOUND_RATIO, note=note))
+        rows.append(judged("links", f"link limited to {name}", error, LINK_BOUND_RATIO, note=note))
     return rows
 
 
@@ -198,86 +198,17 @@ def skipped(part: str, reason: str) -> Row:
     return {"id": f"{part}: skipped", "status": "skipped", "reason": reason}
 
 
-def why_no_namespaces() -> str | None:
-    """Why network namespaces cannot be made here; None if they can."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "a link of known rate needs network namespaces, and those need root"
-    for command in (["ip", "-V"], ["tc", "-V"]):
-        try:
-            subprocess.run(command, capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return f"a link of known rate needs the command {command[0]} of iproute2"
-    return None
-
-
-@contextlib.contextmanager
-def limited_link(bits_per_s: int) -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by one link of that rate each way; gone afterwards in any case."""
-    names = (f"estimator-{os.getpid()}-0", f"estimator-{os.getpid()}-1")
-    try:
-        for name in names:
-            command("ip", "netns", "add", name)
-        # Made inside a namespace: the machine's own never sees the link.
-        pair = ("type", "veth", "peer", "name", JOINT, "netns", names[1])
-        command("ip", "-n", names[0], "link", "add", JOINT, *pair)
-        # What may pass at once is 200 µs worth: so little that the rate shows at every size, and
-        # so much that a timer which fires a little late loses nothing.
-        bucket = ("burst", str(round(bits_per_s / 8 * 200e-6)), "latency", "50ms")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            command("ip", "-n", name, "address", "add", address, "dev", JOINT)
-            command("ip", "-n", name, "link", "set", JOINT, "up")
-            command("ip", "-n", name, "link", "set", "lo", "up")
-            limit = ("root", "tbf", "rate", f"{bits_per_s}bit", *bucket)
-            command("tc", "-n", name, "qdisc", "add", "dev", JOINT, *limit)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def command(*words: str) -> None:
-    """Run a command of iproute2."""
-    subprocess.run(words, check=True, capture_output=True)
-
-
-def exchange(namespaces: Sequence[str], folder: Path) -> list[Any]:
-    """What sender and receiver saw of the probe's own messages, one rank in each namespace."""
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", name, sys.executable, __file__),
-                *(str(rank), str(folder / "store"), str(outs[rank])),
-            ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": JOINT, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank, name in enumerate(namespaces)
-    ]
-    try:
-        for rank in ranks:
-            if rank.wait(timeout=LINK_TIMEOUT_S) != 0:
-                raise SystemExit("a rank in a namespace failed; its words are above")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads(out.read_text()) for out in outs]
-
-
-def send_messages(rank: int, store: str, out: str) -> None:
-    """One rank of `exchange`."""
+def send_messages() -> None:
+    """One of two ranks of `links_part`."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     arguments = {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": LINK_BUDGET_S}
-    windows = time_messages(rank, 2, arguments)
+    windows = time_messages(dist.get_rank(), 2, arguments)
     dist.destroy_process_group()
-    Path(out).write_text(json.dumps(windows))
+    print(json.dumps(windows))
 
 
 if __name__ == "__main__":
-    send_messages(int(sys.argv[1]), *sys.argv[2:])
+    send_messages()

@@ -574,15 +574,15 @@ DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
 
 
 def layouts(options: Options) -> Found:
-    """A plan of 1,024 GPUs, new layouts, layouts known already; engines are new where asked."""
-    from estimator import Allocation, best_layouts
+    """A plan of 1,024 GPUs by a new engine each time, new layouts, layouts known already."""
+    from estimator import Allocation, best_layouts, estimate
     from estimator.estimates.engine import Engine
 
     graph = traced(f"{LLAMA_70B},gradient_checkpointing=true", 2, 2048, precision="bf16")
     plan = partial(best_layouts, graph, PLACE, global_batch=GLOBAL_BATCH)
     plans_s = [seconds(lambda: plan(engine=Engine())) for _ in range(min(options.repeats, 3))]
     count = plan(engine=Engine()).candidates
-    ask = partial(Engine().estimate, graph)
+    ask = partial(estimate, graph)
     ask("16x8:h100-sxm", **PIPELINE)
     ask(PLACE, **DIVIDED)
     new_s = [

@@ -6,18 +6,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from layout_paces import Divided, divided
 from records import Progress, Record, Records, say
-from testbed import layouts, paced
+from testbed import layouts
 from testbed.launch import launch
 from testbed.measure import measure
 from testbed.network import Testbed, testbed
 from testbed.paced import paced_graph, paced_machine
-from testbed.pipelines import step_seconds
 from testbed_cases import Case, beds
 
 import estimator as est
@@ -27,7 +25,6 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
-from estimator.workload.layouts import Layout
 
 MACHINE = "testbed"
 MODELS = Path(__file__).with_name("local_models.py")
@@ -210,10 +207,8 @@ class ModelBench(Bench):
 
     def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
         """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""
-        if case.rank_s:
-            return {"step_s": self.train_divided(bed, case)}
         if case.layout:
-            return {"step_s": self.train_stages(bed, case)}
+            return {"step_s": self.train_divided(bed, case)}
         options = {"batch": case.batch, "steps": self.plan.steps, **changed}
         run = measure(
             bed,
@@ -227,36 +222,20 @@ class ModelBench(Bench):
         return {"step_s": run.step_s}
 
     def train_divided(self, bed: Testbed, case: Case) -> float:
-        """The same of a model that torch's own parallelism divides."""
-        known = self.divided(case)
+        """The same of a model that torch's own parallelism divides, stages as the engine cuts."""
+        known = self.divided(case) if case.rank_s else None
         pipeline = self.estimate(case, case.allocation).pipeline
         return layouts.step_seconds(
             bed,
             case.model,
             case.allocation,
             layout=case.layout or "",
-            plan=known.plan,
+            plan=known.plan if known else None,
             strategy=case.strategy,
-            flops_per_s=known.flops_per_s,
+            flops_per_s=known.flops_per_s if known else None,
             steps=self.plan.steps,
             micro_batches=case.accumulation_steps,
             points=pipeline.points if pipeline else (),
-        )
-
-    def train_stages(self, bed: Testbed, case: Case) -> float:
-        """The same of a model in stages, cut where the engine has them begin."""
-        answer = self.estimate(case, case.allocation)
-        assert answer.pipeline is not None
-        model, _ = getattr(paced, case.model)()
-        begins = [0, *map(int, answer.pipeline.points), len(model)]
-        return step_seconds(
-            bed,
-            case.model,
-            case.allocation,
-            schedule=Layout.parse(case.layout or "").schedule,
-            micro_batches=case.accumulation_steps,
-            layers=[end - begin for begin, end in pairwise(begins)],
-            steps=self.plan.steps,
         )
 
 

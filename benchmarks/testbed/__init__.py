@@ -1,19 +1,8 @@
 """A real cluster on one Linux machine: network namespaces joined by links of set rates.
 
-Needs root, iproute2 and util-linux. A testbed is described in a small TOML file::
+Needs root, iproute2 and util-linux. A link's rate is its line rate each way, of which TCP carries
+1448/1514; nodes hang on racks, switches with an uplink to the spine, or on the spine itself::
 
-    [racks.r1]                  # a switch with an uplink to the spine; may be left out
-    uplink = "1 Gbit/s"
-    [nodes.n0]
-    devices = 2
-    uplink = "500 Mbit/s"       # line rate each way; TCP carries 1448/1514 of it
-    rack = "r1"                 # without it the node hangs on the spine
-    slowdown = 1.5              # computes 1.5 times as long; 1 if left out
-    [nodes.n1]
-    devices = 1
-    uplink = "500 Mbit/s"
-
-From Python::
 
     bed_description = TestbedDescription.uniform(nodes=4, devices=2, uplink="500 Mbit/s")
     with testbed(bed_description) as bed:

@@ -1,4 +1,4 @@
-"""Train models that torch's own parallelism divides on an allocation of a testbed."""
+"""Train models that torch's own parallelism divides, layers or stages, on a testbed's ranks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from estimator.graph.partition.plan import Plan
 from estimator.workload.layouts import Layout
+from estimator.workload.schedules import Schedule
 
-from . import pipelines
 from .launch import place
 from .network import Testbed
-from .processes import join_node, run_ranks
+from .processes import joined, run_ranks, timed_steps
 
 PACE_MODULE = f"{__package__}.paced"
+# A wait for what is there already is over within tens of microseconds.
+_BLOCKED_S = 5e-4
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
 
 
 def step_seconds(
@@ -28,18 +37,18 @@ def step_seconds(
     allocation: str,
     *,
     layout: str,
-    plan: Plan | None,
-    strategy: str,
-    flops_per_s: float,
+    plan: Plan | None = None,
+    strategy: str = "ddp",
+    flops_per_s: float | None = None,
     steps: int,
     micro_batches: int = 1,
     points: Sequence[str] = (),
     timeout_s: float = 300.0,
 ) -> float:
-    """Median seconds of a step of the slowest rank of a model of `layout_paces`.
+    """Median seconds of a step of the slowest rank of a model of `layout_paces` or `paced`.
 
-    Its products wait as on a device of `flops_per_s`; `points` are the blocks at which the stages
-    after the first begin. Raises TrainingError.
+    The products of the former wait as on a device of `flops_per_s`; `points` are the blocks or
+    layers at which the stages after the first begin. Raises TrainingError.
     """
     found = run_ranks(
         bed,
@@ -58,40 +67,53 @@ def step_seconds(
         what=f"training {model} divided on the testbed",
         timeout_s=timeout_s,
         imported=(
-            *(PACE_MODULE, __name__, pipelines.__name__),
+            *(PACE_MODULE, __name__),
             *("layout_oracle", "torch.distributed.fsdp", "torch.distributed.pipelining"),
         ),
     )
     return max(statistics.median(times) for times in found)
 
 
-def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[float]:
+def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[float]:
     """One rank, in its own process: its seconds of every step after the first two."""
-    import torch
-    import torch.distributed as torch_distributed
-
     from . import paced, paced_products
 
-    dist: Any = torch_distributed
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    join_node(rank, arguments)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
-    paced_products.install(arguments["flops_per_s"])
-    is_staged = Layout.parse(arguments["layout"]).pp > 1
-    step = _staged_step(count, arguments) if is_staged else _step(count, arguments)
-    times = []
-    waits = pipelines.restarting_at_waits() if is_staged else contextlib.nullcontext()
-    with paced.pausing_at_collectives(), waits:
-        for number in range(arguments["steps"] + 2):
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            if number > 1:
-                times.append(time.perf_counter() - began)
-    dist.barrier()
-    dist.destroy_process_group()
-    return times
+    with joined(rank, arguments) as dist:
+        if arguments["flops_per_s"] is not None:
+            paced_products.install(arguments["flops_per_s"])
+        is_staged = Layout.parse(arguments["layout"]).pp > 1
+        step = (_staged_step if is_staged else _step)(dist.get_world_size(), arguments)
+        waits = restarting_at_waits() if is_staged else contextlib.nullcontext()
+        with paced.pausing_at_collectives(), waits:
+            return timed_steps(dist, step, warmup=2, steps=arguments["steps"])
+
+
+@contextlib.contextmanager
+def restarting_at_waits() -> Iterator[None]:
+    """Meanwhile the next piece of work begins when what was sent or is received has come.
+
+    What a thread does besides stays hidden behind its work where nothing kept it waiting.
+    """
+    import torch.distributed as torch_distributed
+
+    from . import paced
+
+    work: Any = torch_distributed.Work
+    original = work.wait
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        found = original(*args, **kwargs)
+        if time.perf_counter() - began > _BLOCKED_S:
+            paced.pace.restart()
+        return found
+
+    work.wait = wait
+    try:
+        yield
+    finally:
+        work.wait = original
 
 
 def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
@@ -133,7 +155,7 @@ def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _staged_step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
-    """A step of a rank with stages of a decoder, which tp ranks divide and dp ranks repeat."""
+    """A step of a rank with stages of a model, which tp ranks divide and dp ranks repeat."""
     import torch
     from layout_paces import MODELS
     from torch.distributed.device_mesh import init_device_mesh
@@ -142,31 +164,70 @@ def _staged_step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]
     from . import paced
 
     layout = Layout.parse(arguments["layout"])
-    model, batch = MODELS[arguments["model"]]()
+    is_decoder = arguments["model"] in MODELS
+    model, batch = (MODELS.get(arguments["model"]) or getattr(paced, arguments["model"]))()
     shape = (layout.pp, ranks // (layout.pp * layout.tp), layout.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     if layout.tp > 1:
         _divide(model, mesh["tp"], arguments["styles"], layout)
-    parts = staged(model, [int(point.rpartition(".")[2]) for point in arguments["points"]])
+    begins = [int(point.rpartition(".")[2]) for point in arguments["points"]]
+    if is_decoder:
+        parts = staged(model, begins)
+        passed = torch.zeros(*batch.shape, model.norm.weight.shape[0])
+    else:
+        parts = [model[begin:end] for begin, end in pairwise([0, *begins, len(model)])]
+        passed = batch.clone()
     held = layout.schedule.stages_of(mesh.get_local_rank("pp"), layout.pp)
-    width = model.norm.weight.shape[0]
     stages = []
     for number in held:
-        given = torch.zeros(*batch.shape, width, requires_grad=True) if number else batch
+        given = passed.clone().requires_grad_() if number else batch
         part = _replicated(parts[number], mesh["dp"], sharded=False, staged=True)
         where = {"device": torch.device("cpu"), "group": mesh.get_group("pp")}
         stages.append(PipelineStage(part, number, len(parts), input_args=(given,), **where))
-    return pipelines.step_of(
+    return step_of(
         layout.schedule,
         stages,
         batch,
         arguments["micro_batches"],
-        loss=lambda logits, ids: torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), ids.flatten()
-        ),
-        targets=batch,
+        loss=token_loss if is_decoder else lambda output, _target: output[:, 0].sum(),
+        targets=batch if is_decoder else torch.zeros(len(batch)),
         update=paced.PacedUpdate(torch.nn.ModuleList(parts[number] for number in held)),
     )
+
+
+def token_loss(logits: Any, ids: Any) -> Any:
+    """Cross-entropy of each token."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def step_of(
+    schedule: Schedule,
+    stages: Sequence[Any],
+    inputs: Any,
+    micro_batches: int,
+    *,
+    loss: Callable[[Any, Any], Any],
+    targets: Any,
+    update: Any,
+) -> Callable[[], None]:
+    """A step of a rank's stages by torch's schedule; `inputs`, `targets` are a micro-batch's."""
+    import torch
+    from torch.distributed import pipelining
+
+    kind = getattr(pipelining, CLASSES[schedule.name])
+    one = schedule.name in ("gpipe", "1f1b")
+    made = kind(stages[0] if one else stages, micro_batches, loss_fn=loss, scale_grads=False)
+    batch, wanted = (torch.cat([each] * micro_batches) for each in (inputs, targets))
+    first, last = (any(getattr(s, f"is_{end}") for s in stages) for end in ("first", "last"))
+
+    def step() -> None:
+        update.zero_grad()
+        made.step(*([batch] if first else []), **({"target": wanted} if last else {}))
+        update.step()
+
+    return step
 
 
 def staged(model: Any, begins: Sequence[int]) -> list[Any]:

@@ -132,9 +132,12 @@ def _fitting(interface: str, rate: float) -> str:
     return f"link set dev {interface} gso_max_size {min(65536, _burst_bytes(rate) // 2)}"
 
 
-def limit_command(namespace: str, interface: str, bytes_per_s: float) -> Command:
+def limit_command(
+    namespace: str, interface: str, bytes_per_s: float, burst_bytes: int | None = None
+) -> Command:
     """The command that lets an interface send at a line rate and no faster."""
-    shape = f"rate {round(8 * bytes_per_s)}bit burst {_burst_bytes(bytes_per_s)}"
+    burst_bytes = burst_bytes or _burst_bytes(bytes_per_s)
+    shape = f"rate {round(8 * bytes_per_s)}bit burst {burst_bytes}"
     qdisc = f"qdisc replace dev {interface} root tbf {shape} limit {_QUEUE_BYTES}"
     return ("tc", "-n", namespace, *qdisc.split())
 
@@ -163,13 +166,15 @@ def run_command(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def set_uplink(bed: Testbed, node: str, bytes_per_s: float) -> None:
+def set_uplink(
+    bed: Testbed, node: str, bytes_per_s: float, *, burst_bytes: int | None = None
+) -> None:
     """Give a node's link another line rate, in both directions, while it is in use."""
     upper = bed.description.by_name[node].rack or SPINE
     for command in _ip(bed.namespace(node), _fitting(INTERFACE, bytes_per_s)):
         run_command(command)
-    run_command(limit_command(bed.namespace(node), INTERFACE, bytes_per_s))
-    run_command(limit_command(bed.namespace(upper), node, bytes_per_s))
+    for namespace, interface in ((node, INTERFACE), (upper, node)):
+        run_command(limit_command(bed.namespace(namespace), interface, bytes_per_s, burst_bytes))
 
 
 def set_link_state(bed: Testbed, node: str, *, up: bool) -> None:

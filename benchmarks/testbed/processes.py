@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from estimator.errors import ProbeError, TrainingError
@@ -75,6 +78,32 @@ def join_node(rank: int, arguments: Mapping[str, Any]) -> None:
     """Move this process of `run_ranks` to its node, and tell it who the others are."""
     _enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
     os.environ.update(arguments["environments"][rank])
+
+
+@contextlib.contextmanager
+def joined(rank: int, arguments: Mapping[str, Any]) -> Iterator[Any]:
+    """`join_node` with one thread and gloo's group of all ranks: ``torch.distributed``."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    torch.set_num_threads(1)
+    join_node(rank, arguments)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
+    yield dist
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed_steps(dist: Any, step: Callable[[], None], *, warmup: int, steps: int) -> list[float]:
+    """Seconds of each step after the first few; all ranks begin together."""
+    times = []
+    for _ in range(warmup + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return times[warmup:]
 
 
 def _enter_node(namespace: str, host: str) -> None:

@@ -1,10 +1,9 @@
-"""Train a paced model under several strategies in the same processes, taking turns."""
+"""Train a paced model under several strategies in the same processes, one after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ from estimator.workload.strategies import ParameterServers, ZeRO1
 
 from .launch import place
 from .network import Testbed
-from .processes import join_node, run_ranks
+from .processes import joined, run_ranks, timed_steps
 
 PACE_MODULE = f"{__package__}.paced"
 
@@ -28,15 +27,13 @@ def step_seconds(
     strategies: Sequence[str],
     *,
     parameter_s: float,
-    rounds: int = 1,
     steps: int = 3,
     timeout_s: float = 600.0,
 ) -> list[float]:
     """Median seconds of a step of the slowest worker under each strategy; one rank a node.
 
     ``ps:N`` takes the first N `servers`; under the other strategies servers do nothing. An update
-    waits `parameter_s` seconds for each parameter that a rank updates. Each strategy has its turn
-    `rounds` times, of one step to warm up and `steps` that count. Raises TrainingError.
+    waits `parameter_s` seconds for each parameter that a rank updates. Raises TrainingError.
     """
     nodes = [*workers, *servers]
     placed = place(bed, "+".join(f"{node}[0]" for node in nodes))
@@ -45,7 +42,6 @@ def step_seconds(
         "workers": len(workers),
         "strategies": list(strategies),
         "parameter_s": parameter_s,
-        "rounds": rounds,
         "steps": steps,
     }
     found = run_ranks(
@@ -65,34 +61,15 @@ def step_seconds(
 
 def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[list[float]]:
     """One rank: its seconds of every step that counts, strategy by strategy."""
-    import torch
-    import torch.distributed as torch_distributed
-
-    dist: Any = torch_distributed
-    torch.set_num_threads(1)
-    join_node(rank, arguments)
-    limit = timedelta(seconds=arguments["timeout_s"])
-    dist.init_process_group("gloo", timeout=limit)
-    workers = list(range(arguments["workers"]))
-    group = dist.new_group(workers, timeout=limit)
-    parts = [
-        _Part(Strategy.parse(text), rank, workers, group, arguments)
-        for text in arguments["strategies"]
-    ]
-    times_s: list[list[float]] = [[] for _ in parts]
-    for _ in range(arguments["rounds"]):
-        for part, times in zip(parts, times_s, strict=True):
-            dist.barrier()
-            for _ in range(part.warmup_steps):
-                part.step()
-            for _ in range(arguments["steps"]):
-                began = time.perf_counter()
-                part.step()
-                times.append(time.perf_counter() - began)
-            part.warmup_steps = 1
-    dist.barrier()
-    dist.destroy_process_group()
-    return times_s
+    with joined(rank, arguments) as dist:
+        workers = list(range(arguments["workers"]))
+        group = dist.new_group(workers, timeout=timedelta(seconds=arguments["timeout_s"]))
+        parts = [
+            _Part(Strategy.parse(text), rank, workers, group, arguments)
+            for text in arguments["strategies"]
+        ]
+        # DDP's first step goes in one bucket.
+        return [timed_steps(dist, part.step, warmup=2, steps=arguments["steps"]) for part in parts]
 
 
 class _Part:
@@ -108,8 +85,6 @@ class _Part:
     ) -> None:
         from . import paced
 
-        # DDP's first step goes in one bucket.
-        self.warmup_steps = 2
         built = getattr(paced, arguments["model"])()
         self._model, self._batch = built
         self._optimizer: Any = contextlib.nullcontext()

@@ -14,7 +14,7 @@ import numpy as np
 from records import Record, Records
 from testbed.measure import measure
 from testbed.network import Testbed
-from testbed.orders import all_reduce_seconds
+from testbed.orders import all_reduce_s
 from testbed.paced import paced_graph, paced_machine
 from testbed_cases import OURS, PAIRS_ALONE, Order
 from testbed_runs import Bench, Trial, probe_network
@@ -96,9 +96,7 @@ class OrderBench(Bench):
         yield Trial(key=case.key, run=partial(self._measured, row=prediction))
 
     def _measured(self, bed: Testbed, row: Record) -> Record:
-        (all_reduce_s,) = all_reduce_seconds(
-            bed, [row["hosts"]], size_bytes=SIZE_BYTES, repeats=ALL_REDUCES
-        )
+        seconds = all_reduce_s(bed, row["hosts"], size_bytes=SIZE_BYTES, repeats=ALL_REDUCES)
         run = measure(
             bed,
             f"paced:{MODEL}",
@@ -107,7 +105,7 @@ class OrderBench(Bench):
             steps=self.plan.steps,
             warmup_steps=2,
         )
-        return {"all_reduce_s": all_reduce_s, "step_s": run.step_s}
+        return {"all_reduce_s": seconds, "step_s": run.step_s}
 
 
 def assemble(cases: Sequence[Order], records: Records) -> list[Record]:

@@ -33,18 +33,23 @@ class GatedFeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm causal attention and feed-forward; with `key_heads`, Llama's kind, else GPT's."""
+    """Pre-norm causal attention and feed-forward; with `key_heads`, Llama's kind, else GPT's.
+
+    `separate`, as torchtitan has it: a projection each, and key heads repeated for the kernel.
+    """
 
     def __init__(
         self, width: int, heads: int, *, hidden: int, key_heads: int | None, biased: bool,
-        fused: bool, mask: str | None, drop: float,
+        fused: bool, mask: str | None, drop: float, separate: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self.fused, self.mask, self.drop = fused, mask, drop
+        self.repeats = heads // (key_heads or heads) if separate else 1
         self.head_dim, self.key_heads = width // heads, key_heads or heads
         self.rotary = key_heads is not None
         shared = 2 * self.key_heads * self.head_dim
-        self.joint = nn.Linear(width, width + shared, bias=biased)
+        outs = (width, shared // 2, shared // 2) if separate else (width + shared,)
+        self.joint = nn.ModuleList(nn.Linear(width, out, bias=biased) for out in outs)
         self.project = nn.Linear(width, width, bias=biased)
         self.feed: nn.Module
         if self.rotary:
@@ -61,14 +66,20 @@ class DecoderBlock(nn.Module):
     def forward(self, states: Tensor, turns: Tensor | None) -> Tensor:
         batch, length, width = states.shape
         keys = self.key_heads * self.head_dim
-        joint = self.joint(self.norms[0](states)).split([width, keys, keys], dim=-1)
+        normed = self.norms[0](states)
+        joint = [layer(normed) for layer in self.joint]
+        if len(joint) == 1:
+            joint = joint[0].split([width, keys, keys], dim=-1)
         query, key, value = (each.view(batch, length, -1, self.head_dim) for each in joint)
         if turns is not None:
             query, key = _turned(query, turns), _turned(key, turns)
+        if self.repeats > 1:
+            key, value = (each.repeat_interleave(self.repeats, dim=2) for each in (key, value))
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         if self.fused:
+            grouped = self.rotary and self.repeats == 1
             mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=self.rotary
+                query, key, value, is_causal=True, enable_gqa=grouped
             )
         else:
             mixed = _written_out_attention(query, key, value, self.mask, self.drop)
@@ -127,6 +138,7 @@ class Decoder(nn.Module):
         mask: str | None = None,
         drop: float = 0.0,
         shifted: bool = False,
+        separate: bool = False,
     ) -> None:
         super().__init__()
         self.shifted = shifted
@@ -142,6 +154,7 @@ class Decoder(nn.Module):
                 fused=fused,
                 mask=mask,
                 drop=drop,
+                separate=separate,
             )
             for _ in range(layers)
         )

@@ -9,36 +9,26 @@ import sys
 import pytest
 from testbed import description, launch, measure, network, paced
 
-from estimator.errors import AllocationError, TopologyError, TrainingError
+from estimator.errors import AllocationError, TrainingError
 from estimator.placement.topology import Cluster
 
-TOML = """
-[racks.r1]
-uplink = "1 Gbit/s"
-[nodes.n0]
-devices = 2
-uplink = "500 Mbit/s"
-rack = "r1"
-slowdown = 1.5
-[nodes.n1]
-devices = 1
-uplink = "100 Mbit/s"
-"""
+BED = description.TestbedDescription(
+    nodes=(
+        description.TestbedNode(
+            name="n0", devices=2, uplink_bytes_per_s=62.5e6, rack="r1", slowdown_ratio=1.5
+        ),
+        description.TestbedNode(name="n1", devices=1, uplink_bytes_per_s=12.5e6),
+    ),
+    racks=(description.TestbedRack(name="r1", uplink_bytes_per_s=125e6),),
+)
 needs_root = pytest.mark.skipif(
     network.unavailable_reason() is not None, reason=str(network.unavailable_reason())
 )
 
 
-def test_parse_and_print_of_a_description_are_inverse() -> None:
-    bed = description.TestbedDescription.parse(TOML)
-    assert bed.by_name["n0"].uplink_bytes_per_s == 62.5e6
-    assert bed.by_name["n0"].slowdown_ratio == 1.5
-    assert description.TestbedDescription.parse(bed.to_toml()) == bed
-
-
 def test_the_cluster_file_says_the_same_to_the_engine(tmp_path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text(description.TestbedDescription.parse(TOML).cluster_toml("paced"))
+    path.write_text(BED.cluster_toml("paced"))
     cluster = Cluster.load(path)
     assert cluster.switches_above("n0") == ("r1", "spine")
     assert cluster.switches_above("n1") == ("spine",)
@@ -47,25 +37,8 @@ def test_the_cluster_file_says_the_same_to_the_engine(tmp_path) -> None:
     assert cluster.nodes["n1"].uplink_bytes_per_s == 12.5e6
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no node"),
-        ('[nodes.n0]\nuplink = "500 Mbit/s"\nrack = "r9"', "rack 'r9'"),
-        ("[nodes.n0]\ndevices = 2", "no uplink"),
-        ('[nodes.n0]\nuplink = "fast"', "'fast' is not a rate"),
-        ('[nodes.N_0]\nuplink = "1 Gbit/s"', "'N_0' is no name"),
-        ('[nodes.n0]\nuplink = "1 Gbit/s"\ngpus = 2', "'gpus' is no key"),
-        ('[nodes.n0]\nuplink = "1 Gbit/s"\n[racks.n0]\nuplink = "1 Gbit/s"', "'n0' twice"),
-    ],
-)
-def test_a_bad_description_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(TopologyError, match=said):
-        description.TestbedDescription.parse(text)
-
-
 def test_ranks_are_placed_in_the_order_of_the_allocation() -> None:
-    bed = network.Testbed(description=description.TestbedDescription.parse(TOML), prefix="tb1x0-")
+    bed = network.Testbed(description=BED, prefix="tb1x0-")
     ranks = launch.place(bed, "n1[0]+n0[1,0]")
     assert [rank.node for rank in ranks] == ["n1", "n0", "n0"]
     assert [rank.environment["LOCAL_RANK"] for rank in ranks] == ["0", "0", "1"]
@@ -75,7 +48,7 @@ def test_ranks_are_placed_in_the_order_of_the_allocation() -> None:
 
 
 def test_each_link_is_limited_at_both_ends() -> None:
-    commands = network.build_commands(description.TestbedDescription.parse(TOML), "tb1x0-")
+    commands = network.build_commands(BED, "tb1x0-")
     limits = {(c[2], c[6]): c[9:] for c in commands if c[0] == "tc"}
     assert set(limits) == {
         ("tb1x0-n0", "eth0"),

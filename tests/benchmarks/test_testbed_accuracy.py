@@ -175,7 +175,7 @@ def test_every_subject_launches_what_it_predicted_and_assembles_it(
 
     for module in (testbed_runs, orders):
         monkeypatch.setattr(module, "measure", measure)
-    monkeypatch.setattr(orders, "all_reduce_seconds", lambda *_, **__: [0.25])
+    monkeypatch.setattr(orders, "all_reduce_s", lambda *_, **__: 0.25)
     monkeypatch.setattr(strategies, "step_seconds", lambda *_, **__: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr(strategies, "set_uplink", lambda *_: None)
     subject = SUBJECTS[name]
