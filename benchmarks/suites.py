@@ -157,7 +157,13 @@ SUITES: dict[str, Suite] = {
     ),
     "gpu": Suite(
         question="training steps on this machine's GPU, predicted first and then measured",
-        parts=(Part(name="gpu_accuracy", words=(), is_slow=True),),
+        parts=(
+            Part(
+                name="gpu_accuracy",
+                words=("--work", "{work}"),
+                quick=("--work", "{work}", "--target", "cpu"),
+            ),
+        ),
         needs="gpu",
     ),
 }

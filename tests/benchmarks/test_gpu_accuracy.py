@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu.cases import Case, gpu_cases
-from gpu.report import assemble, figures
+from gpu_accuracy import assemble, figures, gpu_cases
+from gpu_steps import Case
 from records import Records
 
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
@@ -38,7 +38,7 @@ def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path
             | {"peak_memory_bytes": 90 << 20}
         )
     records.add(
-        {"kind": "measurement", "key": done.key, "measured_s": 1.25, "steps_s": [1.25] * 15}
+        {"kind": "measurement", "key": done.key, "step_s": 1.25, "steps_s": [1.25] * 15}
         | {"host_s": 1.2, "peak_bytes": 110 << 20, "allocated_before_bytes": 10 << 20}
     )
     records.add({"kind": "failure", "key": lost.key, "reason": "OutOfMemoryError: no"})

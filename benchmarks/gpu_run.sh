@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Probe a GPU, test on it, train real models on it, and pack all that was found.
 #
-#   benchmarks/gpu/run.sh NAME OUT [SECONDS] [PART...]
+#   benchmarks/gpu_run.sh NAME OUT [SECONDS] [PART...]
 #
 # NAME is what the profile is called, OUT the folder for results, SECONDS what all of it may take
-# (540). Parts: probe tests trace accuracy report; all of them by default. A part that was
+# (540). Parts: probe tests accuracy; all of them by default. A part that was
 # finished before is not run again: work is kept in .gpu-work (WORK=), which is first filled from the
 # archive that an earlier run left there. With TARGET=cpu the same parts run on a machine without a GPU.
 set -u
 name=$1 out=$2 seconds=${3:-540}
 shift $(($# < 3 ? $# : 3))
-parts=${*:-probe tests trace accuracy report}
+parts=${*:-probe tests accuracy}
 target=${TARGET:-cuda} work=${WORK:-.gpu-work} python=${PYTHON:-python3}
 end=$(($(date +%s) + seconds))
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out" "$work"
 out=$(cd "$out" && pwd) work=$(cd "$work" && pwd)
 # An archive carried from an earlier run is older than nothing that is here.
@@ -56,19 +56,16 @@ accuracy() {
     "$python" "$root/benchmarks/gpu_accuracy.py" --work "$work" --profile "$profile" \
         --target "$target" --seconds $((LIMIT - 20)) "$@"
 }
-report() { accuracy --seconds 0; }
 probe() {
     "$python" -m estimator.cli.main probe --name "$name" --out "$profile" --budget "${BUDGET:-60}" \
         ${DEVICES:+--devices "$DEVICES"}
 }
 tests() { (cd "$root" && "$python" -m pytest -q -W default -p no:cacheprovider tests/gpu); }
-export -f accuracy report probe tests
+export -f accuracy probe tests
 export name profile work target root python
 
 run probe 60 150 bash -c probe
 run tests 30 120 bash -c tests
-run trace 30 150 bash -c 'accuracy --trace-only'
-run accuracy 60 480 bash -c accuracy
-run report 15 90 bash -c report
+run accuracy 60 600 bash -c accuracy
 pack
 ls -l "$out"

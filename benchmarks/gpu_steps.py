@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,28 @@ from zoo.gpu import BY_NAME
 from zoo.inputs import Workload
 
 from estimator.graph.trace.training_call import TrainingCall
+from estimator.machines.profile import DeviceKind
 from estimator.probe.grid.kernels import float32_matmuls
-from gpu.cases import Case
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 20
 # Each of these waits for the device, which the steps of a training loop do not.
 AWAITED_STEPS = 5
 LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model at one batch size in one precision, eager or compiled."""
+
+    workload: str
+    batch: int
+    precision: str
+    execution: str = "eager"
+
+    @property
+    def key(self) -> str:
+        how = "" if self.execution == "eager" else f"-{self.execution}"
+        return f"{self.workload}-b{self.batch}-{self.precision}{how}"
 
 
 class RealTraining:
@@ -74,6 +90,7 @@ class RealTraining:
 
 def run_for_real(case: Case, device: str) -> dict[str, Any]:
     """Build, warm up and time a case; everything it held is let go before it returns."""
+    torch.set_num_threads(1)
     before_bytes = allocated_bytes(device)
     with float32_matmuls(on_tensor_cores=case.precision == "tf32"):
         training = RealTraining(case, device)
@@ -102,7 +119,7 @@ def time_training(training: RealTraining) -> dict[str, Any]:
     steps_s = [training.between_s(one, two) for one, two in itertools.pairwise(marks)]
     issued, awaited = awaited_steps(training.step, training.synchronize)
     return {
-        "measured_s": training.between_s(marks[0], marks[-1]) / TIMED_STEPS,
+        "step_s": training.between_s(marks[0], marks[-1]) / TIMED_STEPS,
         "wall_s": wall_s,
         "steps_s": steps_s,
         "host_s": statistics.median(issued),
@@ -135,3 +152,16 @@ def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+_backends: dict[str, Any] = {}
+
+
+def device_backend(kind: DeviceKind) -> Any:
+    """The backend of this process, its device warm."""
+    from estimator.probe.devices.backend import open_backend
+
+    if kind not in _backends:
+        _backends[kind] = open_backend(kind, 0)
+        _backends[kind].warm_up(1.0 if kind == "cuda" else 0.1)
+    return _backends[kind]
