@@ -176,7 +176,7 @@ def _collected_later() -> Iterator[None]:
 def _key(kind: str, owners: tuple[object, ...], details: tuple[Hashable, ...]) -> _Key:
     if len(owners) == 1:
         return kind, id(owners[0]), details
-    return kind, tuple([id(each) for each in owners]), details
+    return kind, tuple([id(owner) for owner in owners]), details
 
 
 class _Sizes:
@@ -218,7 +218,7 @@ class _Sizes:
     def _of_many(self, values: Sequence[object], depth: int) -> int:
         # Long lists hold equals, many of them the same object: the first few stand for the others.
         some = values[:8]
-        seen = sum([self.of(each, depth - 1) for each in some])
+        seen = sum([self.of(item, depth - 1) for item in some])
         if len(values) == len(some) or not seen:
             return seen
         return seen * len(set(map(id, values))) // len(some)

@@ -68,7 +68,7 @@ class JobContent:
         """
         ours, theirs = self.op_shares, other.op_shares
         common = sum(min(share, theirs.get(target, 0.0)) for target, share in ours.items())
-        sizes = (max(each.parameter_bytes, 1) for each in (self, other))
+        sizes = (max(content.parameter_bytes, 1) for content in (self, other))
         size = math.exp(-abs(math.log(next(sizes) / next(sizes))) / math.log(_SIZE_RATIO))
         mode = 1.0 if self.mode == other.mode else _OTHER_MODE
         return (

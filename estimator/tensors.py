@@ -94,13 +94,13 @@ class OpCall:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Every tensor among the arguments, in order."""
-        found: list[TensorSpec] = []
+        tensors: list[TensorSpec] = []
         for argument in (*self.arguments, *[value for _, value in self.keywords]):
             if type(argument) is TensorSpec:
-                found.append(argument)
+                tensors.append(argument)
             elif isinstance(argument, (tuple, list, dict)):
-                found.extend(tensor_leaves(argument))
-        return tuple(found)
+                tensors.extend(tensor_leaves(argument))
+        return tuple(tensors)
 
     @property
     def dtype(self) -> str:

@@ -66,16 +66,16 @@ def parse_knobs(text: str) -> dict[str, str]:
     >>> parse_knobs("view, bucket=5MiB")
     {'view': '', 'bucket': '5MiB'}
     """
-    found: dict[str, str] = {}
+    knobs: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         name = name.strip()
         if equals and not value.strip():
             raise ValueError(f"{quoted(part)} has no value; write one after the =")
-        if name in found:
+        if name in knobs:
             raise ValueError(f"{quoted(name)} stands twice; write it once")
-        found[name] = value.strip()
-    return found
+        knobs[name] = value.strip()
+    return knobs
 
 
 def parse_size_bytes(text: str) -> int:
@@ -186,14 +186,14 @@ def format_interval(seconds: float, low_s: float, high_s: float) -> str:
     >>> format_interval(0.4123, 0.3876, 0.4370), format_interval(0.179, 0.109, 0.293)
     ('412 ms ± 6.0 %', '179 ms (109–293)')
     """
-    said = format_seconds(seconds)
+    seconds_text = format_seconds(seconds)
     if seconds == 0 or not all(map(math.isfinite, (seconds, low_s, high_s))):
-        return said
+        return seconds_text
     below, above = format_ratio(1 - low_s / seconds), format_ratio(high_s / seconds - 1)
     if below == above:
-        return f"{said} ± {above}"
+        return f"{seconds_text} ± {above}"
     unit_s, _ = time_unit(seconds)
-    return f"{said} ({_three_digits(low_s / unit_s)}–{_three_digits(high_s / unit_s)})"
+    return f"{seconds_text} ({_three_digits(low_s / unit_s)}–{_three_digits(high_s / unit_s)})"
 
 
 def format_bytes(size_bytes: float) -> str:

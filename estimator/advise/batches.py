@@ -137,7 +137,7 @@ def elasticity(
         if isinstance(given, str) or not len(given):
             raise WorkloadError(f"{name} are {given!r}; give a list of at least one")
     shape = len(allocations), len(batches)
-    rows = [each for each in allocations for _ in batches]
+    rows = [allocation for allocation in allocations for _ in batches]
     column = np.tile(np.asarray(batches, dtype=np.int64), len(allocations))
     tables = [
         estimate_many(graph, rows, batch_per_gpu=column, accumulation_steps=steps, **options)
@@ -149,7 +149,7 @@ def elasticity(
         return np.stack(layers, axis=-1)
 
     return Elasticity(
-        allocations=tuple(str(Allocation.parse(each)) for each in allocations),
+        allocations=tuple(str(Allocation.parse(text)) for text in allocations),
         batches=tuple(batches),
         accumulation_steps=tuple(accumulation_steps),
         samples_per_s=grid("samples_per_s"),
@@ -157,7 +157,10 @@ def elasticity(
         global_batch=grid("global_batch"),
         fits=grid("fits") == "yes",
         largest_batch=np.array(
-            [largest_batch(graph, each, **options).batch_per_gpu for each in allocations]
+            [
+                largest_batch(graph, allocation, **options).batch_per_gpu
+                for allocation in allocations
+            ]
         ),
     )
 

@@ -60,7 +60,7 @@ class MemoryReport:
         """
         plan = _fullest(self.answer)
         step = simulate_plan(plan)
-        number = next(place for place, each in enumerate(step.kinds) if each is self.kind)
+        number = next(place for place, kind in enumerate(step.kinds) if kind is self.kind)
         *_, (starts_s, ends_s) = op_times_s(plan, step, number)
         is_only = self.answer.accumulation_steps == 1
         begin_s = [0.0] if is_only else starts_s[:1]
@@ -108,7 +108,7 @@ class MemoryReport:
             "modules_bytes": self.modules,
             "tensors": [asdict(tensor) for tensor in self.tensors[:_MOST_LISTED]],
             "end_s": self.times_s[1:].tolist(),
-            "levels_bytes": {kind: each.tolist() for kind, each in self.curve.levels.items()},
+            "levels_bytes": {kind: levels.tolist() for kind, levels in self.curve.levels.items()},
         }
 
 
@@ -122,7 +122,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
         raise WorkloadError(
             f"{answer.model} is a summary, whose tensors are not known; name the model itself"
         )
-    kind = max(plan.kinds, key=lambda each: each.program.memory.peak(plan.shards).total_bytes)
+    kind = max(plan.kinds, key=lambda one: one.program.memory.peak(plan.shards).total_bytes)
     program = kind.program
     curve = memory_over_step(program, plan.rules).curve(plan.shards)
     if answer.pipeline:
@@ -254,15 +254,15 @@ class Remedy:
 
 def remedies(answer: Estimate) -> list[Remedy]:
     """What would make an estimated step fit, cheapest first; each is the smallest of its kind."""
-    found = [*quick_remedies(answer), *_plans(answer)]
-    return sorted(found, key=lambda remedy: remedy.cost_ratio)
+    listed = [*quick_remedies(answer), *_plans(answer)]
+    return sorted(listed, key=lambda remedy: remedy.cost_ratio)
 
 
 def quick_remedies(answer: Estimate) -> list[Remedy]:
     """Those of `remedies` that need no plan of what to swap and to compute again."""
-    found = [*_checkpoints(answer), *_smaller_batches(answer)]
-    found += [*_strategies(answer), *_more_devices(answer)]
-    return sorted(found, key=lambda remedy: remedy.cost_ratio)
+    listed = [*_checkpoints(answer), *_smaller_batches(answer)]
+    listed += [*_strategies(answer), *_more_devices(answer)]
+    return sorted(listed, key=lambda remedy: remedy.cost_ratio)
 
 
 def _remedy(change: str, other: Estimate, answer: Estimate) -> Remedy:
@@ -363,14 +363,14 @@ def _plans(answer: Estimate) -> Iterator[Remedy]:
     except (ProfileError, WorkloadError):
         return
     for change, means in _PLANS:
-        found = plan_within(problem, budget, means=means)
-        if found.played.peak_bytes <= budget and (found.plan.swaps or found.plan.recomputes):
-            yield _planned_remedy(change, found)
+        planned = plan_within(problem, budget, means=means)
+        if planned.played.peak_bytes <= budget and (planned.plan.swaps or planned.plan.recomputes):
+            yield _planned_remedy(change, planned)
 
 
-def _planned_remedy(change: str, found: Planned) -> Remedy:
-    played = found.played
-    moved = len(found.plan.swaps), len(found.plan.recomputes)
+def _planned_remedy(change: str, planned: Planned) -> Remedy:
+    played = planned.played
+    moved = len(planned.plan.swaps), len(planned.plan.recomputes)
     words = " and ".join(
         text
         for count, text in zip(

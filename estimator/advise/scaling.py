@@ -177,11 +177,11 @@ class SweepRow:
     is_largest: bool = False
 
     @classmethod
-    def of(cls, allocation: str, found: Estimate | EstimatorError, **question: Any) -> SweepRow:
+    def of(cls, allocation: str, answer: Estimate | EstimatorError, **question: Any) -> SweepRow:
         """The row of an estimate, or of the error instead of one."""
-        if isinstance(found, EstimatorError):
-            return cls(allocation=allocation, answer=None, refusal=str(found), **question)
-        return cls(allocation=allocation, answer=found, **question)
+        if isinstance(answer, EstimatorError):
+            return cls(allocation=allocation, answer=None, refusal=str(answer), **question)
+        return cls(allocation=allocation, answer=answer, **question)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
@@ -210,10 +210,10 @@ def _tried(
         return error
 
 
-def _check_answered(found: Sequence[Estimate | EstimatorError]) -> None:
+def _check_answered(answers: Sequence[Estimate | EstimatorError]) -> None:
     """Raise the first reason where there are only reasons."""
-    errors = [each for each in found if isinstance(each, EstimatorError)]
-    if errors and len(errors) == len(found):
+    errors = [answer for answer in answers if isinstance(answer, EstimatorError)]
+    if errors and len(errors) == len(answers):
         raise errors[0]
 
 
@@ -256,20 +256,21 @@ def sweep(
     answered.
     """
     texts = (text for pattern in patterns for text in expand_pattern(pattern))
-    found = [
-        (text, *each) for text, each in map_shared(executor, _answer_and_share, answer_of, texts)
+    rows = [
+        (text, *answer)
+        for text, answer in map_shared(executor, _answer_and_share, answer_of, texts)
     ]
-    if not found:
+    if not rows:
         raise AllocationError("the sweep names no allocation")
-    _check_answered([each for _, each, _ in found])
-    answers = [each for _, each, _ in found if isinstance(each, Estimate)]
+    _check_answered([answer for _, answer, _ in rows])
+    answers = [answer for _, answer, _ in rows if isinstance(answer, Estimate)]
     smallest = min(answers, key=lambda answer: answer.ranks)
     if executor is not None:
         # What comes from a worker has no plan of its operators.
         smallest = answer_of(str(smallest.allocation))
     return [
-        SweepRow.of(text, each, efficiency_ratio=_efficiency(each, smallest, share))
-        for text, each, share in found
+        SweepRow.of(text, answer, efficiency_ratio=_efficiency(answer, smallest, share))
+        for text, answer, share in rows
     ]
 
 
@@ -277,8 +278,8 @@ def _answer_and_share(
     answer_of: Callable[[str], Estimate], _kept: dict[str, Any], text: str
 ) -> tuple[Estimate | EstimatorError, float]:
     """The estimate of an allocation and the share of the update of a rank, or why there is none."""
-    found = _tried(partial(answer_of, text))
-    return found, found.plan.share if isinstance(found, Estimate) else 1.0
+    answer = _tried(partial(answer_of, text))
+    return answer, answer.plan.share if isinstance(answer, Estimate) else 1.0
 
 
 def _efficiency(
@@ -286,8 +287,8 @@ def _efficiency(
 ) -> float | None:
     if isinstance(answer, EstimatorError) or not (answer.samples_per_s and smallest.samples_per_s):
         return None
-    whole = (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
-    return whole * (linear_step_s(smallest, share=share) / smallest.step_time_s)
+    ratio = (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
+    return ratio * (linear_step_s(smallest, share=share) / smallest.step_time_s)
 
 
 def rank_strategies(
@@ -302,14 +303,14 @@ def rank_strategies(
     """
     if not strategies:
         raise StrategyError("there is no strategy to choose from; name some, such as ddp and ps:1")
-    parsed = [Strategy.parse(each) for each in strategies]
+    parsed = [Strategy.parse(text) for text in strategies]
     # Where the profile lacks what one needs, or it cannot divide the ranks, there are the others.
     refusals = (ProfileError, StrategyError)
-    found = [_tried(partial(answer_of, strategy), refusals) for strategy in parsed]
-    _check_answered(found)
+    answers = [_tried(partial(answer_of, strategy), refusals) for strategy in parsed]
+    _check_answered(answers)
     rows = [
-        SweepRow.of(allocation, each, strategy=strategy)
-        for strategy, each in zip(parsed, found, strict=True)
+        SweepRow.of(allocation, answer, strategy=strategy)
+        for strategy, answer in zip(parsed, answers, strict=True)
     ]
     return sorted(rows, key=_fastest_first)
 
@@ -329,18 +330,18 @@ def read_batches(text: str) -> tuple[int, ...]:
     low_text, dots, high_text = text.partition("..")
     try:
         if not dots:
-            each = (parse_whole(part.strip(), most=MOST_BATCH) for part in text.split(","))
-            return tuple(sorted(set(each)))
+            batches = (parse_whole(part.strip(), most=MOST_BATCH) for part in text.split(","))
+            return tuple(sorted(set(batches)))
         low = parse_whole(low_text.strip(), least=1, most=MOST_BATCH)
         high = parse_whole(high_text.strip(), least=low, most=MOST_BATCH)
     except ValueError as error:
         raise AllocationError(
             f"{quoted(text)} are no batches ({error}); write one, or such as 1..64 or 8,12,16"
         ) from None
-    found = [low]
-    while found[-1] < high:
-        found.append(min(2 * found[-1], high))
-    return tuple(found)
+    doubled = [low]
+    while doubled[-1] < high:
+        doubled.append(min(2 * doubled[-1], high))
+    return tuple(doubled)
 
 
 def sweep_batches(
@@ -353,13 +354,15 @@ def sweep_batches(
     rows: list[SweepRow] = []
     every: list[Estimate | EstimatorError] = []
     for allocation in allocations:
-        found = {batch: _tried(partial(answer_of, allocation, batch)) for batch in batches}
-        every += found.values()
-        answers = {batch: each for batch, each in found.items() if isinstance(each, Estimate)}
+        by_batch = {batch: _tried(partial(answer_of, allocation, batch)) for batch in batches}
+        every += by_batch.values()
+        answers = {
+            batch: answer for batch, answer in by_batch.items() if isinstance(answer, Estimate)
+        }
         largest = _largest_that_fits(answers, allocation, answer_of)
         rows += [
-            SweepRow.of(allocation, each, batch=batch)
-            for batch, each in found.items()
+            SweepRow.of(allocation, answer, batch=batch)
+            for batch, answer in by_batch.items()
             if batch not in answers
         ]
         rows += [

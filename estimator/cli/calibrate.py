@@ -83,8 +83,8 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
             }
             for path, table in tables.items()
         ]
-        told = [{"identity": one.identity, "reason": one.outlier_reason} for one in outliers]
-        print_json({"store": str(store.path), "files": kept, "outliers": told})
+        set_aside = [{"identity": one.identity, "reason": one.outlier_reason} for one in outliers]
+        print_json({"store": str(store.path), "files": kept, "outliers": set_aside})
         return
     for path, table in tables.items():
         known = len(table.observations) - new[path]
@@ -130,13 +130,13 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     calibrator = Calibrator(place)
     graph = traced(request, (observed[0].allocation,))
     with waiting("fitting"):
-        found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
+        corrections = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
-        print_json({"workload": graph.workload, "steps": [asdict(step) for step in found]})
+        print_json({"workload": graph.workload, "steps": [asdict(step) for step in corrections]})
         return
     from estimator.report.learning import fitted_steps_section
 
-    print_sections([fitted_steps_section(graph.workload, found)])
+    print_sections([fitted_steps_section(graph.workload, corrections)])
 
 
 @calibrate.command(epilog="Example: estimator calibrate show")
@@ -151,33 +151,33 @@ def show(place: Path | None, as_json: bool) -> None:
 
     store = ObservationStore(place)
     with waiting("reading the store"):
-        found = review(store)
+        reviewed = review(store)
     if as_json:
         print_json(
             {
                 "store": str(store.path),
-                "jobs": [_plain(job) for job in found.jobs],
-                "drifts": [_plain(drift) for drift in found.drifts],
-                "populations": [_plain(each) for each in found.populations],
+                "jobs": [_plain(job) for job in reviewed.jobs],
+                "drifts": [_plain(drift) for drift in reviewed.drifts],
+                "populations": [_plain(population) for population in reviewed.populations],
                 "outliers": [
                     {"identity": one.identity, "reason": why}
-                    for one, why in (*found.outliers, *found.doubted)
+                    for one, why in (*reviewed.outliers, *reviewed.doubted)
                 ],
             }
         )
         return
-    if not found.jobs and not found.outliers:
+    if not reviewed.jobs and not reviewed.outliers:
         print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
     from estimator.report.learning import review_section
 
-    print_sections([review_section(found)])
+    print_sections([review_section(reviewed)])
 
 
-def _plain(found: Any) -> dict[str, Any]:
+def _plain(noun: Any) -> dict[str, Any]:
     return {
         name: value.isoformat() if isinstance(value, datetime) else value
-        for name, value in asdict(found).items()
+        for name, value in asdict(noun).items()
     }
 
 

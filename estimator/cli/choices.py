@@ -114,7 +114,7 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
         raise click.UsageError("layouts share the samples of a step; give --global-batch")
     graphs = _checkpointed(request, [on])
     with progress("layouts") as report:
-        found = best_layouts(
+        layouts = best_layouts(
             graphs,
             on,
             global_batch=request.global_batch,
@@ -130,11 +130,11 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
         "global_batch": request.global_batch,
     }
     if as_json:
-        print_json(about | found.to_dict())
+        print_json(about | layouts.to_dict())
     else:
         from estimator.report.plans import layouts_sections
 
-        print_sections(layouts_sections(found, **about))
+        print_sections(layouts_sections(layouts, **about))
 
 
 @click.command(epilog="Example: estimator order links.csv --devices 8 --hostfile hosts.txt")
@@ -176,19 +176,19 @@ def order(
     except ValueError as error:
         raise click.UsageError(f"--size: {error}") from None
     cluster = Cluster.given(cluster_file)
-    found = rank_order(pairs, size_bytes=size_bytes, cluster=cluster, algorithm=algorithm)
-    slots = [(host, slot) for host in found.hosts for slot in range(devices)]
+    order = rank_order(pairs, size_bytes=size_bytes, cluster=cluster, algorithm=algorithm)
+    slots = [(host, slot) for host in order.hosts for slot in range(devices)]
     ranks = (f"rank {rank}={host} slot={slot}\n" for rank, (host, slot) in enumerate(slots))
     for path, lines in (
-        (hostfile, (f"{host} slots={devices}\n" for host in found.hosts)),
+        (hostfile, (f"{host} slots={devices}\n" for host in order.hosts)),
         (rankfile, ranks),
     ):
         if path is not None:
             write_text_atomically(path, "".join(lines))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(order))
     else:
-        print_sections(order_sections(found, size))
+        print_sections(order_sections(order, size))
 
 
 @click.command(
@@ -227,24 +227,24 @@ def rent(
     names = [name.strip() for name in machines.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
-    model, found = _chosen(Request(**options), names, rented)
-    if picture is not None and not found.offers:
+    model, choice = _chosen(Request(**options), names, rented)
+    if picture is not None and not choice.offers:
         remark(f"{picture} is not drawn: there is no offer to draw")
     elif picture is not None:
         from estimator.report.pictures import draw_offers
 
         with waiting("drawing"):
-            draw_offers(found, picture)
+            draw_offers(choice, picture)
     if as_json:
-        print_json({"model": model, "spot": rented["spot"]} | found.to_dict())
+        print_json({"model": model, "spot": rented["spot"]} | choice.to_dict())
     else:
         from estimator.report.plans import rent_sections
 
-        print_sections(rent_sections(found, model, spot=rented["spot"]))
-    if found.cheapest is None:
+        print_sections(rent_sections(choice, model, spot=rented["spot"]))
+    if choice.cheapest is None:
         end_with_no(
             "nothing keeps the deadline and the budget"
-            if found.offers
+            if choice.offers
             else "the model fits on none of these machines"
         )
 
@@ -297,7 +297,7 @@ def _chosen(
     if rent["spot"] and revocations is None:
         remark("revocations are left out; --revoked-every adds what they cost")
     with progress("allocations") as report:
-        found = what_to_rent(
+        choice = what_to_rent(
             graphs[0],
             machines,
             max_nodes=rent["max_nodes"],
@@ -319,4 +319,4 @@ def _chosen(
         )
     if not shares and request.batch is None:
         remark("batches are those that train fastest; --global-batch keeps that of a step")
-    return graphs[0].name, found
+    return graphs[0].name, choice

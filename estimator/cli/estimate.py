@@ -83,8 +83,8 @@ def estimate(
     request, drifts = counting_told_drifts(request, graph, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer
-    asked = samples is not None or tokens is not None
-    duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
+    has_amount = samples is not None or tokens is not None
+    duration_s = answer.duration_s(samples=samples, tokens=tokens) if has_amount else None
     if trace is not None:
         _write_trace(answer, trace)
     with waiting("estimating"):

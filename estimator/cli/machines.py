@@ -177,17 +177,17 @@ def list_machines(as_json: bool) -> None:
     from estimator.machines.catalogue import known_machines, load_profile
     from estimator.report.profiles import machines_sections
 
-    found: dict[str, tuple[Path, MachineProfile | None]] = {}
+    profiles: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
         try:
-            found[name] = (path, load_profile(path))
+            profiles[name] = (path, load_profile(path))
         except (ProfileError, UnknownMachineError):  # damaged, or a link that leads nowhere
-            found[name] = (path, None)
+            profiles[name] = (path, None)
     if as_json:
-        print_json({"machines": [_listed(name, *each) for name, each in found.items()]})
+        print_json({"machines": [_listed(name, *entry) for name, entry in profiles.items()]})
         return
-    print_sections(machines_sections(found, store=home()))
-    if not any(path.is_relative_to(home()) for path, _ in found.values()):
+    print_sections(machines_sections(profiles, store=home()))
+    if not any(path.is_relative_to(home()) for path, _ in profiles.values()):
         print_text("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
@@ -278,8 +278,8 @@ def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
         "second": second.name,
         "median_difference_ratio": median_difference_ratio(common) if common else None,
         "common": [asdict(row) | {"ratio": row.ratio} for row in common],
-        "only_in_first": [asdict(each) for each in only_in(one, other)],
-        "only_in_second": [asdict(each) for each in only_in(other, one)],
+        "only_in_first": [asdict(row) for row in only_in(one, other)],
+        "only_in_second": [asdict(row) for row in only_in(other, one)],
         "usual_host_and_updates": [
             profile.name
             for profile, completed in ((first, one), (second, other))
@@ -340,30 +340,30 @@ def import_profile(
 
     if out is not None:
         check_writable(out)
-    found = read_imports(files, machine=name or "local")
-    if found.cluster is not None:
-        text = cluster_toml(found.cluster)
+    imported = read_imports(files, machine=name or "local")
+    if imported.cluster is not None:
+        text = cluster_toml(imported.cluster)
         if out is None:
             print_text(text)
             return
         write_text_atomically(out, text)
-        print_text(f"{out}: {len(found.cluster.nodes)} nodes of '{name or 'local'}'")
+        print_text(f"{out}: {len(imported.cluster.nodes)} nodes of '{name or 'local'}'")
         return
     if (into is None) == (name is None):
         raise click.UsageError("say --into NAME to add to a profile, or --name NAME for a new one")
     if into is not None:
         machine = load_profile(into)
-        profile = add_imports(machine, found)
-        if told := unlisted_devices(machine, found):
-            remark(told)
+        profile = add_imports(machine, imported)
+        if unlisted := unlisted_devices(machine, imported):
+            remark(unlisted)
         default = home() / "machines" / f"{into}.json" if into in known_machines() else Path(into)
     else:
         if out is None and name in known_machines():
             raise click.UsageError(f"'{name}' is known already; use --into {name}, or --out FILE")
-        profile = profile_of_imports(found, name=name or "")
+        profile = profile_of_imports(imported, name=name or "")
         default = home() / "machines" / f"{name}.json"
     profile.save(out or default)
-    print_text(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
+    print_text(f"{out or default}: {', '.join(dict.fromkeys(imported.formats))}")
 
 
 @machines.command(epilog="Example: estimator machines merge a.json b.json --out both.json")

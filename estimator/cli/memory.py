@@ -67,16 +67,18 @@ def memory(
         from estimator.integrations.viewers import write_snapshot
 
         write_snapshot(report, snapshot)
-    found = []
+    suggested = []
     if report.answer.fits == "no":
         with waiting("looking for what would make it fit"):
-            found = remedies(report.answer)
+            suggested = remedies(report.answer)
     if as_json:
-        more = {"remedies": [remedy.to_dict() for remedy in found]}
+        more = {"remedies": [remedy.to_dict() for remedy in suggested]}
         more["plans"] = [planned.to_dict() for planned in plans]
         print_json(report.to_dict() | more)
     else:
-        print_sections([*memory_sections(report), remedies_section(found), plans_section(plans)])
+        print_sections(
+            [*memory_sections(report), remedies_section(suggested), plans_section(plans)]
+        )
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
 

@@ -133,7 +133,7 @@ def refuse_given(context: click.Context, names: Iterable[str], why: str) -> None
     """Raise UsageError for options that a command does not heed this time."""
     for name in names:
         if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
-            option = next(each for each in context.command.params if each.name == name)
+            option = next(param for param in context.command.params if param.name == name)
             raise click.UsageError(f"{option.opts[-1]} {why}; leave it out")
 
 
@@ -209,7 +209,7 @@ def workload_options(
     ):
         command = option(command)
     listed = vars(command)["__click_params__"]
-    listed[:] = [each for each in listed if each.name not in without]
+    listed[:] = [option for option in listed if option.name not in without]
     return command
 
 
@@ -242,18 +242,20 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
         return {}
     from estimator.probe.devices.jobs import slowdown_ratio
 
-    kinds = [kind for each in allocations for kind in request.mesh(each).placement.kinds]
+    kinds = [
+        kind for allocation in allocations for kind in request.mesh(allocation).placement.kinds
+    ]
     own = {kind.profile.name: kind.profile for kind in kinds}
     ratios = {name: slowdown_ratio(own[name]) for name in own if name in ("local", "local-cpu")}
-    found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    for name, ratio in found.items():
+    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    for name, ratio in known.items():
         if max(ratio, 1 / ratio) > _LEAST_SLOWDOWN_RATIO:
             how = f"{ratio:.1f} × slower" if ratio > 1 else f"{1 / ratio:.1f} × faster"
             remark(
                 f"this machine is now {how} than when '{name}' was probed, by a fixed matmul; end "
                 "other programs, or probe it again"
             )
-    return found
+    return known
 
 
 def counting_told_drifts(

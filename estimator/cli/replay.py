@@ -128,8 +128,8 @@ def replay(
         )
         for name, policy in chosen.items()
     }
-    ran = {name: list(each.ran.values()) for name, each in replays.items()}
-    outcomes = {name: outcome(each, nodes, true) for name, each in ran.items()}
+    ran = {name: list(run.ran.values()) for name, run in replays.items()}
+    outcomes = {name: outcome(done, nodes, true) for name, done in ran.items()}
     if picture is not None:
         from estimator.report.pictures import draw_replays
 
@@ -140,7 +140,7 @@ def replay(
         print_sections([replay_section(on, outcomes)])
     if as_json or schedule is not None:
         about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
-        lives = {name: schedule_of(ran[name], each.outages) for name, each in replays.items()}
+        lives = {name: schedule_of(ran[name], run.outages) for name, run in replays.items()}
         _write_lives(about, lives, outcomes, schedule, as_json=as_json)
 
 
@@ -157,7 +157,7 @@ def _write_lives(
         text = json.dumps(about | {"policies": lives}, indent=1) + "\n"
         write_text_atomically(schedule, text)
     if as_json:
-        numbers = {name: asdict(each) | lives[name] for name, each in outcomes.items()}
+        numbers = {name: asdict(result) | lives[name] for name, result in outcomes.items()}
         print_json(about | {"policies": numbers})
 
 
@@ -202,14 +202,14 @@ def _jobs(
     where = f"1x1:{nodes.machines[0]}"
     if is_job_file(path):
         with waiting("tracing models"), printing_to_stderr():
-            found = read_jobs(
+            jobs = read_jobs(
                 path,
                 lambda model: Request(model=model).graph((where,)),
                 allow_code=allow_code,
             )
         if models or loader:
             remark("--model and --loader are for traces; each job of this file names its own")
-        return found
+        return jobs
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")

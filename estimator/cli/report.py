@@ -72,8 +72,8 @@ def report(
     graph = traced(request, (on,))
     with waiting("estimating"):
         answer = request.estimate(graph, on)
-        asked = samples is not None or tokens is not None
-        duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
+        has_amount = samples is not None or tokens is not None
+        duration_s = answer.duration_s(samples=samples, tokens=tokens) if has_amount else None
         more = _more_sections(request, graph, answer, prices=known, duration_s=duration_s)
         if observed is not None:
             more.append(_calibration(request, graph, observed))

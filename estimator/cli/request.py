@@ -272,11 +272,11 @@ class Request:
         if self.batch is None or self.global_batch is None:
             return self.accumulation or 1
         ranks = mesh.dp
-        each = self.batch * ranks
-        steps, rest = divmod(self.global_batch, each)
+        samples = self.batch * ranks
+        steps, rest = divmod(self.global_batch, samples)
         if rest or not steps:
             raise WorkloadError(
-                f"a global batch of {self.global_batch} is no multiple of {each}, which is "
+                f"a global batch of {self.global_batch} is no multiple of {samples}, which is "
                 f"{self.batch} on each of {ranks} ranks; change --batch or --global-batch"
             )
         if self.accumulation not in (None, steps):
@@ -323,8 +323,8 @@ class Request:
 
         if not isinstance(self.calibration, Calibrator):
             return self, []
-        cluster, told = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
-        return replace(self, cluster=cluster), told
+        cluster, drifts = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
+        return replace(self, cluster=cluster), drifts
 
     @waiting("estimating")
     def ranked(

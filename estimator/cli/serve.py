@@ -71,8 +71,8 @@ def _free_port(host: str, port: int) -> int:
         with socket.socket(family) as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind((host, port))
-            found: int = free.getsockname()[1]
-            return found
+            number: int = free.getsockname()[1]
+            return number
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {quoted(host)}, port {port} ({error.strerror}); choose another "

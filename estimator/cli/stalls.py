@@ -55,13 +55,13 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
 
     request = Request(**options)
     graph = traced(request, (on,) if against is None else (on, against))
-    asked = request.of(graph, on)
-    found = predict_stalls(asked, against=against)
-    data = None if asked.loader is None else input_answers(asked)
+    wanted = request.of(graph, on)
+    predicted = predict_stalls(wanted, against=against)
+    data = None if wanted.loader is None else input_answers(wanted)
     if as_json:
-        print_json(found.to_dict() | {"input": data.to_dict() if data else None})
+        print_json(predicted.to_dict() | {"input": data.to_dict() if data else None})
     else:
-        print_sections(predicted_sections(found, data))
+        print_sections(predicted_sections(predicted, data))
 
 
 @stalls.command(epilog="Example: estimator stalls run train.py --on 1x2:local -- --epochs 1")
@@ -115,7 +115,7 @@ def run(
     from estimator.waits.measured import measure_stalls
     from estimator.waits.runs import Script, cores_of
 
-    asked = Script(
+    timed_script = Script(
         path=script,
         arguments=arguments,
         cores=cores_of(on),
@@ -126,8 +126,8 @@ def run(
         address=address,
     )
     with progress("running") as report:
-        found = measure_stalls(asked, repeats=repeats, data=data, report=report)
+        measured = measure_stalls(timed_script, repeats=repeats, data=data, report=report)
     if as_json:
-        print_json(found.to_dict())
+        print_json(measured.to_dict())
     else:
-        print_sections(measured_sections(found))
+        print_sections(measured_sections(measured))

@@ -144,10 +144,10 @@ class _SplitSearch:
                 break
             self._answer(split)
             near = split
-        whole = [each for each in self._answers if self._sum(each) == self._total]
-        if not whole:
+        complete = [answer for answer in self._answers if self._sum(answer) == self._total]
+        if not complete:
             return None
-        return self._answers[self._local_search(min(whole, key=self._cost))]
+        return self._answers[self._local_search(min(complete, key=self._cost))]
 
     def _sum(self, split: Split) -> int:
         return sum(ranks * batch for ranks, batch in zip(self._ranks, split, strict=True))
@@ -167,19 +167,19 @@ class _SplitSearch:
     def _loads(self, answer: Estimate) -> list[tuple[float, float]]:
         """(lane's seconds, share of memory) of the slowest and the fullest rank of each group."""
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
-        for each in answer.plan.ranks_by_kind:
-            members = list(each.ranks)
-            program, shards = each.program, answer.plan.shards
+        for ranks in answer.plan.ranks_by_kind:
+            members = list(ranks.ranks)
+            program, shards = ranks.program, answer.plan.shards
             needed = program.memory.total_bytes(shards)
             alone_s = program.lane_s + program.sharded_lane_s / shards
-            lane_s[members] = alone_s * each.slowdown_ratio
-            memory_ratio[members] = needed / each.usable_bytes
+            lane_s[members] = alone_s * ranks.slowdown_ratio
+            memory_ratio[members] = needed / ranks.usable_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))
         return list(zip(*(values.tolist() for values in loads), strict=True))
 
     def _equalised(self, near: Split) -> Split | None:
         """The split that equalises the affine models' times; one that fits into memory, if any."""
-        models = [AffineModel.through(*each) for each in zip(self._lanes_s, near, strict=True)]
+        models = [AffineModel.through(*pair) for pair in zip(self._lanes_s, near, strict=True)]
         most = np.array(
             [
                 self._most(known, batch)

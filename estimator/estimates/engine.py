@@ -100,17 +100,17 @@ class Engine:
                 trial,
             )
         if request.layout.pp > 1:
-            found = self._pipelined(step, coefficients)
-            stage = _answered(found.plan, step, found.answer, found.memory, found.used_ratio)
-            return replace(stage, model=step.graph.name, pipeline=found.step)
+            answer = self._pipelined(step, coefficients)
+            stage = _answered(answer.plan, step, answer.answer, answer.memory, answer.used_ratio)
+            return replace(stage, model=step.graph.name, pipeline=answer.step)
         plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
         return _answered(plan, step, answer_of(plan), *plan.memory())
 
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
         mesh, layout = step.mesh, step.request.layout
-        of = step.graph, mesh, step.batches, step.shape, self.cache
-        stages = stage_plans(*of, coefficients)
+        parts = step.graph, mesh, step.batches, step.shape, self.cache
+        stages = stage_plans(*parts, coefficients)
         pipeline = mesh.pp, mesh.micro_batches
         return pipeline_answer(layout.schedule, *pipeline, stages)
 
@@ -177,8 +177,8 @@ class Engine:
 
     def _members(self, step: _LaidOutStep) -> Members:
         """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
-        of = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
-        return members_of(*of, merging=step.mesh.replicas > 1)
+        parts = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
+        return members_of(*parts, merging=step.mesh.replicas > 1)
 
     def groups(
         self,
@@ -190,7 +190,7 @@ class Engine:
         placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
         mesh = Mesh.laid_out(placement, DATA_PARALLEL, shape.strategy)
         groups, profiles = groups_of(mesh, rules_of(request.graph, shape, self.cache))
-        numbers = [number_of(each) for each in profiles]
+        numbers = [number_of(profile) for profile in profiles]
         return {
             axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
             for axis, some in groups.items()

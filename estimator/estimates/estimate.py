@@ -46,19 +46,21 @@ def remedy_of(plan: StepPlan, parts: Breakdown[Any]) -> str:
     """What would hide the input stall of a step, by its slowest rank's loader, in words."""
     loader = plan.members.table.shape.loader
     assert loader is not None
-    kind = max(plan.kinds, key=lambda each: max(each.input.period_s, each.input.own_s))
+    kind = max(plan.kinds, key=lambda kind: max(kind.input.period_s, kind.input.own_s))
     return _remedy(loader, kind, plan, float(parts.total_s - parts.input_stall_s))
 
 
 def _remedy(loader: Loader, kind: RankClass, plan: StepPlan, without_s: float) -> str:
     batches = plan.members.table.shape.accumulation_steps
     samples = batches * (kind.program.bound.batch or 1)
-    ranks = max(each.ranks_per_node for each in plan.placement.kinds)
+    ranks = max(kind.ranks_per_node for kind in plan.placement.kinds)
     profile = kind.program.profile
 
     def own_s(workers: int) -> float:
-        asked = loader.with_workers(workers)
-        costs = input_costs(asked, profile, samples=samples, batches=batches, ranks_per_node=ranks)
+        changed = loader.with_workers(workers)
+        costs = input_costs(
+            changed, profile, samples=samples, batches=batches, ranks_per_node=ranks
+        )
         return float(costs.own_s)
 
     step_s = without_s + own_s(max(loader.workers, 1))
@@ -148,9 +150,9 @@ class Estimate:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
         # Not by __getstate__: CPython before 3.11.4 replaces that of frozen classes with slots
         # (python/cpython#104035).
-        told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
+        facts = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
         own = {item.name: getattr(self, item.name) for item in fields(self)}
-        left = {"plan": told, "request": told, "answer": None, "pipeline": None}
+        left = {"plan": facts, "request": facts, "answer": None, "pipeline": None}
         return partial(Estimate, **(own | left)), ()
 
     @property
@@ -166,8 +168,8 @@ class Estimate:
     def bottleneck_dict(self) -> dict[str, Any]:
         """The part (one of `BOTTLENECKS`), its share and link, for programs, and the sentence."""
         part, share_ratio = self.breakdown.largest_share
-        found = {"part": part, "share_ratio": share_ratio, "link": self.bottleneck_link}
-        return {"bottleneck": found, "bottleneck_text": self.bottleneck}
+        facts = {"part": part, "share_ratio": share_ratio, "link": self.bottleneck_link}
+        return {"bottleneck": facts, "bottleneck_text": self.bottleneck}
 
     @property
     def loader(self) -> Loader | None:
@@ -204,9 +206,9 @@ class Estimate:
         """(part, source, share of the step, relative error) of every part; the shares add to 1."""
         return self._told("provenance", _provenance)
 
-    def _told(self, name: str, of: Callable[[Estimate], Value]) -> Value:
+    def _told(self, name: str, fact: Callable[[Estimate], Value]) -> Value:
         plan: Any = self.plan
-        return getattr(plan, name) if isinstance(plan, PlanFacts) else of(self)
+        return getattr(plan, name) if isinstance(plan, PlanFacts) else fact(self)
 
     @property
     def timeline(self) -> Timeline:
@@ -290,20 +292,20 @@ def _spare_memory_bytes(answer: Estimate) -> int:
 
 
 def _assumptions(answer: Estimate) -> tuple[str, ...]:
-    found = plan_assumptions(answer.plan, answer.ranks)
+    assumptions = plan_assumptions(answer.plan, answer.ranks)
     remark = answer.plan.coefficients.remark
-    found = (remark, *found) if remark else found
+    assumptions = (remark, *assumptions) if remark else assumptions
     if answer.pipeline is not None:
-        found = (*answer.pipeline.assumptions(), *found)
+        assumptions = (*answer.pipeline.assumptions(), *assumptions)
     if answer.batches is None or answer.global_batch is None:
-        return found
+        return assumptions
     padding = answer.plan.mesh.global_batch(answer.batches) - answer.global_batch
-    return (*split_assumptions(answer.batches, padding), *found)
+    return (*split_assumptions(answer.batches, padding), *assumptions)
 
 
 def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None], ...]:
     """Shares of the step by where their numbers come from; they add up to 1."""
-    plan, breakdown, (_, slowest, found) = estimate.plan, estimate.breakdown, estimate.answer
+    plan, breakdown, (_, slowest, spans) = estimate.plan, estimate.breakdown, estimate.answer
     program, step = slowest.program, breakdown.total_s
     kernels_s = sum(seconds for seconds, _ in program.kernels.values())
     scale = (breakdown.forward_s + breakdown.backward_s) / kernels_s if kernels_s else 0.0
@@ -332,7 +334,7 @@ def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None
             "communication",
             next((source for _, _, source in plan.reductions if source != "measured"), "measured"),
             breakdown.waiting_s / step,
-            max(found.relative_error, OVERLAP_ERROR) if found else None,
+            max(spans.relative_error, OVERLAP_ERROR) if spans else None,
         ),
     ]
     loader = plan.members.table.shape.loader

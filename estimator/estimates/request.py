@@ -118,11 +118,11 @@ class EstimateRequest:
         if changes.keys() <= _PLAIN:
             nouns: Any = changes
             return replace(self, **nouns)
-        whole: dict[str, Any] = {name: getattr(self, name) for name in _NAMES}
+        values: dict[str, Any] = {name: getattr(self, name) for name in _NAMES}
         if self.layout is DATA_PARALLEL:
-            del whole["layout"]
-        whole.update(changes)
-        return EstimateRequest.of(**whole)
+            del values["layout"]
+        values.update(changes)
+        return EstimateRequest.of(**values)
 
 
 _NAMES = tuple(item.name for item in fields(EstimateRequest))
@@ -138,16 +138,16 @@ def agreed_layout(graph: OpGraph, layout: str | Layout | None) -> Layout:
     if graph.layout is None:
         return DATA_PARALLEL if layout is None else Layout.parse(layout)
     own = Layout.parse(graph.layout)
-    asked = own if layout is None else Layout.parse(layout)
-    if asked.megatron or any(
-        getattr(asked, axis) != getattr(own, axis) for axis in ("tp", "cp", "ep", "pp")
+    wanted = own if layout is None else Layout.parse(layout)
+    if wanted.megatron or any(
+        getattr(wanted, axis) != getattr(own, axis) for axis in ("tp", "cp", "ep", "pp")
     ):
         raise StrategyError(
             f"{graph.name} is the graph of a rank of '{own}', by which its module was divided "
-            f"before it was traced, found layout '{asked}'; leave the layout out, or trace the "
+            f"before it was traced, found layout '{wanted}'; leave the layout out, or trace the "
             "module before it is divided"
         )
-    return asked
+    return wanted
 
 
 def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
@@ -156,15 +156,15 @@ def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
     The default stands for either. Raises StrategyError where these differ in more than when
     gradients are reduced.
     """
-    asked = Strategy.parse(strategy)
+    wanted = Strategy.parse(strategy)
     if graph.strategy is None:
-        return asked
+        return wanted
     own = Strategy.parse(graph.strategy)
-    if asked == DDP():
+    if wanted == DDP():
         return own
-    if not own.differs_in_sync(asked):
+    if not own.differs_in_sync(wanted):
         raise StrategyError(
-            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
+            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{wanted}'; "
             "leave the strategy out, or trace the module before it is sharded"
         )
-    return asked
+    return wanted

@@ -92,8 +92,8 @@ def saved_name(path: str | os.PathLike[str]) -> str:
     """The name in the head of a saved graph, where `write_graph` puts it; else that of the file."""
     try:
         with gzip.open(path) as stream:
-            found = _NAME.search(stream.read(_HEAD_BYTES))
-        name = json.loads(found[1]) if found else ""
+            match = _NAME.search(stream.read(_HEAD_BYTES))
+        name = json.loads(match[1]) if match else ""
     except (OSError, EOFError, zlib.error, ValueError):
         name = ""
     return name if name and name.isprintable() else Path(path).stem
@@ -336,20 +336,20 @@ def _index(value: Any, size: int, *, optional: bool = False) -> int | None:
 
 
 def _required(value: Any, size: int) -> int:
-    found = _index(value, size)
-    if found is None:
+    number = _index(value, size)
+    if number is None:
         raise ValueError("an index is missing")
-    return found
+    return number
 
 
 def _at(table: list[Any], index: Any) -> Any:
     return table[_required(index, len(table))]
 
 
-def _one_of(kinds: Any, found: Any) -> Any:
-    if found not in get_args(kinds):
-        raise ValueError(f"{quoted(found)} is none of {', '.join(get_args(kinds))}")
-    return found
+def _one_of(kinds: Any, value: Any) -> Any:
+    if value not in get_args(kinds):
+        raise ValueError(f"{quoted(value)} is none of {', '.join(get_args(kinds))}")
+    return value
 
 
 def _checked_spec(spec: Any) -> TensorSpec:

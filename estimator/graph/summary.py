@@ -111,13 +111,13 @@ class WorkloadSummary:
                 f"tensors ({_MOST_TENSORS}); give parameter_bytes and tensors"
             )
         if self.tensor_bytes:
-            for field, found in (
+            for field, total in (
                 ("parameter_bytes", sum(self.tensor_bytes)),
                 ("tensors", len(self.tensor_bytes)),
             ):
-                if getattr(self, field) not in (None, found):
+                if getattr(self, field) not in (None, total):
                     raise WorkloadError(
-                        f"{field} is {getattr(self, field)} but tensor_bytes make {found}; "
+                        f"{field} is {getattr(self, field)} but tensor_bytes make {total}; "
                         f"leave out {field} or correct it"
                     )
         elif self.parameter_bytes is None or self.tensors is None:
@@ -159,8 +159,8 @@ def _spread(total: int, parts: int) -> tuple[int, ...]:
     >>> _spread(11, 4)
     (3, 3, 3, 2)
     """
-    each, more = divmod(total, parts)
-    return tuple(each + (index < more) for index in range(parts))
+    share, more = divmod(total, parts)
+    return tuple(share + (index < more) for index in range(parts))
 
 
 def summary_fields(
@@ -208,23 +208,23 @@ def _assumptions(summary: WorkloadSummary) -> list[str]:
     tensors = len(summary.numels)
     sizes = "" if summary.tensor_bytes else " of equal size"
     ready = "as listed" if summary.ready_ratios else "evenly, the last one's first"
-    found = [
+    listed = [
         f"known by summary alone: {tensors} parameter tensors{sizes}, their gradients ready "
         f"{ready}, over a backward pass twice as long as the forward pass"
     ]
     if not summary.step_times:
-        found.append(
+        listed.append(
             "FLOPs are charged as matmuls, one forward and two backward for each tensor: "
             "the model's other operators come on top"
         )
     elif len({batch for batch, _ in summary.step_times}) == 1:
-        found.append(
+        listed.append(
             f"step times are known at batch {summary.step_times[0][0]} alone: a fifth of the step "
             "is taken not to depend on the batch"
         )
     if summary.activation_bytes_per_sample is None:
-        found.append("memory of activations is not known: peak memory is given without it")
-    return found
+        listed.append("memory of activations is not known: peak memory is given without it")
+    return listed
 
 
 class _Parts:

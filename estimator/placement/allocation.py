@@ -149,9 +149,9 @@ def _indices(part: str, listed: str) -> tuple[int, ...]:
     >>> _indices("a1[0,2-5]", "0,2-5")
     (0, 2, 3, 4, 5)
     """
-    found: list[int] = []
-    for each in listed.split(","):
-        first, _, last = each.partition("-")
+    indices: list[int] = []
+    for span in listed.split(","):
+        first, _, last = span.partition("-")
         if max(len(first), len(last)) > _MOST_DIGITS:
             raise AllocationError(
                 f"{quoted(part)} names a device of more than {_MOST_DIGITS} digits; write HOST[0,1]"
@@ -161,7 +161,7 @@ def _indices(part: str, listed: str) -> tuple[int, ...]:
             raise AllocationError(
                 f"{quoted(part)} counts from {low} down to {high}; write HOST[{high}-{low}]"
             )
-        found += range(low, high + 1)
-        if len(found) > MOST_RANKS:
+        indices += range(low, high + 1)
+        if len(indices) > MOST_RANKS:
             break
-    return tuple(found)
+    return tuple(indices)

@@ -106,11 +106,11 @@ class AllocationColumns:
         width = max((part.machine.shape[1] for _, part in parts), default=0)
 
         def stacked(name: str, missing: int) -> Integers:
-            whole = np.full((width, len(texts)), missing, dtype=np.int32)
+            padded = np.full((width, len(texts)), missing, dtype=np.int32)
             for start, part in parts:
                 column = getattr(part, name).T
-                whole[: len(column), start : start + column.shape[1]] = column
-            return whole.T
+                padded[: len(column), start : start + column.shape[1]] = column
+            return padded.T
 
         named = any(part.highest is not None for _, part in parts)
         return cls(
@@ -345,11 +345,11 @@ class AllocationGrid:
                 f"{quoted(self.pattern)} has {len(self)} allocations; ask for row 0 to "
                 f"{len(self) - 1}, not {row}"
             )
-        found = []
+        groups = []
         for part in reversed(self._parts):
             row, number = divmod(row, len(part))
-            found.append(part.text(number))
-        return "+".join(reversed(found))
+            groups.append(part.text(number))
+        return "+".join(reversed(groups))
 
     def texts(self) -> Iterator[str]:
         """All allocations in order."""
@@ -392,16 +392,16 @@ def _part(text: str, pattern: str) -> _PatternGroup:
 
 def _counts(text: str, pattern: str) -> tuple[int, ...]:
     """The numbers of ``1,2,4..8``; raises AllocationError."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("..")
         last = last or first
         is_long = max(len(first), len(last)) > _MOST_DIGITS
         low, high = (0, -1) if is_long else (int(first), int(last))
-        if high < low or len(found) + high - low >= _MOST_NUMBERS:
+        if high < low or len(counts) + high - low >= _MOST_NUMBERS:
             raise AllocationError(
                 f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to {last[:_MOST_DIGITS]}; "
                 f"write a range such as 1..8, of at most {_MOST_NUMBERS} numbers"
             )
-        found += range(low, high + 1)
-    return tuple(dict.fromkeys(found))
+        counts += range(low, high + 1)
+    return tuple(dict.fromkeys(counts))

@@ -179,7 +179,7 @@ def groups_along(
     rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
     own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     shared = _shared_limits(placement.cluster, crossing)
-    found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
+    groups: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
         kinds = list({id(kind): kind for kind in map(nodes.kinds.__getitem__, counts)}.values())
@@ -201,8 +201,8 @@ def groups_along(
             link=link.format(*between) if across else "",
         )
         kind = min(kinds, key=_BY_NETWORK)
-        found.setdefault((group, id(kind.profile)), (group, kind))
-    return tuple(found.values())
+        groups.setdefault((group, id(kind.profile)), (group, kind))
+    return tuple(groups.values())
 
 
 def _inside_a_node(ranks: int) -> ProcessGroup:

@@ -135,10 +135,10 @@ class Cluster:
 
     @cached_property
     def _by_machine(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {}
+        hosts: dict[str, list[str]] = {}
         for name, node in self.nodes.items():
-            found.setdefault(node.machine, []).append(name)
-        return {machine: tuple(names) for machine, names in found.items()}
+            hosts.setdefault(node.machine, []).append(name)
+        return {machine: tuple(names) for machine, names in hosts.items()}
 
     @cached_property
     def _above(self) -> dict[str, tuple[str, ...]]:

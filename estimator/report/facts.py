@@ -111,9 +111,9 @@ def _remedies_words(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return f"neither smaller batches, sharding nor more devices of the kind suffice; {more}"
     cheapest = [
-        f"{each.change} ({format_ratio(abs(each.cost_ratio))} "
-        f"{'more' if each.cost_ratio > 0 else 'less'} device time)"
-        for each in remedies[:_MOST_REMEDIES]
+        f"{remedy.change} ({format_ratio(abs(remedy.cost_ratio))} "
+        f"{'more' if remedy.cost_ratio > 0 else 'less'} device time)"
+        for remedy in remedies[:_MOST_REMEDIES]
     ]
     return f"{'; '.join(cheapest)}; {more}"
 
@@ -139,11 +139,13 @@ def checked_of(answer: Estimate) -> Checked:
             if source in ("assumed", "datasheet")
         ),
         disturbed_machines=tuple(
-            each.name for each in profiles if each.interference and each.interference.matters
+            profile.name
+            for profile in profiles
+            if profile.interference and profile.interference.matters
         ),
-        cut_machines=tuple(each.name for each in profiles if each.is_cut),
+        cut_machines=tuple(profile.name for profile in profiles if profile.is_cut),
         device_faults=tuple(
-            f"{each.name}: {fault}" for each in profiles for fault in each.device_faults
+            f"{profile.name}: {fault}" for profile in profiles for fault in profile.device_faults
         ),
     )
 

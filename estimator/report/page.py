@@ -37,9 +37,9 @@ def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
     except OSError as error:
         raise StoreError(f"cannot make {folder} ({error.strerror}); name a folder") from None
     drawn = [section for section in sections if section.figure is not None]
-    paths = [folder / f"{each.name}.{kind}" for each in drawn for kind in ("png", "svg")]
+    paths = [folder / f"{picture.name}.{kind}" for picture in drawn for kind in ("png", "svg")]
     for path in paths:
-        save_figure(next(each.figure for each in drawn if each.name == path.stem), path)
+        save_figure(next(picture.figure for picture in drawn if picture.name == path.stem), path)
     return paths
 
 

@@ -143,7 +143,7 @@ def _title(answers: Sequence[Estimate]) -> str:
     if len(machines) > _MOST_MACHINES:
         machines = [f"{len(machines)} machines"]
     batch = "as traced" if first.global_batch is None else f"{first.global_batch} a step"
-    if first.batch_per_gpu is not None and len({each.batch_per_gpu for each in answers}) == 1:
+    if first.batch_per_gpu is not None and len({answer.batch_per_gpu for answer in answers}) == 1:
         batch = f"{first.batch_per_gpu} per device"
     where = f"{first.model} on {', '.join(machines)}"
     return f"{where}: {first.precision}, batch {batch}, {first.strategy}"
@@ -159,15 +159,15 @@ def lines_of(rows: Sequence[SweepRow]) -> dict[str, list[_Point]]:
     shapes = [_shape(answer) for _, answer in rated]
     by_nodes = len({shape.nodes for shape in shapes}) <= len({shape.per_node for shape in shapes})
     is_one_type = len({shape.machines for shape in shapes}) <= 1
-    found: dict[tuple[str, float], list[_Point]] = {}
+    lines: dict[tuple[str, float], list[_Point]] = {}
     for (row, answer), shape in zip(rated, shapes, strict=True):
         key = shape.machines, shape.nodes if by_nodes else shape.per_node
-        found.setdefault(key, []).append(_point(row, answer))
+        lines.setdefault(key, []).append(_point(row, answer))
     noun, of_each = ("node", "") if by_nodes else ("device", " a node")
     return {
         ("" if is_one_type else f"{machines}, ")
-        + f"{count:g} {noun}{'' if count == 1 else 's'}{of_each}": found[machines, count]
-        for machines, count in sorted(found)
+        + f"{count:g} {noun}{'' if count == 1 else 's'}{of_each}": lines[machines, count]
+        for machines, count in sorted(lines)
     }
 
 
@@ -326,11 +326,11 @@ def memory_figure(report: MemoryReport, plans: Sequence[Planned] = ()) -> Any:
 
 
 def _draw_levels(axes: Any, report: MemoryReport) -> None:
-    shown = {kind: each for kind, each in report.curve.levels.items() if each.any()}
+    shown = {kind: held for kind, held in report.curve.levels.items() if held.any()}
     drawn = _highest(report.curve.total)
     starts_s = report.times_s
     # Each level holds from the start of its op to its end.
-    levels = [np.append(each[drawn], each[-1]) / GIB for each in shown.values()]
+    levels = [np.append(held[drawn], held[-1]) / GIB for held in shown.values()]
     colours = shades(len(shown), brightest=0.95)
     unit_s, unit = time_unit(float(starts_s[-1]))
     drawn_at = starts_s[np.append(drawn, -1)] / unit_s
@@ -365,9 +365,9 @@ def _highest(total: NDArray[np.int64]) -> NDArray[np.intp]:
 
 def _draw_plans(axes: Any, report: MemoryReport, plans: Sequence[Planned]) -> None:
     """The least peak found within each time: a step down wherever a plan is worth its time."""
-    unit_s, unit = time_unit(max(each.played.step_s for each in plans))
-    steps = [each.played.step_s / unit_s for each in plans]
-    peaks = [each.played.peak_bytes / GIB for each in plans]
+    unit_s, unit = time_unit(max(plan.played.step_s for plan in plans))
+    steps = [plan.played.step_s / unit_s for plan in plans]
+    peaks = [plan.played.peak_bytes / GIB for plan in plans]
     axes.step(steps, peaks, where="post", color="black", linewidth=1)
     axes.plot(steps, peaks, "o", color="black", label="a plan")
     plain = plans[0].played
@@ -394,22 +394,22 @@ def draw_offers(choice: Choice, path: Path) -> None:
     """
     figure = empty_figure(width_inches=7.0, height_inches=4.5)
     axes = figure.subplots()
-    hours = [each.duration_s / 3600 for each in choice.offers]
-    axes.scatter(hours, [each.usd for each in choice.offers], s=12, color="0.7")
-    front = [(each.duration_s / 3600, each.usd) for each in choice.front]
+    hours = [offer.duration_s / 3600 for offer in choice.offers]
+    axes.scatter(hours, [offer.usd for offer in choice.offers], s=12, color="0.7")
+    front = [(offer.duration_s / 3600, offer.usd) for offer in choice.front]
     if front:
         axes.plot(*zip(*front, strict=True), marker="o")
-    for number, (each, at) in enumerate(zip(choice.front, front, strict=True)):
+    for number, (offer, at) in enumerate(zip(choice.front, front, strict=True)):
         axes.errorbar(
             *at,
-            xerr=[[at[0] - each.low_s / 3600], [each.high_s / 3600 - at[0]]],
-            yerr=[[at[1] - each.low_usd], [each.high_usd - at[1]]],
+            xerr=[[at[0] - offer.low_s / 3600], [offer.high_s / 3600 - at[0]]],
+            yerr=[[at[1] - offer.low_usd], [offer.high_usd - at[1]]],
             color="0.6",
             zorder=0,
         )
         # Neighbours' names on either side of the line.
         beside = (4, 4 if number % 2 == 0 else -12)
-        axes.annotate(each.allocation, at, fontsize=8, xytext=beside, textcoords="offset points")
+        axes.annotate(offer.allocation, at, fontsize=8, xytext=beside, textcoords="offset points")
     axes.set(xlabel="time (h)", ylabel="cost (USD)", xscale="log", yscale="log")
     save_figure(figure, path)
 
@@ -426,7 +426,7 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
         over_time.step(
             np.array(list(held)) / 3600, list(held.values()), where="post", label=name, linewidth=1
         )
-        jct = np.sort([each.completion_s for each in ran]) / 3600
+        jct = np.sort([job.completion_s for job in ran]) / 3600
         completion.step(jct, 100 * np.arange(1, len(jct) + 1) / len(jct), where="post", linewidth=1)
     over_time.set(xlabel="hours", ylabel="devices held", xlim=(0, None), ylim=(0, None))
     completion.set(xlabel="completion time (hours)", ylabel="% of jobs", ylim=(0, 100))

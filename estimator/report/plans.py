@@ -120,14 +120,14 @@ def _alike(name: str, offers: Sequence[Offer]) -> list[tuple[str, str]]:
     return [(name, f"cannot be told apart: {named}{more}")]
 
 
-def order_sections(found: RankOrder, size: str) -> list[Section]:
+def order_sections(order: RankOrder, size: str) -> list[Section]:
     """The hosts in rank order, and what that gains."""
     gain = (
-        f"{format_seconds(found.ring_s)} for an all-reduce of {size} by {found.algorithm}, "
-        f"{found.given_s / found.ring_s:.2f} times as fast as in the order given "
-        f"({format_seconds(found.given_s)})"
+        f"{format_seconds(order.ring_s)} for an all-reduce of {size} by {order.algorithm}, "
+        f"{order.given_s / order.ring_s:.2f} times as fast as in the order given "
+        f"({format_seconds(order.given_s)})"
     )
-    return [Section(facts=[("order", gain)], sentences=[" ".join(found.hosts)])]
+    return [Section(facts=[("order", gain)], sentences=[" ".join(order.hosts)])]
 
 
 def layouts_sections(

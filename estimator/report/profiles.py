@@ -403,31 +403,36 @@ _Row = tuple[str, tuple[str, ...]]
 def _common_rows(rows: Sequence[Compared]) -> list[_Row]:
     """(group, cells) of what both have; the calls of a kernel are drawn together into one ratio."""
     calls: dict[str, list[float]] = {}
-    found: list[_Row] = []
+    table: list[_Row] = []
     for row in rows:
         if row.group.startswith("kernel "):
             calls.setdefault(row.group.removeprefix("kernel "), []).append(row.ratio)
         else:
             shown = _FORMATS[row.unit]
             cells = (f"  {row.name}", shown(row.first), shown(row.second), _factor(row.ratio))
-            found.append((row.group, cells))
+            table.append((row.group, cells))
     for kernel, ratios in calls.items():
         name = f"  {kernel}, {len(ratios)} calls"
-        found.append(("kernels in common", (name, "", "", _factor(geometric_mean(ratios)))))
-    return found
+        table.append(("kernels in common", (name, "", "", _factor(geometric_mean(ratios)))))
+    return table
 
 
 def _lone_rows(quantities: Sequence[Quantity], column: int) -> list[_Row]:
     """(group, cells) of what one has alone, in its column; of kernels only how many."""
-    kernels = [each.group for each in quantities if each.group.startswith("kernel ")]
-    found: list[_Row] = []
-    for each in quantities:
-        if not each.group.startswith("kernel "):
-            found.append((each.group, _beside(each.name, _FORMATS[each.unit](each.value), column)))
+    kernels = [quantity.group for quantity in quantities if quantity.group.startswith("kernel ")]
+    rows: list[_Row] = []
+    for quantity in quantities:
+        if not quantity.group.startswith("kernel "):
+            rows.append(
+                (
+                    quantity.group,
+                    _beside(quantity.name, _FORMATS[quantity.unit](quantity.value), column),
+                )
+            )
     if kernels:
         name = f"calls of {len(set(kernels))} kernels"
-        found.append(("kernels of one alone", _beside(name, str(len(kernels)), column)))
-    return found
+        rows.append(("kernels of one alone", _beside(name, str(len(kernels)), column)))
+    return rows
 
 
 def _beside(name: str, value: str, column: int) -> tuple[str, ...]:

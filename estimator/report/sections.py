@@ -466,7 +466,7 @@ def layouts_section(answer: Estimate, answer_as: Callable[[str, str | None], Est
         except EstimatorError as error:
             refused.append(f"{named}: {error}")
     # What does not fit comes last.
-    answers.sort(key=lambda each: (each[1].fits == "no", -(each[1].samples_per_s or 0.0)))
+    answers.sort(key=lambda pair: (pair[1].fits == "no", -(pair[1].samples_per_s or 0.0)))
     rows = [
         (
             *(named, FITS_WORDS[other.fits], format_interval(other), _rate(other)),

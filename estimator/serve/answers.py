@@ -54,7 +54,7 @@ class Answers:
     def estimate(self, question: EstimateQuestion) -> Estimate:
         """The answer to one question; raises EstimatorError."""
         self._refit_soon()
-        found = estimate(
+        answer = estimate(
             self.graphs.get(question.graph),
             known(question.on),
             batch_per_gpu=question.batch_per_gpu,
@@ -68,7 +68,7 @@ class Answers:
         if len(self._warm) >= _MOST_WARM:
             self._warm.clear()
         self._warm.add(_key(question))
-        return found
+        return answer
 
     def estimate_many(self, question: ManyQuestion) -> dict[str, Any]:
         """Columns as numpy arrays, and the reasons of rows without an answer."""
@@ -95,7 +95,7 @@ class Answers:
 
         for machine in question.machines:
             check_machine(machine)
-        found = what_to_rent(
+        choice = what_to_rent(
             self.graphs.get(question.graph),
             question.machines,
             max_nodes=question.max_nodes,
@@ -108,7 +108,7 @@ class Answers:
             global_batch=question.global_batch,
             calibration=self.calibrator,
         )
-        return found.to_dict()
+        return choice.to_dict()
 
     def observe(self, seen: Observed) -> int:
         """Keep an observed step; how many were new. It is on disk when this returns."""
@@ -130,14 +130,14 @@ class Answers:
 
     def machines(self) -> list[dict[str, Any]]:
         """Every machine that can be named, with its devices."""
-        found = []
+        listed = []
         for name in known_machines():
             try:
                 profile = load_profile(name)
             except EstimatorError:
                 continue
             device = profile.devices[0]
-            found.append(
+            listed.append(
                 {
                     "name": name,
                     "devices": len(profile.devices),
@@ -146,7 +146,7 @@ class Answers:
                     "memory_bytes": device.memory_bytes,
                 }
             )
-        return found
+        return listed
 
     def _refit_soon(self) -> None:
         """Learn in a thread of its own what any worker has observed since."""

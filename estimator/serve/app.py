@@ -214,8 +214,8 @@ def _add_problems(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")[:80]
-        said = printable(f"{where}: {first['msg']}" if where else str(first["msg"]))
-        return problem(422, "Invalid", f"{said}; see /openapi.json")
+        fault = printable(f"{where}: {first['msg']}" if where else str(first["msg"]))
+        return problem(422, "Invalid", f"{fault}; see /openapi.json")
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
@@ -236,11 +236,11 @@ def problem(status: int, code: str, detail: str, headers: dict[str, str] | None 
         413: "Too large",
         500: "Failed",
     }
-    found = Problem(title=titles.get(status, "Refused"), status=status, detail=detail, code=code)
+    refusal = Problem(title=titles.get(status, "Refused"), status=status, detail=detail, code=code)
     own = {303: {"Location": "/login"}, 401: {"WWW-Authenticate": "Bearer"}}
     more = dict(headers or {}) | own.get(status, {})
     return Response(
-        orjson.dumps(found.model_dump()),
+        orjson.dumps(refusal.model_dump()),
         status_code=status,
         headers=more,
         media_type="application/problem+json",

@@ -51,9 +51,9 @@ class Graphs:
 
     def get(self, name: str) -> OpGraph:
         """The graph of a hash; raises UnknownGraphError."""
-        found = self._loaded.get(name)
-        if found is not None:
-            return found
+        loaded = self._loaded.get(name)
+        if loaded is not None:
+            return loaded
         path = self._path(name)
         if not path.is_file():
             raise UnknownGraphError(f"no graph {name[:12]}… was uploaded; POST it to /graphs")

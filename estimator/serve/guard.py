@@ -64,7 +64,7 @@ class _Listener:
         self._loop.add_reader(self._sock.fileno(), self._ready)
 
     def _ready(self) -> None:
-        self._held = {each for each in self._held if not each.is_closing()}
+        self._held = {transport for transport in self._held if not transport.is_closing()}
         held = len(self._held) + len(self._opening)
         self._loop.remove_reader(self._sock.fileno())
         wait_s = min(held * _WAIT_S_EACH, _LONGEST_WAIT_S)

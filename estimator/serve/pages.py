@@ -75,7 +75,7 @@ def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
         sections=sections,
         refusal=refusal,
         graphs=answers.graphs.titles(_MOST_GRAPHS),
-        machines=[each["name"] for each in answers.machines()],
+        machines=[machine["name"] for machine in answers.machines()],
         asked={"graph": graph, "on": on, "strategy": strategy or "ddp"},
     )
 

@@ -31,27 +31,27 @@ _NAMED_RATIO = 5e-4
 
 def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     """What a step on some ranks takes for granted of its machines, network and graph."""
-    found: list[str] = []
-    for number, each in enumerate(plan.ranks_by_kind):
-        program, is_first = each.program, number == 0
+    assumptions: list[str] = []
+    for number, class_ranks in enumerate(plan.ranks_by_kind):
+        program, is_first = class_ranks.program, number == 0
         rows = plan.rules.cache.get(
             "assumptions",
             (program,),
             partial(_class_assumptions, program, plan.rules, is_first),
             is_first,
         )
-        found.extend(row for row in rows if row not in found)
-    profiles = [each.program.profile for each in plan.ranks_by_kind]
+        assumptions.extend(row for row in rows if row not in assumptions)
+    profiles = [ranks.program.profile for ranks in plan.ranks_by_kind]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
-        found.append("communication is assumed to overlap compute perfectly: not probed")
+        assumptions.append("communication is assumed to overlap compute perfectly: not probed")
     group = plan.group
     if group.nodes > 1:
-        found.extend(dict.fromkeys(_unmeasured_collectives(plan)))
+        assumptions.extend(dict.fromkeys(_unmeasured_collectives(plan)))
         cards = [_card_assumption(kind) for kind in plan.placement.kinds]
-        found.extend(dict.fromkeys(text for text in cards if text is not None))
+        assumptions.extend(dict.fromkeys(text for text in cards if text is not None))
     if group.nodes > 1 and len({profile.name for profile in profiles}) > 1:
-        found.append(f"unlike machines are joined at {group.link or 'the slower network'}")
-    return tuple(found)
+        assumptions.append(f"unlike machines are joined at {group.link or 'the slower network'}")
+    return tuple(assumptions)
 
 
 def _unmeasured_collectives(plan: StepPlan) -> Iterator[str]:
@@ -82,7 +82,7 @@ def split_assumptions(batches: tuple[int, ...], padding: int) -> tuple[str, ...]
 
 def _class_assumptions(program: StepProgram, rules: Rules[Any], graph_too: bool) -> list[str]:
     graph, machine = program.bound.graph, program.profile
-    found = list(graph.assumptions) if graph_too else []
+    assumptions = list(graph.assumptions) if graph_too else []
     durations = program.durations
     total = float(durations.device_s.sum()) or 1.0
     assumed: dict[str, float] = defaultdict(float)
@@ -91,53 +91,53 @@ def _class_assumptions(program: StepProgram, rules: Rules[Any], graph_too: bool)
             assumed[op.call.target] += float(durations.device_s[index])
     worst = sorted(assumed.items(), key=lambda item: -item[1])
     for target, seconds in worst[:_MOST_NAMED_OPS]:
-        found.append(
+        assumptions.append(
             f"{target} has no cost formula or probed relative: charged as a copy of its bytes, "
             f"{format_ratio(seconds / total)} of the kernel time"
         )
     if rest := worst[_MOST_NAMED_OPS:]:
         share = sum(seconds for _, seconds in rest) / total
-        found.append(
+        assumptions.append(
             f"{len(rest)} more operators likewise, {format_ratio(share)} of the kernel time"
         )
     device = machine.devices[0]
     if device.kind == "cpu":
         cores = len(device.cores)
         plural = "s" if cores > 1 else ""
-        found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
-        found.append(_memory_assumption(machine))
+        assumptions.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
+        assumptions.append(_memory_assumption(machine))
     if machine.interference is not None and machine.interference.matters:
-        found.append(
+        assumptions.append(
             f"'{machine.name}' was disturbed when it was probed ({machine.interference}): "
             "intervals are wider for it; 'estimator probe' on a quiet machine mends that"
         )
     if machine.device_faults:
-        found.append(f"when '{machine.name}' was probed, {'; '.join(machine.device_faults)}")
+        assumptions.append(f"when '{machine.name}' was probed, {'; '.join(machine.device_faults)}")
     if machine.is_cut:
-        found.append(_cut_assumption(program))
+        assumptions.append(_cut_assumption(program))
     if is_known_by_datasheet(machine):
-        found.extend(_datasheet_assumptions(program))
-    found.extend(_attention_assumptions(program))
-    found.extend(_waiting_assumptions(program))
+        assumptions.extend(_datasheet_assumptions(program))
+    assumptions.extend(_attention_assumptions(program))
+    assumptions.extend(_waiting_assumptions(program))
     host_s = machine.host.dtensor_forward_s if machine.host else 0.0
     if not host_s and any(op.enters_dtensor for op in graph.ops):
-        found.append(
+        assumptions.append(
             "what DTensor does on the host is not counted, some 0.4 ms for each divided module and "
             f"micro-batch (torch 2.13 on a Xeon): '{machine.name}' was not probed for it"
         )
     if summed := program.exchanged.summed_again:
         times = RULES[graph.optimizer].gradient_reads
-        found.append(
+        assumptions.append(
             f"DTensor sums gradients of {summed} vectors {times} times: for each operator of "
             f"{graph.optimizer} that reads them"
         )
-    found.extend(recipe_assumptions(graph, rules.assumptions(), machine.name))
+    assumptions.extend(recipe_assumptions(graph, rules.assumptions(), machine.name))
     if graph.is_summary:
-        found.extend(summary_assumptions(program.bound, machine, program.strategy))
+        assumptions.extend(summary_assumptions(program.bound, machine, program.strategy))
     if graph.timings:
-        found.extend(_timing_assumptions(program))
-    found.extend(f"not probed: {part}" for part in machine.missing)
-    return found
+        assumptions.extend(_timing_assumptions(program))
+    assumptions.extend(f"not probed: {part}" for part in machine.missing)
+    return assumptions
 
 
 def _timing_assumptions(program: StepProgram) -> Iterator[str]:
@@ -190,23 +190,23 @@ def _cut_assumption(program: StepProgram) -> str:
 
 def _datasheet_assumptions(program: StepProgram) -> list[str]:
     machine, precision = program.profile, program.bound.graph.precision
-    found = [
+    missing = [
         f"'{machine.name}' is known by its datasheet only: kernels by the performance model fitted "
         "to published ones, host and optimizer costs as usual on servers with GPUs; "
         "'estimator probe' on one measures them"
     ]
     if assumed := assumed_of(machine.devices[0]):
-        found.append(
+        missing.append(
             f"'{machine.name}' does not say all that the kernel model asks of a chip: "
             f"{', '.join(assumed)} assumed"
         )
     dtype = peak_dtype(precision)
     if dtype not in machine.devices[0].peak_flops_per_s:
-        found.append(
+        missing.append(
             f"the datasheet of '{machine.name}' gives no peak in {dtype}: {precision} computes at "
             "the rate of float32"
         )
-    return found
+    return missing
 
 
 def _attention_assumptions(program: StepProgram) -> list[str]:

@@ -218,8 +218,8 @@ def members_of(
     numbers: dict[RankClass, int] = {}
     kind_of = []
     for number, batch in zip(placement.kind_of, placement.by_node_group(batches), strict=True):
-        each, _ = compiled_step(graph, shape, batch, merging, cache)
-        kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
+        rank_program, _ = compiled_step(graph, shape, batch, merging, cache)
+        kind_of.append(numbers.setdefault(rank_program[placement.kinds[number]], len(numbers)))
     return Members(table, rules, tuple(numbers), tuple(kind_of))
 
 
@@ -253,9 +253,9 @@ class StepPlan(NamedTuple):
     @property
     def group(self) -> ProcessGroup:
         """The process group of all ranks."""
-        found = self.groups.get(DP)
-        if found:
-            return found[0]
+        groups = self.groups.get(DP)
+        if groups:
+            return groups[0]
         return ProcessGroup(ranks=1, nodes=1, per_node=1)
 
     @property
@@ -403,20 +403,20 @@ def groups_of(
     """(process groups along the axes of a strategy, the profiles that they name)."""
     if mesh.replicas != mesh.placement.ranks or mesh.ep > 1:
         return _groups_beside_layers(mesh, rules)
-    whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
+    everyone, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
-        return {DP: (whole,)}, (kind.profile,)
+        return {DP: (everyone,)}, (kind.profile,)
     shard = mesh.shards
     if shard == mesh.placement.ranks:
-        return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
+        return {DP: (everyone,), DP_SHARD: (everyone,), DP_REPLICATE: ()}, (kind.profile,)
     networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}
-    found: dict[str, tuple[ProcessGroup, ...]] = {DP: (whole,)}
+    groups: dict[str, tuple[ProcessGroup, ...]] = {DP: (everyone,)}
     for axis in (DP_SHARD, DP_REPLICATE):
         named = mesh.groups(axis)
         for _, node in named:
             networks.setdefault(id(node.profile), node.profile)
-        found[axis] = tuple(_named(group, node, networks) for group, node in named)
-    return found, tuple(networks.values())
+        groups[axis] = tuple(_named(group, node, networks) for group, node in named)
+    return groups, tuple(networks.values())
 
 
 def _groups_beside_layers(
@@ -424,15 +424,15 @@ def _groups_beside_layers(
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """The same where ranks share layers too: of groups that work at once the slowest counts."""
     networks: dict[int, MachineProfile] = {}
-    found: dict[str, tuple[ProcessGroup, ...]] = {}
+    groups: dict[str, tuple[ProcessGroup, ...]] = {}
     experts = rules.expert_axes if mesh.ep > 1 else ()
     for axis in dict.fromkeys((DP, *rules.axes, *experts)):
         some = mesh.groups(axis)
         for _, node in some:
             networks.setdefault(id(node.profile), node.profile)
         named = tuple(_named(group, node, networks) for group, node in some)
-        found[axis] = (min(named, key=_BY_RATE),) if axis == DP else named
-    return found, tuple(networks.values())
+        groups[axis] = (min(named, key=_BY_RATE),) if axis == DP else named
+    return groups, tuple(networks.values())
 
 
 _BY_RATE = attrgetter("bytes_per_s")
@@ -487,12 +487,12 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         behind_s = [after_s(kind.update, plan.share, ratios) for kind in kinds]
         last = kinds[behind_s.index(max(behind_s))]
         jitter_ratio = max([kind.jitter_ratio for kind in kinds])
-    found, waiting_s = None, 0.0
+    communication, waiting_s = None, 0.0
     if plan.network is not None:
-        found = _communication(plan, plan.network, slowest)
-        if found.unknown:
+        communication = _communication(plan, plan.network, slowest)
+        if communication.unknown:
             raise plan.network.missing(plan.groups)
-        waiting_s = float(found.exposed_s)
+        waiting_s = float(communication.exposed_s)
     parts = breakdown_of(
         slowest.lane,
         last.update,
@@ -505,7 +505,7 @@ def answer_of(plan: StepPlan) -> StepAnswer:
     )
     if plan.members.table.shape.loader is not None:
         parts = with_input(parts, slowest_input(kinds))
-    return StepAnswer(parts, slowest, found)
+    return StepAnswer(parts, slowest, communication)
 
 
 # Steps of which what ranks wait for is kept with their network.
@@ -521,17 +521,17 @@ def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Comm
     key = tuple(plan.groups.values()), tuple(map(id, plan.kinds)), plan.shards, factors
     known = network.known.get(key)
     if known is not None:
-        kinds, found = known
+        kinds, parts = known
         if all(kept() is kind for kept, kind in zip(kinds, plan.kinds, strict=True)):
-            return found
-    found = network.communication(plan.ranks(slowest))
+            return parts
+    parts = network.communication(plan.ranks(slowest))
     if len(network.known) >= _MOST_STEPS:
         network.known.clear()
-    network.known[key] = tuple(map(ref, plan.kinds)), found
-    return found
+    network.known[key] = tuple(map(ref, plan.kinds)), parts
+    return parts
 
 
 def slowest_input(kinds: Sequence[RankClass]) -> InputCosts:
     """What the loaders of all kinds of ranks add together: every step waits for the slowest."""
-    each = [kind.input for kind in kinds]
-    return InputCosts(max(one.own_s for one in each), max(one.period_s for one in each))
+    inputs = [kind.input for kind in kinds]
+    return InputCosts(max(one.own_s for one in inputs), max(one.period_s for one in inputs))

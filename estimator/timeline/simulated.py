@@ -143,7 +143,7 @@ class _Listed:
     def add_class(self, number: int, rank: int) -> None:
         """The spans of one class of ranks, listed as those of its first rank."""
         tasks, result = self._step.tasks.tasks, self._step.result
-        lanes = [_lane(tasks[each].lane) for each in self._named]
+        lanes = [_lane(tasks[task].lane) for task in self._named]
         start_s, end_s = result.start_s[self._named, number], result.end_s[self._named, number]
         self._add_ops(number, rank)
         self._pieces.append((self._task_labels, rank, lanes, start_s, end_s - start_s))
@@ -158,7 +158,7 @@ class _Listed:
         return SpanColumns(
             labels=self._labels,
             label=np.concatenate(label),
-            rank=np.repeat(rank, [len(each) for each in label]),
+            rank=np.repeat(rank, [len(labels) for labels in label]),
             lane=np.concatenate(lane),
             start_s=np.concatenate(start_s),
             duration_s=np.concatenate(duration_s),

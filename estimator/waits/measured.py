@@ -115,20 +115,20 @@ def measure_stalls(
             names.append("T2")
         else:
             missing["fetch"] = why
-        found: dict[RunName, list[RunRecord]] = {name: [] for name in names}
+        records: dict[RunName, list[RunRecord]] = {name: [] for name in names}
         for repeat in range(repeats):
             for number, name in enumerate(names):
                 report(name, (repeat * len(names) + number) / (repeats * len(names)))
                 # The pages of a cold run are in the cache when it ends.
                 (evict if name == "T2" else load)(files)
-                found[name].append(_run(script, folder, name))
+                records[name].append(_run(script, folder, name))
         busy_s = None
         if cuda.is_available() and not any(script.cores):
             report("the accelerator's work", 1.0)
             busy_s = run(script, folder, devices=1, is_synthetic=True, is_profiled=True).busy_s
     if not busy_s:
         missing["host"] = "no accelerator worked, and cores are their own host"
-    answer = _answer(script, found, missing)
+    answer = _answer(script, records, missing)
     return _with_host(answer, busy_s) if busy_s else answer
 
 
@@ -143,20 +143,20 @@ def _run(script: Script, folder: Path, name: RunName) -> RunRecord:
 
 
 def _answer(
-    script: Script, found: dict[RunName, list[RunRecord]], missing: dict[StallName, str]
+    script: Script, by_name: dict[RunName, list[RunRecord]], missing: dict[StallName, str]
 ) -> MeasuredStalls:
-    runs = {name: _timed(records) for name, records in found.items()}
-    real = found["T3"]
+    runs = {name: _timed(records) for name, records in by_name.items()}
+    real = by_name["T3"]
     return MeasuredStalls(
         script=str(script.path),
         devices=len(script.cores),
         samples=real[0].samples,
         workers=real[0].workers,
-        waited_s=statistics.median(each.waited_s for each in real),
+        waited_s=statistics.median(record.waited_s for record in real),
         runs=runs,
         stalls={
-            name: _stall(runs[longer], runs[shorter], runs[of])
-            for name, (longer, shorter, of) in STALLS.items()
+            name: _stall(runs[longer], runs[shorter], runs[step])
+            for name, (longer, shorter, step) in STALLS.items()
             if longer in runs and shorter in runs
         },
         missing=missing,
@@ -170,22 +170,22 @@ def _with_host(answer: MeasuredStalls, busy_s: float) -> MeasuredStalls:
 
 
 def _timed(records: Sequence[RunRecord]) -> TimedRun:
-    runs_s = [each.step_s for each in records]
+    runs_s = [record.step_s for record in records]
     span_s = (max(runs_s) - min(runs_s)) / 2
     own_s = statistics.median(
-        Z_80 * statistics.stdev(each.steps_s) / sqrt(len(each.steps_s)) for each in records
+        Z_80 * statistics.stdev(record.steps_s) / sqrt(len(record.steps_s)) for record in records
     )
     return TimedRun(statistics.median(runs_s), max(span_s, own_s), tuple(runs_s))
 
 
-def _stall(longer: TimedRun, shorter: TimedRun, of: TimedRun) -> Stall:
+def _stall(longer: TimedRun, shorter: TimedRun, step: TimedRun) -> Stall:
     stall_s = longer.step_s - shorter.step_s
     noise_s = hypot(longer.noise_s, shorter.noise_s)
     return Stall(
         stall_s=stall_s,
         low_s=stall_s - noise_s,
         high_s=stall_s + noise_s,
-        ratio=stall_s / of.step_s,
+        ratio=stall_s / step.step_s,
     )
 
 
@@ -196,7 +196,7 @@ def _data_files(script: Script, folder: Path, data: Sequence[Path]) -> list[Path
     look = replace(script, steps=min(script.steps, script.warmup + 1))
     run(look, folder, devices=len(script.cores), is_synthetic=False, environment=environment)
     if data:
-        return sorted({path for each in data for path in _files_of(each)})
+        return sorted({path for place in data for path in _files_of(place)})
     opened = log.read_bytes().decode(errors="surrogateescape").splitlines() if log.exists() else []
     kinds = {(path.parent, path.suffix) for path in map(Path, set(opened)) if _is_data(path)}
     return sorted(
@@ -208,7 +208,7 @@ def _data_files(script: Script, folder: Path, data: Sequence[Path]) -> list[Path
 
 
 def _files_of(path: Path) -> Iterable[Path]:
-    return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    return [inner for inner in path.rglob("*") if inner.is_file()] if path.is_dir() else [path]
 
 
 def _is_data(path: Path) -> bool:
@@ -217,7 +217,7 @@ def _is_data(path: Path) -> bool:
     return (
         path.is_file()
         and path.suffix not in _NO_DATA
-        and not any(named.startswith(f"{each}/") for each in system)
+        and not any(named.startswith(f"{folder}/") for folder in system)
         and "estimator-stalls-" not in named
     )
 

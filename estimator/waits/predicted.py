@@ -77,8 +77,8 @@ def predict_stalls(
     slowest is taken.
     """
     request = request.changed(loader=None)
-    whole = balance(request).answer
-    allocation, batches = whole.allocation, whole.batches
+    predicted = balance(request).answer
+    allocation, batches = predicted.allocation, predicted.batches
 
     def answer_of(groups: Sequence[DeviceGroup], batches: Sequence[int] | None) -> Estimate:
         own = Allocation(tuple(groups))
@@ -90,11 +90,11 @@ def predict_stalls(
         return DEFAULT.estimate(other)
 
     def slowest(groups: Sequence[DeviceGroup]) -> Estimate:
-        each = [
+        alternative = [
             answer_of((group,), None if batches is None else (batches[number],))
             for number, group in enumerate(groups)
         ]
-        return max(each, key=lambda answer: answer.step_time_s)
+        return max(alternative, key=lambda answer: answer.step_time_s)
 
     nodes = [replace(group, nodes=1) for group in allocation.groups]
     if against is not None:
@@ -102,20 +102,20 @@ def predict_stalls(
         batches = None if batches is None else (max(batches),) * len(nodes)
         node = answer_of(nodes, batches)
     else:
-        node = slowest(nodes) if allocation.nodes > 1 else whole
+        node = slowest(nodes) if allocation.nodes > 1 else predicted
     device = slowest([_one_device(group) for group in nodes])
     return PredictedStalls(
-        model=whole.model,
-        batch_per_gpu=whole.batch_per_gpu,
+        model=predicted.model,
+        batch_per_gpu=predicted.batch_per_gpu,
         allocation=str(allocation),
         one_node=str(node.allocation),
         one_device=str(device.allocation),
-        step_s=whole.step_time_s,
+        step_s=predicted.step_time_s,
         node_s=node.step_time_s,
         device_s=device.step_time_s,
         host=_host_stall(device),
-        interconnect=_stall(node, device, of=node) if node.ranks > 1 else None,
-        network=_stall(whole, node, of=node) if node is not whole else None,
+        interconnect=_stall(node, device, step=node) if node.ranks > 1 else None,
+        network=_stall(predicted, node, step=node) if node is not predicted else None,
     )
 
 
@@ -134,7 +134,7 @@ def _host_stall(device: Estimate) -> Stall:
     )
 
 
-def _stall(longer: Estimate, shorter: Estimate, *, of: Estimate) -> Stall:
+def _stall(longer: Estimate, shorter: Estimate, *, step: Estimate) -> Stall:
     """What one step takes beyond another; they compute alike, so only waiting is uncertain."""
     stall_s = longer.step_time_s - shorter.step_time_s
     error_s = Z_80 * _waiting_error_s(longer)
@@ -142,16 +142,16 @@ def _stall(longer: Estimate, shorter: Estimate, *, of: Estimate) -> Stall:
         stall_s=stall_s,
         low_s=min(stall_s, max(0.0, stall_s - error_s)),
         high_s=stall_s + error_s,
-        ratio=stall_s / of.step_time_s,
+        ratio=stall_s / step.step_time_s,
     )
 
 
 def _waiting_error_s(answer: Estimate) -> float:
-    found = answer_of(answer.plan).communication
-    if found is None:
+    communication = answer_of(answer.plan).communication
+    if communication is None:
         return 0.0
-    error = max(float(found.relative_error), OVERLAP_ERROR)
-    return max(error * float(answer.breakdown.waiting_s), float(found.slower_s))
+    error = max(float(communication.relative_error), OVERLAP_ERROR)
+    return max(error * float(answer.breakdown.waiting_s), float(communication.slower_s))
 
 
 CACHED_RATIOS = (0.0, 0.35, 0.5, 0.65, 1.0)

@@ -58,8 +58,8 @@ def _shared_evenly(wanted: int, text: str) -> tuple[tuple[int, ...], ...]:
         )
     if accelerators:
         return ((),) * wanted
-    each = len(cores) // wanted
-    return tuple(tuple(cores[rank * each : (rank + 1) * each]) for rank in range(wanted))
+    share = len(cores) // wanted
+    return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(wanted))
 
 
 # Where a run writes the names of files that Python opens in it, in workers as well.
@@ -152,7 +152,7 @@ def run(
     what = f"{script.path} on {devices} device{'s' if devices > 1 else ''}"
     what += " with synthetic batches" if is_synthetic else ""
     what += "" if in_time else f" was stopped after {script.timeout_s:g} s:"
-    return _record(script, folder, what, [each.returncode for each in started])
+    return _record(script, folder, what, [process.returncode for process in started])
 
 
 def place_of(rank: int, ranks: int, *, nodes: int) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ def place_of(rank: int, ranks: int, *, nodes: int) -> tuple[int, int, int]:
     >>> place_of(1, 2, nodes=2)
     (1, 0, 1)
     """
-    node_of = [each * nodes // ranks for each in range(ranks)]
+    node_of = [rank * nodes // ranks for rank in range(ranks)]
     node = node_of[rank]
     return node, rank - node_of.index(node), node_of.count(node)
 
@@ -192,43 +192,43 @@ def _started(
 def _wait(script: Script, started: Sequence[subprocess.Popen[bytes]]) -> bool:
     """Wait for all ranks, no longer than for the first that fails; whether that was in time."""
     end_s = time.monotonic() + script.timeout_s
-    while any(each.poll() is None for each in started) and time.monotonic() < end_s:
-        if any(each.returncode for each in started):
+    while any(process.poll() is None for process in started) and time.monotonic() < end_s:
+        if any(process.returncode for process in started):
             return True
         time.sleep(0.02)
-    return all(each.poll() is not None for each in started)
+    return all(process.poll() is not None for process in started)
 
 
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    running = [each for each in started if each.poll() is None]
-    for each in running:
-        each.terminate()
-    for each in running:
+    running = [process for process in started if process.poll() is None]
+    for process in running:
+        process.terminate()
+    for process in running:
         try:
-            each.wait(_PATIENCE_S)
+            process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            each.kill()
-            each.wait()
-    for each in started:
+            process.kill()
+            process.wait()
+    for process in started:
         # Workers of its loaders are in the session that the run began.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(each.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _record(script: Script, folder: Path, what: str, codes: Sequence[int | None]) -> RunRecord:
-    found: list[dict[str, Any]] = []
+    rank_records: list[dict[str, Any]] = []
     for rank, code in enumerate(codes):
         records = [line for line in _lines(folder, rank, "out") if line.startswith(RECORD_MARK)]
         if records:
-            found.append(json.loads(records[-1].removeprefix(RECORD_MARK)))
+            rank_records.append(json.loads(records[-1].removeprefix(RECORD_MARK)))
         elif code not in (0, -signal.SIGTERM):
             raise ModelError(f"{what} ended with exit code {code}: {_last_line(folder, rank)}")
-    if len(found) < len(codes):
+    if len(rank_records) < len(codes):
         raise ModelError(f"{what} wrote no times; raise --timeout")
-    batches = min(each["batches"] for each in found)
-    steps = min(len(each["ended_s"]) for each in found)
+    batches = min(record["batches"] for record in rank_records)
+    steps = min(len(record["ended_s"]) for record in rank_records)
     if batches and steps >= script.steps:
-        return _summary(script, found)
+        return _summary(script, rank_records)
     failed = next((rank for rank, code in enumerate(codes) if code), None)
     why = "" if failed is None or STOPPED in codes else f" ({_last_line(folder, failed)})"
     if not batches:
@@ -247,8 +247,8 @@ def _record(script: Script, folder: Path, what: str, codes: Sequence[int | None]
     )
 
 
-def _summary(script: Script, found: Sequence[Mapping[str, Any]]) -> RunRecord:
-    slowest = max(found, key=lambda each: _mean_step_s(each, script)[0])
+def _summary(script: Script, rank_records: Sequence[Mapping[str, Any]]) -> RunRecord:
+    slowest = max(rank_records, key=lambda record: _mean_step_s(record, script)[0])
     step_s, waited_s = _mean_step_s(slowest, script)
     ended, copied = slowest["ended_s"], slowest["copied_s"]
     return RunRecord(
@@ -265,15 +265,15 @@ def _summary(script: Script, found: Sequence[Mapping[str, Any]]) -> RunRecord:
     )
 
 
-def _mean_step_s(found: Mapping[str, Any], script: Script) -> tuple[float, float]:
+def _mean_step_s(record: Mapping[str, Any], script: Script) -> tuple[float, float]:
     """(seconds per step after the warm-up, of which it waited for batches).
 
     Workers that take turns end together: whole rounds of them are counted.
     """
     count = script.steps - script.warmup
-    workers = max(int(found["workers"]), 1)
+    workers = max(int(record["workers"]), 1)
     count -= count % workers if count >= 2 * workers else 0
-    ended, copied, waited = found["ended_s"], found["copied_s"], found["waited_s"]
+    ended, copied, waited = record["ended_s"], record["copied_s"], record["waited_s"]
     last = script.steps - 1
     window = slice(last - count + 1, last + 1)
     step_s = (ended[last] - ended[last - count] - sum(copied[window])) / count

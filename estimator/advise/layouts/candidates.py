@@ -57,12 +57,12 @@ def candidates(
     ranks, blocks = placement.ranks, len(split_points(graph))
     if graph.recipe is not None:
         # Megatron-LM's pipelines run these, in stages of as many layers each.
-        schedules = [each for each in schedules if each.name in ("1f1b", "interleaved")]
+        schedules = [schedule for schedule in schedules if schedule.name in ("1f1b", "interleaved")]
     for shared in shares:
-        each = shared.tp * shared.cp
-        for pp in divisors(ranks // each):
-            dp = ranks // each // pp
-            if global_batch % dp or dp * each % shared.ep:
+        layer_ranks = shared.tp * shared.cp
+        for pp in divisors(ranks // layer_ranks):
+            dp = ranks // layer_ranks // pp
+            if global_batch % dp or dp * layer_ranks % shared.ep:
                 continue
             for layout in _pipelines(shared, pp, dp, _virtual(schedules, pp, blocks), blocks):
                 if graph.recipe is not None and layout.tp * pp > 1:
@@ -73,7 +73,7 @@ def candidates(
                     micro_batches = global_batch // dp // batch
                     if pp > 1 and not layout.schedule.runs(pp, micro_batches):
                         continue
-                    able = [each for each in strategies if _takes(layout, each, ranks)]
+                    able = [strategy for strategy in strategies if _takes(layout, strategy, ranks)]
                     for strategy in _strategies(able, layout, dp, placement):
                         if _takes(layout, strategy, ranks):
                             yield Candidate(0, layout, strategy, batch, micro_batches)
@@ -85,16 +85,16 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _virtual(schedules: Sequence[Schedule], pp: int, blocks: int) -> list[Schedule]:
     """Some schedules and, where several are interleaved, all whose stages have as many blocks."""
-    found = dict.fromkeys(schedules)
-    if sum(each.name == "interleaved" for each in schedules) > 1 and blocks % pp == 0:
-        found |= dict.fromkeys(Schedule("interleaved", v) for v in divisors(blocks // pp)[1:])
-    return list(found)
+    kept = dict.fromkeys(schedules)
+    if sum(schedule.name == "interleaved" for schedule in schedules) > 1 and blocks % pp == 0:
+        kept |= dict.fromkeys(Schedule("interleaved", v) for v in divisors(blocks // pp)[1:])
+    return list(kept)
 
 
 def _pipelines(
@@ -339,8 +339,8 @@ class LayoutBounds:
         kept = one.kept_bytes
         if layout.pp > 1 and layout.schedule.name == "gpipe":
             kept *= micro_batches
-        each = (parameters + states + max(gradients, kept)) / layout.pp
-        return max(each, one.touched_bytes) / self._usable_bytes
+        rank_bytes = (parameters + states + max(gradients, kept)) / layout.pp
+        return max(rank_bytes, one.touched_bytes) / self._usable_bytes
 
     def closer(self, candidate: Candidate) -> tuple[float, float]:
         """(seconds of a step, share of a device's memory) at least, by more work than before.
@@ -354,24 +354,24 @@ class LayoutBounds:
         stages = self._stages_of(layout, batch)
         shards = (layout.dp or 1) * layout.cp if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
-        whole = 1 if strategy.keeps.parameters == "whole" else shards
+        unsharded = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
-        held = stages.memory_bytes(*pipeline, shards, whole)
+        held = stages.memory_bytes(*pipeline, shards, unsharded)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
 
     def _stages_of(self, layout: Layout, batch: int) -> Stages:
         # Where stages begin depends on how many there are, whoever holds them.
-        each = layout.schedule.model_stages(layout.pp) // layout.pp
-        key = replace(layout, schedule=Schedule("interleaved", each)), batch
-        found = self._stages.get(key)
-        if found is None:
+        per_rank = layout.schedule.model_stages(layout.pp) // layout.pp
+        key = replace(layout, schedule=Schedule("interleaved", per_rank)), batch
+        stages = self._stages.get(key)
+        if stages is None:
             cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
             mesh = Mesh.laid_out(self._placement, layout, DDP())
             layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
-            of = graph, mesh, batch, layer_collectives, cache
+            parts = graph, mesh, batch, layer_collectives, cache
             costs = self._blocks(layout, batch)
-            found = self._stages[key] = costs.stages(default_points(*of))
-        return found
+            stages = self._stages[key] = costs.stages(default_points(*parts))
+        return stages
 
     def _blocks(self, layout: Layout, batch: int) -> BlockCosts:
         cache, graph = self._engine.cache, self._engine.split(self._graph, layout)
@@ -403,10 +403,10 @@ class LayoutBounds:
         return float(network.alone_s(ranks))
 
     def _micro_batch(self, layout: Layout, batch: int) -> _MicroBatch:
-        found = self._passes.get((layout.of_layers, batch))
-        if found is None:
-            found = self._passes[layout.of_layers, batch] = self._worked_out(layout, batch)
-        return found
+        passes = self._passes.get((layout.of_layers, batch))
+        if passes is None:
+            passes = self._passes[layout.of_layers, batch] = self._worked_out(layout, batch)
+        return passes
 
     def _worked_out(self, layout: Layout, batch: int) -> _MicroBatch:
         cache, placement = self._engine.cache, self._placement
@@ -454,9 +454,9 @@ class _MicroBatch(NamedTuple):
 
 
 def _held(graph: OpGraph) -> Held:
-    trained = [each for each in graph.parameters if each.gradient is not None]
+    trained = [parameter for parameter in graph.parameters if parameter.gradient is not None]
     return Held(
         parameters=graph.parameter_bytes + graph.frozen_parameter_bytes + graph.buffer_bytes,
-        gradients=sum(each.spec.nbytes for each in trained),
+        gradients=sum(parameter.spec.nbytes for parameter in trained),
         states=optimizer_memory(graph).state_bytes,
     )

@@ -69,25 +69,25 @@ def step_errors(answer: Estimate) -> StepErrors:
     program, lane = kind.program, kind.lane
     kernels_s = parts.forward_s + parts.backward_s
     spent_s = sum(seconds for seconds, _ in program.kernels.values()) or 1.0
-    found = {
+    errors = {
         f"kernels {family} {source}": MEDIAN_TO_SIGMA * error_s * kernels_s / spent_s
         for (family, source), (_, error_s) in program.kernels.items()
     }
-    found["device"] = program.durations.shared_error * kernels_s
+    errors["device"] = program.durations.shared_error * kernels_s
     layer_collectives = plan.members.table.shape.layer_collectives
     if layer_collectives is not None and program.exchanged.relative_error:
         error_s = program.exchanged.relative_error * parts.layer_communication_s
-        found[f"exchanges {layer_collectives.groups}"] = MEDIAN_TO_SIGMA * error_s
-    found["host"] = MEDIAN_TO_SIGMA * lane.host_error * parts.host_exposed_s
-    found["update"] = MEDIAN_TO_SIGMA * lane.update_error * parts.update_s
-    found["copies"] = MEDIAN_TO_SIGMA * COPIES_ERROR * parts.copies_exposed_s
-    found["interference"] = lane.interference_error * (step_s - parts.input_stall_s)
-    shared = {name: error_s / step_s for name, error_s in found.items()}
-    whole = math.log(answer.high_s / answer.low_s) / (2 * Z_80)
+        errors[f"exchanges {layer_collectives.groups}"] = MEDIAN_TO_SIGMA * error_s
+    errors["host"] = MEDIAN_TO_SIGMA * lane.host_error * parts.host_exposed_s
+    errors["update"] = MEDIAN_TO_SIGMA * lane.update_error * parts.update_s
+    errors["copies"] = MEDIAN_TO_SIGMA * COPIES_ERROR * parts.copies_exposed_s
+    errors["interference"] = lane.interference_error * (step_s - parts.input_stall_s)
+    shared = {name: error_s / step_s for name, error_s in errors.items()}
+    spread = math.log(answer.high_s / answer.low_s) / (2 * Z_80)
     # A calibrated step is off by less than what it was made of.
     known = math.hypot(*shared.values())
-    scale = min(1.0, whole / known) if known else 1.0
-    own = math.sqrt(max(whole**2 - (scale * known) ** 2, 0.0))
+    scale = min(1.0, spread / known) if known else 1.0
+    own = math.sqrt(max(spread**2 - (scale * known) ** 2, 0.0))
     return StepErrors({name: scale * error for name, error in shared.items()}, own)
 
 
@@ -205,31 +205,31 @@ def best_layouts(
     """
     several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
     check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-    if own := next(filter(None, (each.layout or each.strategy for each in several)), None):
+    if own := next(filter(None, (one.layout or one.strategy for one in several)), None):
         raise StrategyError(
             f"layouts are those of a whole model, found the graph of a rank of '{own}', by which "
             "its module was divided before it was traced; trace the module before it is divided"
         )
     placement = engine.place(allocation, cluster=cluster, profile=profile)
-    asked = EstimateRequest.of(
+    request = EstimateRequest.of(
         several[0], placement, cluster=cluster, calibration=calibration, profile=profile
     )
-    search = _LayoutSearch(several, placement, engine, most, asked, report or _silent)
+    search = _LayoutSearch(several, placement, engine, most, request, report or _silent)
     parsed = tuple(map(Strategy.parse, strategies))
     order = tuple(map(Schedule.parse, schedules))
     prune = prune and calibration is None
-    found = search.ranked(global_batch, parsed, order, prune=prune, executor=executor)
-    if not found.rows:
-        reason = next((text for text, _ in found.refusals), "")
-        if found.too_large or search.unfit or not reason:
+    ranked = search.ranked(global_batch, parsed, order, prune=prune, executor=executor)
+    if not ranked.rows:
+        reason = next((text for text, _ in ranked.refusals), "")
+        if ranked.too_large or search.unfit or not reason:
             reason = "nothing fits into the devices' memory"
-            if not any(each.checkpoint for each in several):
+            if not any(one.checkpoint for one in several):
                 reason += "; trace it with checkpoint='full' too, or give more ranks"
         raise WorkloadError(
             f"no layout trains {several[0].name} on '{placement.allocation}' with a global batch "
             f"of {global_batch}: {reason}"
         )
-    return found
+    return ranked
 
 
 class _Shared(NamedTuple):
@@ -247,12 +247,12 @@ def _answer(
     number, layout, strategy, batch, micro_batches = candidate
     engine = shared.engine or DEFAULT
     if "placement" not in kept:
-        asked = shared.request
+        request = shared.request
         kept["placement"] = engine.place(
-            asked.allocation, cluster=asked.cluster, profile=asked.profile
+            request.allocation, cluster=request.cluster, profile=request.profile
         )
     try:
-        found = engine.estimate(
+        answer = engine.estimate(
             shared.request.changed(
                 graph=shared.graphs[number],
                 allocation=kept["placement"],
@@ -264,7 +264,7 @@ def _answer(
         )
     except _REFUSALS as error:
         return str(error)
-    return found, step_errors(found)
+    return answer, step_errors(answer)
 
 
 # (step seconds, number in the order of answers, candidate, its estimate, what that is off by)
@@ -301,35 +301,36 @@ class _LayoutSearch:
     ) -> LayoutRanking:
         """All candidates by step time, as far as the bounds ask for."""
         every = [
-            each._replace(graph=number)
+            candidate._replace(graph=number)
             for number, graph in enumerate(self._graphs)
-            for each in candidates(
+            for candidate in candidates(
                 graph,
                 self._placement,
                 global_batch,
                 strategies,
                 schedules,
                 [
-                    each
-                    for whole in self._tensor_parallel(graph)
-                    for shared in (whole, *self._context_parallel(graph, whole))
-                    for each in (shared, *self._expert_parallel(graph, shared))
+                    divided
+                    for of_layers in self._tensor_parallel(graph)
+                    for shared in (of_layers, *self._context_parallel(graph, of_layers))
+                    for divided in (shared, *self._expert_parallel(graph, shared))
                 ],
             )
         ]
-        fitting = [(0.0, each) for each in every]
+        fitting = [(0.0, candidate) for candidate in every]
         if prune:
             self._report("bounds", 0.0)
             fitting = [
-                (self._bound(LayoutBounds.step_s, each, 0.0), each)
-                for each in every
-                if self._bound(LayoutBounds.memory_ratio, each, 0.0) <= 1 + NOT_FIT_MARGIN_RATIO
+                (self._bound(LayoutBounds.step_s, candidate, 0.0), candidate)
+                for candidate in every
+                if self._bound(LayoutBounds.memory_ratio, candidate, 0.0)
+                <= 1 + NOT_FIT_MARGIN_RATIO
             ]
         fitting.sort(key=lambda pair: pair[0])
-        found: list[_Found] = []
+        answered: list[_Found] = []
         worked_out, too_large = 0, list[Candidate]()
 
-        turns = self._in_turn(fitting, found, too_large, prune=prune)
+        turns = self._in_turn(fitting, answered, too_large, prune=prune)
         for candidate, answer in map_shared(executor, _answer, self._shared(executor), turns):
             worked_out += 1
             if isinstance(answer, str):
@@ -337,11 +338,11 @@ class _LayoutSearch:
             elif answer[0].fits == "no":
                 self.unfit += 1
             else:
-                found.append((answer[0].step_time_s, worked_out, candidate, *answer))
-                found.sort(key=lambda each: each[:2])
-        best = found[: self._most]
+                answered.append((answer[0].step_time_s, worked_out, candidate, *answer))
+                answered.sort(key=lambda entry: entry[:2])
+        best = answered[: self._most]
         return LayoutRanking(
-            rows=tuple(self._row(each, best[0]) for each in best),
+            rows=tuple(self._row(entry, best[0]) for entry in best),
             candidates=len(every),
             worked_out=worked_out,
             too_large=len(every) - len(fitting) + len(too_large),
@@ -365,16 +366,18 @@ class _LayoutSearch:
     def _in_turn(
         self,
         fitting: Sequence[tuple[float, Candidate]],
-        found: Sequence[_Found],
+        answered: Sequence[_Found],
         too_large: list[Candidate],
         *,
         prune: bool,
     ) -> Iterator[Candidate]:
         """Candidates by their bounds, each seen closer before its turn, while they may be best."""
-        waiting = [(least_s, n, not prune, each) for n, (least_s, each) in enumerate(fitting)]
+        waiting = [
+            (least_s, n, not prune, candidate) for n, (least_s, candidate) in enumerate(fitting)
+        ]
         while waiting:
             least_s, number, is_close, candidate = heappop(waiting)
-            if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
+            if prune and len(answered) >= self._most and least_s > answered[self._most - 1][0]:
                 return
             if is_close:
                 self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
@@ -388,7 +391,7 @@ class _LayoutSearch:
 
     def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
         """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
-        found = [Layout()]
+        layouts = [Layout()]
         node = max(self._placement.ranks_per_node)
         for tp in (*divisors(node)[1:], 2 * node):
             if self._placement.ranks % tp:
@@ -401,11 +404,11 @@ class _LayoutSearch:
                 except StrategyError as error:
                     refusal = str(error)
                 else:
-                    found.append(layout)
+                    layouts.append(layout)
                     break
             else:
                 self._refusals[refusal] += 1
-        return found
+        return layouts
 
     def _context_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
         """A layout with long samples divided too, within twice a node."""
@@ -457,8 +460,8 @@ class _LayoutSearch:
         """What the workers need to know; the engine is each worker's own."""
         if executor is None:
             return _Shared(self._graphs, self._asked, self._engine)
-        asked = self._asked.changed(allocation=self._placement.allocation)
-        return _Shared(self._graphs, asked, None)
+        request = self._asked.changed(allocation=self._placement.allocation)
+        return _Shared(self._graphs, request, None)
 
     def _row(self, row: _Found, best: _Found) -> LayoutRow:
         step_s, _, candidate, answer, errors = row

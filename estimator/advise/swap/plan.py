@@ -94,9 +94,9 @@ def planned_levels(problem: SwapProblem, plan: SwapPlan) -> tuple[Sizes, Sizes]:
     again = np.zeros(problem.ops, dtype=np.int64)
     if plan.recomputes:
         born = problem.born_bytes()
-        for each in plan.recomputes:
-            place = each.before
-            transient = transient_bytes(problem, each)
+        for recompute in plan.recomputes:
+            place = recompute.before
+            transient = transient_bytes(problem, recompute)
             again[place] = max(again[place], held[place] - born[place] + transient)
     return held, again
 
@@ -131,7 +131,7 @@ def transient_bytes(problem: SwapProblem, again: Recompute) -> int:
                 alive[tensor] = problem.tensors[tensor].size_bytes
                 held += alive[tensor]
         most = max(most, held + int(problem.workspace_bytes[op]))
-        for tensor in [each for each in alive if last_read[each] == index]:
+        for tensor in [held for held in alive if last_read[held] == index]:
             held -= alive.pop(tensor)
     return most
 
@@ -219,19 +219,19 @@ class Gap:
 def gaps_of(problem: SwapProblem, kinds: Iterable[str] = ()) -> list[Gap]:
     """Every stretch of at least one op without an access, of tensors of these kinds (all)."""
     wanted = set(kinds)
-    found = []
+    gaps = []
     for tensor in problem.tensors:
         if wanted and tensor.kind not in wanted:
             continue
         pairs = list(zip(tensor.accesses, tensor.accesses[1:], strict=False))
         if tensor.is_standing and tensor.accesses:
             pairs.append((tensor.accesses[-1], tensor.accesses[0] + problem.ops))
-        found += [
+        gaps += [
             Gap(tensor=tensor.number, after=after, use=use, size_bytes=tensor.size_bytes)
             for after, use in pairs
             if use - after > 1
         ]
-    return found
+    return gaps
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,23 +254,23 @@ def scheduled(
     ops = problem.ops
     sent = [
         (
-            each.gap.after,
-            each.by,
-            each.gap.size_bytes,
-            problem.d2h.transfer_time_s(each.gap.size_bytes),
+            move.gap.after,
+            move.by,
+            move.gap.size_bytes,
+            problem.d2h.transfer_time_s(move.gap.size_bytes),
         )
-        for each in moved
+        for move in moved
     ]
     freed = _freed(problem.op_s, held, sent, budget_bytes)
     # The same backwards: what is fetched leaves the device after its use, seen from there.
     mirrored = [
         (
-            ops - 1 - each.by,
+            ops - 1 - move.by,
             ops - free,
-            each.gap.size_bytes,
-            problem.h2d.transfer_time_s(each.gap.size_bytes),
+            move.gap.size_bytes,
+            problem.h2d.transfer_time_s(move.gap.size_bytes),
         )
-        for each, free in zip(moved, freed, strict=True)
+        for move, free in zip(moved, freed, strict=True)
     ]
     offset = [0 if start >= 0 else ops for start, *_ in mirrored]
     placed = [
@@ -278,21 +278,21 @@ def scheduled(
         for (start, end, size, seconds), add in zip(mirrored, offset, strict=True)
     ]
     back = _freed(problem.op_s[::-1], held[::-1], placed, budget_bytes)
-    found = []
-    for each, free, mirror, add in zip(moved, freed, back, offset, strict=True):
+    swaps = []
+    for move, free, mirror, add in zip(moved, freed, back, offset, strict=True):
         fetch = ops - (mirror - add)
         if free < fetch:
-            gap = each.gap
-            found.append(
+            gap = move.gap
+            swaps.append(
                 Swap(
                     tensor=gap.tensor,
                     after=gap.after,
                     free_before=free,
                     fetch_before=fetch,
-                    use=each.by,
+                    use=move.by,
                 )
             )
-    return tuple(found)
+    return tuple(swaps)
 
 
 def _freed(
@@ -359,10 +359,10 @@ def recipe(
     again = {tensor}
     while ahead:
         number = ahead.pop()
-        each = problem.tensors[number]
-        if each.is_standing or not each.writers:
+        moved = problem.tensors[number]
+        if moved.is_standing or not moved.writers:
             return None
-        for writer in each.writers:
+        for writer in moved.writers:
             # A tensor that is written later than it was dropped would need another's content.
             if writer > after or not problem.repeatable[writer]:
                 return None

@@ -132,10 +132,10 @@ class SwapProblem:
     def born_bytes(self) -> Sizes:
         """What each op allocates of its own: its results and workspace."""
         if "born" not in self._known:
-            found = self._known["born"] = self.workspace_bytes.copy()
+            born = self._known["born"] = self.workspace_bytes.copy()
             for tensor in self.tensors:
                 if tensor.born >= 0:
-                    found[tensor.born] += tensor.size_bytes
+                    born[tensor.born] += tensor.size_bytes
         return self._known["born"]
 
 
@@ -175,13 +175,13 @@ def swap_problem(
 
 def host_link(profile: MachineProfile, kind: LinkKind) -> Link:
     """The fastest known link between a device and the host in one direction."""
-    found = [link for link in profile.links if link.kind == kind]
-    if not found:
+    links = [link for link in profile.links if link.kind == kind]
+    if not links:
         raise ProfileError(
             f"profile '{profile.name}' has no {kind} link; run 'estimator probe' on a machine with "
             "a GPU, or give the link"
         )
-    return max(found, key=lambda link: link.bandwidth_bytes_per_s)
+    return max(links, key=lambda link: link.bandwidth_bytes_per_s)
 
 
 class _Builder:
@@ -211,25 +211,25 @@ class _Builder:
     def _order(self, slices: Sequence[UpdateSlice]) -> list[tuple[int, UpdateSlice | None]]:
         """(op of the graph, None) and (-1, slice to update), in the order in which they run."""
         after: dict[int, list[UpdateSlice]] = {}
-        for each in slices:
-            after.setdefault(each.after, []).append(each)
-        found: list[tuple[int, UpdateSlice | None]] = []
+        for update in slices:
+            after.setdefault(update.after, []).append(update)
+        order: list[tuple[int, UpdateSlice | None]] = []
         for op in range(len(self.graph.ops)):
-            found.append((op, None))
-            found += [(-1, each) for each in after.get(op, [])]
-        return found
+            order.append((op, None))
+            order += [(-1, update) for update in after.get(op, [])]
+        return order
 
     def problem(self) -> SwapProblem:
         graph, order = self.graph, self.order
         place = {op: index for index, (op, _) in enumerate(order) if op >= 0}
-        trained = sum(each.size_bytes for _, each in order if each) or 1
+        trained = sum(update.size_bytes for _, update in order if update) or 1
         op_s = [
-            self.update_s * each.size_bytes / trained if each else self.op_s[op]
-            for op, each in order
+            self.update_s * update.size_bytes / trained if update else self.op_s[op]
+            for op, update in order
         ]
         workspace = [
-            self._temporary(each.size_bytes) if each else int(self.sizes.workspaces[op])
-            for op, each in order
+            self._temporary(update.size_bytes) if update else int(self.sizes.workspaces[op])
+            for op, update in order
         ]
         tensors = self._tensors(place)
         reads: list[list[int]] = [[] for _ in order]
@@ -247,8 +247,8 @@ class _Builder:
         return SwapProblem(
             op_s=np.array(op_s),
             tensors=tuple(tensors),
-            reads=tuple(tuple(each) for each in reads),
-            writes=tuple(tuple(each) for each in writes),
+            reads=tuple(tuple(storages) for storages in reads),
+            writes=tuple(tuple(storages) for storages in writes),
             repeatable=tuple(op >= 0 and is_repeatable(graph.ops[op]) for op, _ in order),
             workspace_bytes=np.array(workspace, dtype=np.int64),
             fixed_bytes=self.sizes.inputs_bytes
@@ -259,8 +259,10 @@ class _Builder:
             h2d=h2d,
             order=tuple(op for op, _ in order),
             names=tuple(
-                f"update {graph.parameters[each.parameter].name}" if each else graph.ops[op].name
-                for op, each in order
+                f"update {graph.parameters[update.parameter].name}"
+                if update
+                else graph.ops[op].name
+                for op, update in order
             ),
         )
 
@@ -273,10 +275,10 @@ class _Builder:
         structure, graph = self.structure, self.graph
         self.touched = self._touched(place)
         updates: dict[int, list[tuple[int, int]]] = {}
-        for index, (_, each) in enumerate(self.order):
-            if each:
-                updates.setdefault(each.parameter, []).append((index, each.size_bytes))
-        found = self._standing(updates)
+        for index, (_, update) in enumerate(self.order):
+            if update:
+                updates.setdefault(update.parameter, []).append((index, update.size_bytes))
+        tensors = self._standing(updates)
         gradient_of = {
             int(structure.storage_of[p.gradient]): number
             for number, p in enumerate(graph.parameters)
@@ -285,20 +287,20 @@ class _Builder:
         for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
             if not self.sizes.size_bytes[storage]:
                 continue
-            of = gradient_of.get(storage)
-            own = [] if of is None else [index for index, _ in updates[of]]
-            made = self._made(len(found), storage, place, own)
-            if of is not None:
-                made = replace(made, kind="gradient", name=graph.parameters[of].name)
-            found.append(made)
-        return found
+            parameter = gradient_of.get(storage)
+            own = [] if parameter is None else [index for index, _ in updates[parameter]]
+            made = self._made(len(tensors), storage, place, own)
+            if parameter is not None:
+                made = replace(made, kind="gradient", name=graph.parameters[parameter].name)
+            tensors.append(made)
+        return tensors
 
     def _standing(self, updates: dict[int, list[tuple[int, int]]]) -> list[PlannedTensor]:
         """Parameters, and what the optimizer keeps of each slice of them."""
         structure, graph, block = self.structure, self.graph, block_bytes(self.graph)
         storage_of = {number: storage for storage, number in self.parameter_of.items()}
         trained = iter(trained_tensors(graph))
-        found: list[PlannedTensor] = []
+        standing: list[PlannedTensor] = []
         for number, parameter in enumerate(graph.parameters):
             size = rounded_bytes(parameter.spec.nbytes, block)
             storage, own = storage_of.get(number), updates.get(number, [])
@@ -308,9 +310,9 @@ class _Builder:
             sizes = state_sizes(graph.optimizer, next(trained)) if own else ()
             if not size:
                 continue
-            found.append(
+            standing.append(
                 held(
-                    number=len(found),
+                    number=len(standing),
                     kind="parameter",
                     size_bytes=size,
                     accesses=tuple(sorted({*touched, *at})),
@@ -320,16 +322,16 @@ class _Builder:
             )
             for index, part in own:
                 for state in sizes:
-                    found.append(
+                    standing.append(
                         held(
-                            number=len(found),
+                            number=len(standing),
                             kind="state",
                             size_bytes=-(-state * part // size),
                             accesses=(index,),
                             writers=(index,),
                         )
                     )
-        return found
+        return standing
 
     def _made(
         self, number: int, storage: int, place: dict[int, int], updates: Sequence[int]
@@ -360,17 +362,17 @@ class _Builder:
         for number, parameter in enumerate(graph.parameters):
             key = parameter.name.rpartition(".")[0], parameter.spec.shape, parameter.spec.dtype
             left.setdefault(key, []).append(number)
-        found: dict[int, int] = {}
+        parameters: dict[int, int] = {}
         for op in graph.ops:
             for value in op.inputs:
                 storage = int(structure.storage_of[value])
                 root = graph.values[int(structure.roots[storage])]
-                if root.kind != "parameter" or storage in found:
+                if root.kind != "parameter" or storage in parameters:
                     continue
                 options = left.get((op.module, root.spec.shape, root.spec.dtype))
                 if options:
-                    found[storage] = options.pop(0)
-        return found
+                    parameters[storage] = options.pop(0)
+        return parameters
 
     def _touched(self, place: dict[int, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """(ops that touch each storage, ops that write it).

@@ -78,13 +78,13 @@ def plan_within(
     """The fastest plan found whose peak is within a budget, else the one with the least peak."""
     drafts = [_Draft(problem, budget_bytes, means, caution) for caution in _CAUTIONS]
     laid_out = [draft.laid_out() for draft in drafts]
-    ranks = [_rank(each, budget_bytes) for each in laid_out]
+    ranks = [_rank(plan, budget_bytes) for plan in laid_out]
     best = ranks.index(min(ranks))
     return drafts[best].refined(laid_out[best])
 
 
-def _rank(found: Planned, budget_bytes: int) -> tuple[int, float]:
-    return max(found.played.peak_bytes - budget_bytes, 0), found.played.step_s
+def _rank(planned: Planned, budget_bytes: int) -> tuple[int, float]:
+    return max(planned.played.peak_bytes - budget_bytes, 0), planned.played.step_s
 
 
 def least_bytes(problem: SwapProblem) -> int:
@@ -112,9 +112,9 @@ class _Draft:
         length_s = problem.vanilla_s
         self.ends_s = np.concatenate([ends_s, ends_s + length_s, ends_s + 2 * length_s])
         self.starts_s = self.ends_s - np.tile(problem.op_s, 3)
-        each = [problem.d2h, problem.h2d]
+        links = [problem.d2h, problem.h2d]
         self.out_s, self.back_s = (
-            caution * (link.latency_s + self.size / link.bandwidth_bytes_per_s) for link in each
+            caution * (link.latency_s + self.size / link.bandwidth_bytes_per_s) for link in links
         )
         self.can_swap = np.full(len(self.gaps), means.swap)
         if not means.recompute:
@@ -143,9 +143,9 @@ class _Draft:
         self._choose()
         return self._laid_out()
 
-    def refined(self, found: Planned) -> Planned:
+    def refined(self, planned: Planned) -> Planned:
         """The same made faster: see `_exchanged` and `_without_needless`."""
-        return self._without_needless(self._exchanged(found))
+        return self._without_needless(self._exchanged(planned))
 
     # choosing
 
@@ -167,13 +167,13 @@ class _Draft:
         held = self._held(recomputes)
         ops = self.problem.ops
         changes = np.zeros(2 * ops + 1, dtype=np.int64)
-        for number, each in moved:
-            gone, back = int(self.gone[number]), int(min(self.back[number], each.by))
+        for number, tensor in moved:
+            gone, back = int(self.gone[number]), int(min(self.back[number], tensor.by))
             # Where it can be absent only by making the step wait, it can be at least between.
-            middle = (each.gap.after + 1 + each.by) // 2
+            middle = (tensor.gap.after + 1 + tensor.by) // 2
             first, last = min(gone, middle), max(back, middle + 1)
-            changes[min(first, 2 * ops)] += each.gap.size_bytes
-            changes[min(last, 2 * ops)] -= each.gap.size_bytes
+            changes[min(first, 2 * ops)] += tensor.gap.size_bytes
+            changes[min(last, 2 * ops)] -= tensor.gap.size_bytes
         gone_bytes = np.cumsum(changes)[: 2 * ops]
         return np.asarray(held - gone_bytes[:ops] - gone_bytes[ops:])
 
@@ -295,7 +295,7 @@ class _Draft:
             for number, ops in recipes.items()
             if by[number] - self.gaps[number].after > 1
         ]
-        recomputes.sort(key=lambda each: (each.before, each.ops[-1]))
+        recomputes.sort(key=lambda recompute: (recompute.before, recompute.ops[-1]))
         moved = [
             (int(number), Moved(gap=self.gaps[number], by=by[int(number)]))
             for number in np.flatnonzero(self.swapped)
@@ -320,11 +320,11 @@ class _Draft:
     def _laid_out(self) -> Planned:
         recomputes, moved = self.settled()
         held = self._held(recomputes)
-        swaps = scheduled(self.problem, [each for _, each in moved], held, self.budget)
+        swaps = scheduled(self.problem, [tensor for _, tensor in moved], held, self.budget)
         plan = SwapPlan(swaps=swaps, recomputes=tuple(recomputes))
         return Planned(plan=plan, played=play(self.problem, plan))
 
-    def _exchanged(self, found: Planned) -> Planned:
+    def _exchanged(self, planned: Planned) -> Planned:
         """Make again what was to be moved where that is faster, in groups of the cheapest first."""
         options = np.flatnonzero(self.swapped & np.isfinite(self.again_s))
         options = options[np.argsort(self.again_s[options] / self.size[options])]
@@ -333,26 +333,26 @@ class _Draft:
             before = self.again.copy(), self.swapped.copy()
             self.again[piece], self.swapped[piece] = True, False
             other = self._laid_out()
-            if _rank(other, self.budget) < _rank(found, self.budget):
-                found = other
+            if _rank(other, self.budget) < _rank(planned, self.budget):
+                planned = other
             else:
                 self.again, self.swapped = before
-        return found
+        return planned
 
-    def _without_needless(self, found: Planned) -> Planned:
+    def _without_needless(self, planned: Planned) -> Planned:
         """Put back what the plan fits without, what costs most first."""
         cost_s = np.where(self.again, self.again_s, self.out_s + self.back_s)
         chosen = np.flatnonzero(self.again | self.swapped)
-        limit = max(found.played.peak_bytes, self.budget)
+        limit = max(planned.played.peak_bytes, self.budget)
         for number in chosen[np.argsort(-cost_s[chosen])][:_MOST_DROPS].tolist():
             before = bool(self.again[number]), bool(self.swapped[number])
             self.again[number] = self.swapped[number] = False
             other = self._laid_out()
-            if other.played.peak_bytes <= limit and other.played.step_s <= found.played.step_s:
-                found = other
+            if other.played.peak_bytes <= limit and other.played.step_s <= planned.played.step_s:
+                planned = other
             else:
                 self.again[number], self.swapped[number] = before
-        return found
+        return planned
 
 
 _BUDGETS = 20
@@ -367,14 +367,14 @@ def pareto(
 ) -> list[Planned]:
     """Plans of which none has both a lower peak and a shorter step, the largest peak first."""
     low, high = least_bytes(problem), problem.vanilla_bytes
-    found = [Planned(plan=SwapPlan(), played=play(problem, SwapPlan()))]
+    plans = [Planned(plan=SwapPlan(), played=play(problem, SwapPlan()))]
     for number in range(1, budgets + 1):
         budget = int(high - (high - low) * number / budgets)
-        found.append(plan_within(problem, budget, means=means))
+        plans.append(plan_within(problem, budget, means=means))
         report(number / budgets)
-    found.sort(key=lambda each: (each.played.step_s, each.played.peak_bytes))
+    plans.sort(key=lambda planned: (planned.played.step_s, planned.played.peak_bytes))
     kept: list[Planned] = []
-    for each in found:
-        if not kept or each.played.peak_bytes < kept[-1].played.peak_bytes:
-            kept.append(each)
+    for planned in plans:
+        if not kept or planned.played.peak_bytes < kept[-1].played.peak_bytes:
+            kept.append(planned)
     return kept

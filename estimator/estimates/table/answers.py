@@ -97,11 +97,11 @@ class StepRows:
 
     def number_of(self, profile: MachineProfile) -> int:
         """The index of a profile, as process groups refer to it."""
-        found = self._network_table.number_of.get(id(profile))
-        if found is None:
+        number = self._network_table.number_of.get(id(profile))
+        if number is None:
             # Its file was rewritten and loaded again since the node groups were indexed.
-            found = [each.name for each in self._network_table.profiles].index(profile.name)
-        return found
+            number = [profile.name for profile in self._network_table.profiles].index(profile.name)
+        return number
 
     def are_mixed(self, placed: PlacedColumns) -> Flags:
         """The rows whose devices differ in machine or speed; see `Placement.is_mixed`."""
@@ -133,11 +133,11 @@ class StepRows:
         if several.any():
             groups = self._groups(placed, groups_of)
             ranks_of_rows = _ranks(kinds, kind_of, slowest, lane_s, groups, ratios)
-            found = self._costs().communication(ranks_of_rows)
-            waiting_s = np.where(several, found.exposed_s, 0.0)
-            unknown = found.unknown & several
-            error = np.where(several, found.relative_error, 0.0)
-            slower_s = np.where(several, found.slower_s, 0.0)
+            seconds = self._costs().communication(ranks_of_rows)
+            waiting_s = np.where(several, seconds.exposed_s, 0.0)
+            unknown = seconds.unknown & several
+            error = np.where(several, seconds.relative_error, 0.0)
+            slower_s = np.where(several, seconds.slower_s, 0.0)
         memory_bytes, memory_ratio = kinds.memory(kind_of, shards)
         parts = breakdown_of(
             lane,
@@ -170,13 +170,16 @@ class StepRows:
         return self._network
 
     def _groups(self, placed: PlacedColumns, groups_of: Callable[[int], Groups]) -> Groups:
-        whole: ProcessGroup = self._network_table.whole_groups(placed)
+        groups: ProcessGroup = self._network_table.whole_groups(placed)
         if self._rules.axes == (DP,):
-            return {DP: (whole,)}
+            return {DP: (groups,)}
         shard = self._rules.shape.strategy.shard_ranks
         if shard is None:
-            return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
-        return {DP: (whole,), **self._network_table.nested_groups(placed, whole, shard, groups_of)}
+            return {DP: (groups,), DP_SHARD: (groups,), DP_REPLICATE: ()}
+        return {
+            DP: (groups,),
+            **self._network_table.nested_groups(placed, groups, shard, groups_of),
+        }
 
 
 def _ranks(
@@ -218,8 +221,8 @@ class _RowReady:
         self._lane_s = lane_s
         self._ratio = compute_ratio
         covered = np.ones(len(lane_s), dtype=np.bool_)
-        for each in kind_of:
-            covered &= kinds.covers[slowest, each]
+        for kind in kind_of:
+            covered &= kinds.covers[slowest, kind]
         self.alike: Indices = covered.astype(np.intp)
 
     def slack_s(self, rows: Indices | None) -> Array:
@@ -247,21 +250,21 @@ def _at_peak_together(
     """
     if not mixed.any():
         return lane
-    ranks, found = placed.group_ranks[:, mixed], []
+    ranks, chosen = placed.group_ranks[:, mixed], []
     slowest = lane.model_peak_s, lane.hardware_peak_s
-    for seconds, each in zip(slowest, kinds.at_peak_s(kind_of[:, mixed]), strict=True):
+    for seconds, peaks in zip(slowest, kinds.at_peak_s(kind_of[:, mixed]), strict=True):
         together = seconds.copy()
-        together[mixed] = ranks.sum(axis=0) / (ranks / each).sum(axis=0)
-        found.append(together)
-    return lane._replace(model_peak_s=found[0], hardware_peak_s=found[1])
+        together[mixed] = ranks.sum(axis=0) / (ranks / peaks).sum(axis=0)
+        chosen.append(together)
+    return lane._replace(model_peak_s=chosen[0], hardware_peak_s=chosen[1])
 
 
 def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:
     """(index of the first largest key, that key) of each column."""
     largest_key, chosen = keys[0].copy(), index[0]
-    for each, key in zip(index[1:], keys[1:], strict=True):
+    for column, key in zip(index[1:], keys[1:], strict=True):
         larger = key > largest_key
-        chosen = np.where(larger, each, chosen)
+        chosen = np.where(larger, column, chosen)
         np.fmax(largest_key, key, out=largest_key)
     return chosen, largest_key
 
@@ -335,13 +338,15 @@ class RowAnswers:
             if step.unknown.any():
                 self._answer_rest(request, part, rows, columns, apart=step.unknown)
                 return
-            found = self._columns(placed, batch, step, ratios, errors)
-            whole = request.global_batch
-            if whole is not None:
+            answered = self._columns(placed, batch, step, ratios, errors)
+            global_batch = request.global_batch
+            if global_batch is not None:
                 # Shares that differ add up to what was asked.
-                found["global_batch"] = whole[rows] if isinstance(whole, np.ndarray) else whole
-                found["samples_per_s"] = found["global_batch"] / step.parts.total_s
-            for name, values in found.items():
+                answered["global_batch"] = (
+                    global_batch[rows] if isinstance(global_batch, np.ndarray) else global_batch
+                )
+                answered["samples_per_s"] = answered["global_batch"] / step.parts.total_s
+            for name, values in answered.items():
                 columns[name][rows] = values
 
     def _answer_rest(
@@ -359,8 +364,8 @@ class RowAnswers:
         Then all that are not `apart`.
         """
         numbers = _numbers(rows)
-        asked = apart if request.strict else apart & one_by_one
-        for number in numbers[asked].tolist():
+        refused = apart if request.strict else apart & one_by_one
+        for number in numbers[refused].tolist():
             try:
                 answer = request.answer(number)
             except EstimatorError:
@@ -408,14 +413,20 @@ class RowAnswers:
         self, request: TableRequest, rows: slice | Indices, placed: PlacedColumns
     ) -> tuple[Indices | int, Flags | bool]:
         """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
-        batch, whole = request.batch_per_gpu, request.global_batch
-        if whole is not None:
-            whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
+        batch, global_batch = request.batch_per_gpu, request.global_batch
+        if global_batch is not None:
+            global_batch = (
+                global_batch[rows].astype(np.int64)
+                if isinstance(global_batch, np.ndarray)
+                else global_batch
+            )
             shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
-            largest = np.asarray(-(-whole // shares), dtype=np.intp)
-            invalid = (np.asarray(whole) < shares) | (batch is not None) | (largest > MOST_BATCH)
+            largest = np.asarray(-(-global_batch // shares), dtype=np.intp)
+            invalid = (
+                (np.asarray(global_batch) < shares) | (batch is not None) | (largest > MOST_BATCH)
+            )
             if self._shared.strict:
-                invalid |= whole % shares != 0
+                invalid |= global_batch % shares != 0
             return largest, invalid
         if batch is None:
             return 0, False
@@ -461,14 +472,14 @@ class RowAnswers:
             for ranks, nodes, most, size, *machines in distinct.T.tolist()
         ]
         allocations = [request.allocation(row) for row in numbers[first].tolist()]
-        found = calibration.coefficients_for(questions, allocations, engine)
+        coefficients = calibration.coefficients_for(questions, allocations, engine)
         index = index.reshape(-1)
         ratios = Ratios(
-            compute=np.array([each.compute_ratio for each in found])[index],
-            update=np.array([each.update_ratio for each in found])[index],
-            communication=np.array([each.communication_ratio for each in found])[index],
+            compute=np.array([learnt.compute_ratio for learnt in coefficients])[index],
+            update=np.array([learnt.update_ratio for learnt in coefficients])[index],
+            communication=np.array([learnt.communication_ratio for learnt in coefficients])[index],
         )
-        return ratios, np.array([each.relative_error or np.nan for each in found])[index]
+        return ratios, np.array([learnt.relative_error or np.nan for learnt in coefficients])[index]
 
     def _columns(
         self,

@@ -78,11 +78,11 @@ class NodeGroupTable:
     def indices(self, names: Iterable[str]) -> list[int]:
         """The indices of machine types, or of hosts where there is a cluster; −2 for unknown."""
         before = len(self.groups)
-        found = [self._index(name) for name in names]
+        indices = [self._index(name) for name in names]
         if len(self.groups) > before:
             self.devices = np.array([len(group.profile.devices) for group in self.groups] + [0])
             self.nic_bytes_per_s = rates_by_ranks(self._networks, int(self.devices.max()))
-        return found
+        return indices
 
     def _index(self, name: str) -> int:
         if name not in self._indices:
@@ -269,8 +269,8 @@ def _joined(node_group: Indices, per_node: Indices, invalid: Flags) -> PlacedCol
     if len(repeating):
         nodes[repeating] -= repeated[:, repeating].sum(axis=0)
         some, ranks = node_group[:, repeating], per_node[:, repeating]
-        for position, each in enumerate(some):
-            ranks_on_node[position, repeating] = np.where(some == each, ranks, 0).sum(axis=0)
+        for position, part in enumerate(some):
+            ranks_on_node[position, repeating] = np.where(some == part, ranks, 0).sum(axis=0)
     return PlacedColumns(
         node_group=node_group,
         per_node=per_node,
@@ -325,7 +325,7 @@ class NetworkTable:
     def nested_groups(
         self,
         placed: PlacedColumns,
-        whole: ProcessGroup,
+        outer: ProcessGroup,
         shard: int,
         groups_of: Callable[[int], Groups],
     ) -> Groups:
@@ -350,24 +350,24 @@ class NetworkTable:
             for group, present in zip(placed.node_group, is_present, strict=True)
         ]
         between = replace(
-            whole,
-            ranks=whole.ranks // shard,
-            per_node=whole.per_node // shard,
+            outer,
+            ranks=outer.ranks // shard,
+            per_node=outer.per_node // shard,
             # A node's ranks of one replica are each in a group of their own.
-            bytes_per_s=whole.bytes_per_s / shard,
+            bytes_per_s=outer.bytes_per_s / shard,
         )
         return {DP_SHARD: tuple(inside), DP_REPLICATE: (between,)}
 
     def _one_by_one(self, rows: Indices, count: int, groups_of: Callable[[int], Groups]) -> Groups:
-        found = {row: groups_of(row) for row in rows.tolist()}
+        of_row = {row: groups_of(row) for row in rows.tolist()}
         alone = ProcessGroup(ranks=1, nodes=1, per_node=1)
         stacked: dict[str, tuple[ProcessGroup, ...]] = {}
         for axis in (DP_SHARD, DP_REPLICATE):
-            most = max((len(groups[axis]) for groups in found.values()), default=0)
-            by_row = [[*found.get(row, {axis: ()})[axis]] for row in range(count)]
-            padded = [(each or [alone]) for each in by_row]
-            padded = [each + each[-1:] * (most - len(each)) for each in padded]
-            stacked[axis] = tuple(_stacked([each[n] for each in padded]) for n in range(most))
+            most = max((len(groups[axis]) for groups in of_row.values()), default=0)
+            by_row = [[*of_row.get(row, {axis: ()})[axis]] for row in range(count)]
+            padded = [(groups or [alone]) for groups in by_row]
+            padded = [groups + groups[-1:] * (most - len(groups)) for groups in padded]
+            stacked[axis] = tuple(_stacked([groups[n] for groups in padded]) for n in range(most))
         return stacked
 
     def _slowest_profile(self, placed: PlacedColumns, rate_at: Indices) -> Indices:
@@ -406,9 +406,9 @@ class NetworkTable:
         if len(rows):
             group, leaving = placed.node_group[:, rows], hop[:, rows]
             shared = np.full(len(rows), math.inf)
-            for each, whole in zip(group, nics[:, rows], strict=True):
-                flows = ((group == each) & leaving).sum(axis=0)
-                nic = whole / np.maximum(flows, 1)
+            for member, nics_of_row in zip(group, nics[:, rows], strict=True):
+                flows = ((group == member) & leaving).sum(axis=0)
+                nic = nics_of_row / np.maximum(flows, 1)
                 np.minimum(shared, np.where(flows > 0, nic, math.inf), out=shared)
             rate[rows] = shared
         return np.asarray(rate)
@@ -466,7 +466,7 @@ def _measured_pairs(groups: Sequence[NodeGroup]) -> list[tuple[Indices, Indices,
     for group in groups:
         if group.profile.pairs is not None:
             matrices.setdefault(id(group.profile.pairs), group.profile.pairs)
-    found = []
+    measured = []
     for pairs in matrices.values():
         index_of = {host: index for index, host in enumerate(pairs.hosts)}
         unknown = len(index_of)
@@ -480,8 +480,8 @@ def _measured_pairs(groups: Sequence[NodeGroup]) -> list[tuple[Indices, Indices,
             [math.inf if rate is None else rate for rate in r] for r in pairs.bandwidth_bytes_per_s
         ]
         rates[:unknown, :unknown] = known
-        found.append((np.array([*rows, unknown]), np.array([*columns, unknown]), rates))
-    return found
+        measured.append((np.array([*rows, unknown]), np.array([*columns, unknown]), rates))
+    return measured
 
 
 _LARGEST = np.iinfo(np.int64).max
@@ -528,13 +528,13 @@ class RankClassTable:
         code = self._batch_codes(batch) * 2 + (placed.ranks > 1)
         kind = self._machine_of[placed.node_group]
         codes = (code * (len(self._machines) + 1) + kind) * self._rank_counts + placed.ranks_on_node
-        found = self._kind_of_code[codes]
-        if (found < 0).any():
-            for missing in np.unique(codes[found < 0]).tolist():
+        kinds = self._kind_of_code[codes]
+        if (kinds < 0).any():
+            for missing in np.unique(codes[kinds < 0]).tolist():
                 self._compile(missing)
             self.columns = RankColumns(self._kinds)
-            found = self._kind_of_code[codes]
-        return np.asarray(found)
+            kinds = self._kind_of_code[codes]
+        return np.asarray(kinds)
 
     def _batch_codes(self, batch: Indices | int) -> Indices | int:
         if isinstance(batch, int):

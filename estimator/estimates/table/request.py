@@ -87,7 +87,7 @@ class TableRequest:
 
     def rows(self, chosen: slice | Indices) -> TableRequest:
         """The same question of some of the rows."""
-        batch, whole = (
+        batch, global_batch = (
             value[chosen] if isinstance(value, np.ndarray) else value
             for value in (self.batch_per_gpu, self.global_batch)
         )
@@ -101,7 +101,7 @@ class TableRequest:
             numbers = np.arange(len(layouts))[chosen]
             layouts = tuple(layouts[number] for number in numbers.tolist())
         return replace(
-            self, allocations=some, batch_per_gpu=batch, global_batch=whole, layouts=layouts
+            self, allocations=some, batch_per_gpu=batch, global_batch=global_batch, layouts=layouts
         )
 
 
@@ -154,18 +154,18 @@ class KnownRows:
             missing = [text for text in dict.fromkeys(texts) if text not in self._place]
             if not missing:
                 return self._rows(self.columns, self._place, texts)
-            found = made(replace(request, allocations=missing, strict=False))
-            columns, place = self._joined(found, missing)
+            computed = made(replace(request, allocations=missing, strict=False))
+            columns, place = self._joined(computed, missing)
             self._keep(request, columns, place, missing)
             owners, details = _key(request)
-            request.engine.cache.grown((found, missing), "rows", owners, *details)
+            request.engine.cache.grown((computed, missing), "rows", owners, *details)
             return self._rows(columns, place, texts)
 
-    def _joined(self, found: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
+    def _joined(self, computed: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
         if not self._place:
-            return found, {text: row for row, text in enumerate(texts)}
+            return computed, {text: row for row, text in enumerate(texts)}
         first = len(self._place)
-        columns = {name: np.concatenate([self.columns[name], found[name]]) for name in found}
+        columns = {name: np.concatenate([self.columns[name], computed[name]]) for name in computed}
         return columns, self._place | {text: first + row for row, text in enumerate(texts)}
 
     def _keep(
@@ -191,7 +191,7 @@ class KnownRows:
 
     def _forget_if_changed(self, request: TableRequest) -> None:
         try:
-            if all(named_profile(name) is each for name, each in self._machines.items()):
+            if all(named_profile(name) is profile for name, profile in self._machines.items()):
                 return
         except EstimatorError:  # its file is gone or damaged
             pass
@@ -222,10 +222,10 @@ def _key(request: TableRequest) -> tuple[tuple[object, ...], tuple[Hashable, ...
 
 def _machines(request: TableRequest, texts: Iterable[str]) -> set[str]:
     """The machines that allocations are on."""
-    groups = {text.strip() for whole in texts for text in whole.split("+")}
-    cluster, found = request.shared.cluster, set()
+    groups = {text.strip() for listed in texts for text in listed.split("+")}
+    cluster, profiles = request.shared.cluster, set()
     for text in groups:
         group = Allocation.parse(text).groups[0]
         host = cluster.nodes[group.host] if cluster and group.host else None
-        found.add(host.machine if host else group.machine or "")
-    return found
+        profiles.add(host.machine if host else group.machine or "")
+    return profiles

@@ -56,26 +56,26 @@ def row_number(row: Any, rows: int) -> int:
     return chosen
 
 
-def chosen_rows(asked: Any, rows: int) -> int | slice | Indices:
+def chosen_rows(index: Any, rows: int) -> int | slice | Indices:
     """A row of so many from 0 on, a slice, or rows of several or a mask; raises RowError."""
     try:
-        if isinstance(asked, slice):
-            asked.indices(rows)
-            return asked
-        if np.ndim(asked) == 0 and not isinstance(asked, bool):
-            return range(rows)[operator.index(asked)]
-        several = np.asarray(asked)
+        if isinstance(index, slice):
+            index.indices(rows)
+            return index
+        if np.ndim(index) == 0 and not isinstance(index, bool):
+            return range(rows)[operator.index(index)]
+        several = np.asarray(index)
         if several.ndim == 1:
             kept = several if len(several) else several.astype(np.intp)
             return np.asarray(np.arange(rows)[kept])
     except (IndexError, TypeError, ValueError):
         pass
-    raise _no_such(asked, rows)
+    raise _no_such(index, rows)
 
 
-def _no_such(asked: Any, rows: int) -> RowError:
+def _no_such(index: Any, rows: int) -> RowError:
     return RowError(
-        f"the table has {rows:,} rows, found row {quoted(asked)}; give numbers below {rows:,}, a "
+        f"the table has {rows:,} rows, found row {quoted(index)}; give numbers below {rows:,}, a "
         "mask of that length or a slice"
     )
 
@@ -378,10 +378,10 @@ def checked_layouts(
             f"layouts are one text or one for each of {allocations} allocations, found "
             f"{quoted(layouts)}; write such as 'tp=2,dp=*'"
         )
-    read = [None if each is None else Layout.parse(each) for each in layouts]
+    read = [None if layout is None else Layout.parse(layout) for layout in layouts]
     if graph.layout is not None:
-        read = [agreed_layout(graph, each) for each in read]
-    return tuple(None if each is None or each.is_data_parallel else each for each in read)
+        read = [agreed_layout(graph, layout) for layout in read]
+    return tuple(None if layout is None or layout.is_data_parallel else layout for layout in read)
 
 
 def _checked_batches(batches: Any, allocations: int) -> int | Integers | None:
@@ -443,10 +443,10 @@ def map_shared(
     waiting = deque((item, sender.sent(item, None)) for item in islice(remaining, _IN_FLIGHT))
     while waiting:
         item, future = waiting.popleft()
-        found = sender.result(future)
-        if found is None and future is not None:
-            found = sender.result(sender.sent(item, content))
-        yield item, found[0] if found is not None else work(shared, kept, item)
+        result = sender.result(future)
+        if result is None and future is not None:
+            result = sender.result(sender.sent(item, content))
+        yield item, result[0] if result is not None else work(shared, kept, item)
         for following in islice(remaining, 1):
             waiting.append((following, sender.sent(following, None)))
 
@@ -551,7 +551,7 @@ def estimate_chunks(
     pieces = _pieces(allocations, rows)
     if reduce is not None:
         work = partial(_reduced, reduce)
-        return (found for _, found in map_shared(executor, work, shared, pieces))
+        return (chunk for _, chunk in map_shared(executor, work, shared, pieces))
     return (
         EstimateTable(request=_of_piece(request, piece), **columns)
         for piece, columns in map_shared(executor, _columns, shared, pieces)

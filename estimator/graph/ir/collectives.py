@@ -52,13 +52,13 @@ def collective_call(
     op: CollectiveName,
     axis: str,
     given: TensorSpec,
-    found: TensorSpec,
+    spec: TensorSpec,
     *,
     overlaps: Overlapped | None = None,
 ) -> OpCall:
     """The call of a collective, from what a rank gives to what it gets, and what it runs beside."""
     keywords = (("overlaps", overlaps),) if overlaps else ()
-    return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (found,))
+    return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (spec,))
 
 
 def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> OpCall:
@@ -78,11 +78,11 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
     # Thousands of calls have few targets.
     targets = [call.target for call in calls]
     exchanging = {target for target in set(targets) if target.startswith(_NAMESPACE)}
-    found = [index for index, target in enumerate(targets) if target in exchanging]
-    overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in found}
+    exchanges = [index for index, target in enumerate(targets) if target in exchanging]
+    overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in exchanges}
     attentions = [index for index, target in enumerate(targets) if "attention" in target]
     products = _Products(bound) if "product" in overlaps.values() else None
-    dtensors = {each.gradient for each in bound.graph.parameters if each.is_dtensor}
+    dtensors = {parameter.gradient for parameter in bound.graph.parameters if parameter.is_dtensor}
     beside: dict[int, int | None] = {}
     for index, kind in overlaps.items():
         if kind == "attention":
@@ -97,7 +97,7 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
                 _collective(calls[index], ops[index], index, beside.get(index), dtensors),
                 pieces=pieces.get(index, ()),
             )
-            for index in found
+            for index in exchanges
         ]
     )
 
@@ -106,16 +106,16 @@ def _ring_pieces(bound: BoundGraph, rings: Sequence[int]) -> dict[int, tuple[int
     """The products after each gather that share a factor, or the one before each scatter."""
     ops = bound.graph.ops
     products = [index for index, call in enumerate(bound.calls) if call.target in _PRODUCTS]
-    found = {}
+    pieces = {}
     for index in rings:
         place = bisect(products, index)
         if "reduce" in bound.calls[index].target:
-            found[index] = tuple(products[max(place - 1, 0) : place])
+            pieces[index] = tuple(products[max(place - 1, 0) : place])
             continue
         after = products[place : place + _MOST_PIECES]
-        shared = [each for each in after if set(ops[each].inputs) & set(ops[after[0]].inputs)]
-        found[index] = tuple(shared)
-    return found
+        shared = [later for later in after if set(ops[later].inputs) & set(ops[after[0]].inputs)]
+        pieces[index] = tuple(shared)
+    return pieces
 
 
 class _Products:
@@ -135,8 +135,8 @@ class _Products:
         module = self.ops[index if own is None else own].module
         both = self.of_module.get(module, [])
         if own is None:
-            own = next((each for each in both if each > index), None)
-        return next((each for each in both if each != own), None)
+            own = next((place for place in both if place > index), None)
+        return next((place for place in both if place != own), None)
 
     def _made_by(self, index: int) -> int | None:
         """The product whose result a collective sends, if it is one's."""

@@ -263,18 +263,18 @@ class _Line:
         if one is two:
             return one
         key = id(one), id(two)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._call(one, two)
-        return found
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._call(one, two)
+        return call
 
     def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
         """The shape at the wanted batch, likewise."""
         key = id(one), id(two)
-        found = self._specs.get(key)
-        if found is None:
-            found = self._specs[key] = self.tree(one, two)
-        return found
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = self.tree(one, two)
+        return spec
 
     def _call(self, one: OpCall, two: OpCall) -> OpCall:
         return OpCall(
@@ -349,7 +349,7 @@ class _Lines:
         """The text of a call; worked out once for the same two objects."""
         key = id(one), id(two)
         if key not in self._calls:
-            parts = ((each.arguments, each.keywords, each.outputs) for each in (one, two))
+            parts = ((call.arguments, call.keywords, call.outputs) for call in (one, two))
             self._calls[key] = f"{one.target}{self._tree(next(parts), next(parts))}"
         return self._calls[key]
 

@@ -168,7 +168,7 @@ def with_repeated(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Op, ...]:
     """
     storages = [index if value.base is None else value.base for index, value in enumerate(values)]
     from_gradient: set[int] = set()
-    found = []
+    marked = []
     for before, op in zip([None, *ops], ops, strict=False):
         if op.phase == "backward":
             begins = before is None or before.phase == "forward" or _is_seed(op)
@@ -176,8 +176,8 @@ def with_repeated(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Op, ...]:
                 from_gradient.update(storages[value] for value in op.outputs)
             else:
                 op = replace(op, is_repeated=True)
-        found.append(op)
-    return tuple(found)
+        marked.append(op)
+    return tuple(marked)
 
 
 def _is_seed(op: Op) -> bool:

@@ -50,8 +50,8 @@ class Dataflow:
         ops, values = graph.ops, graph.values
         touched = _array(value for op in ops for value in (*op.inputs, *op.outputs))
         inputs, outputs = (
-            _array(map(len, each))
-            for each in ([op.inputs for op in ops], [op.outputs for op in ops])
+            _array(map(len, values))
+            for values in ([op.inputs for op in ops], [op.outputs for op in ops])
         )
         touched_by = np.repeat(np.arange(len(ops)), inputs + outputs)
         sides = np.stack([inputs, outputs], axis=1).ravel()
@@ -133,23 +133,23 @@ def _places(
 def _first_places(modules: tuple[str, ...], forward: Indices) -> dict[str, int]:
     """The place in the forward pass of the first op in each module or in a part of it."""
     numbers, firsts = np.unique(forward, return_index=True)
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for first, number in sorted(zip(firsts.tolist(), numbers.tolist(), strict=True)):
         name = modules[number]
         while name:
-            found.setdefault(name, first)
+            places.setdefault(name, first)
             name = name.rpartition(".")[0]
-    return found
+    return places
 
 
 def _from_weights(graph: OpGraph) -> Flags:
     values = graph.values
-    found = {index for index, value in enumerate(values) if value.kind == "parameter"}
+    weights = {index for index, value in enumerate(values) if value.kind == "parameter"}
     for op in graph.ops:
-        if op.phase == "forward" and not found.isdisjoint(op.inputs):
-            found.update(v for v in op.outputs if "float" in values[v].spec.dtype)
+        if op.phase == "forward" and not weights.isdisjoint(op.inputs):
+            weights.update(v for v in op.outputs if "float" in values[v].spec.dtype)
     flags = np.zeros(len(values), dtype=np.bool_)
-    flags[list(found)] = True
+    flags[list(weights)] = True
     return flags
 
 
@@ -226,11 +226,11 @@ class Stored(NamedTuple):
 
 def storages(graph: OpGraph) -> tuple[Storage, ...]:
     """Every piece of memory of the step with its lifetime, in order of birth."""
-    found = Stored.of(graph, Dataflow.of(graph))
-    values: list[list[int]] = [[] for _ in found.roots]
-    for value, number in enumerate(found.storage_of.tolist()):
+    stored = Stored.of(graph, Dataflow.of(graph))
+    values: list[list[int]] = [[] for _ in stored.roots]
+    for value, number in enumerate(stored.storage_of.tolist()):
         values[number].append(value)
-    columns = (each.tolist() for each in (found.roots, found.born, found.dies, found.kinds))
+    columns = (column.tolist() for column in (stored.roots, stored.born, stored.dies, stored.kinds))
     return tuple(
         Storage(values=tuple(own), root=root, born=born, dies=dies, kind=kind)
         for own, root, born, dies, kind in zip(values, *columns, strict=True)
@@ -240,8 +240,8 @@ def storages(graph: OpGraph) -> tuple[Storage, ...]:
 def value_roots(graph: OpGraph) -> list[int]:
     """For each value, the value that owns its storage, sums of gradients apart."""
     flow = Dataflow.of(graph)
-    found: list[int] = owners(_bases(flow, _view_ops(graph)[0])).tolist()
-    return found
+    roots: list[int] = owners(_bases(flow, _view_ops(graph)[0])).tolist()
+    return roots
 
 
 def _roots(graph: OpGraph, flow: Dataflow) -> Indices:
@@ -269,21 +269,23 @@ def _bases(flow: Dataflow, is_view: Flags) -> Indices:
     first = np.searchsorted(by, np.arange(len(is_view)))
     # The schemas of unsafe_split and of views that return lists do not name what they share.
     made = np.flatnonzero(flow.is_made & is_view[by])
-    of = first[by[made]]
-    value, source = flow.touched[made], flow.touched[of]
-    tells = ~flow.is_made[of] & (base[value] < 0) & (flow.kind[value] == _KINDS.index("activation"))
+    owners = first[by[made]]
+    value, source = flow.touched[made], flow.touched[owners]
+    tells = (
+        ~flow.is_made[owners] & (base[value] < 0) & (flow.kind[value] == _KINDS.index("activation"))
+    )
     base[value[tells][::-1]] = source[tells][::-1]
     return base
 
 
 def owners(base: Indices) -> Indices:
     """The end of each chain of bases; raises WorkloadError for a ring, which has none."""
-    found = np.where(base < 0, np.arange(len(base)), base)
+    owner = np.where(base < 0, np.arange(len(base)), base)
     # Each round goes twice as far.
     for _ in range(len(base).bit_length() + 1):
-        if np.array_equal(further := found[found], found):
-            return found
-        found = further
+        if np.array_equal(further := owner[owner], owner):
+            return owner
+        owner = further
     raise WorkloadError("tensors of the graph are views of each other; trace the model again")
 
 
@@ -298,10 +300,10 @@ def _with_sums(graph: OpGraph, flow: Dataflow, base: Indices, keeps_base: Flags)
     base, merged = base.copy(), dict[int, int]()
 
     def owner_of(value: int) -> int:
-        found = int(owner[value])
-        while found in merged:
-            found = merged[found]
-        return found
+        root = int(owner[value])
+        while root in merged:
+            root = merged[root]
+        return root
 
     held = {int(owner[p.gradient]) for p in graph.parameters if p.gradient is not None}
     for index in np.flatnonzero(~flow.is_forward).tolist():
@@ -415,7 +417,7 @@ class GraphStructure:
         flow = flow or Dataflow.of(graph)
         call_of, first_op = _numbered([(op.call, op.other_call) for op in graph.ops])
         spec_of, first_value = _numbered([(v.spec, v.other_spec) for v in graph.values])
-        found = Stored.of(graph, flow)
+        stored = Stored.of(graph, flow)
         is_view = np.array([op.is_view for op in graph.ops], dtype=np.bool_)
         is_run_again = _is_run_again(flow, call_of)
         return cls(
@@ -424,13 +426,13 @@ class GraphStructure:
             first_op=first_op,
             spec_of=spec_of,
             first_value=first_value,
-            storage_of=found.storage_of,
-            roots=found.roots,
-            kinds=found.kinds,
-            born=found.born,
-            dies=found.dies,
-            ready=_ready(graph, found.storage_of, found.dies),
-            touches=_touches(flow, found.storage_of, is_view),
+            storage_of=stored.storage_of,
+            roots=stored.roots,
+            kinds=stored.kinds,
+            born=stored.born,
+            dies=stored.dies,
+            ready=_ready(graph, stored.storage_of, stored.dies),
+            touches=_touches(flow, stored.storage_of, is_view),
             is_view=is_view,
             is_forward=flow.is_forward,
             is_run_again=is_run_again,

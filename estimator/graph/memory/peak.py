@@ -97,7 +97,7 @@ def upper_lines(lines: Sequence[tuple[int, int]]) -> list[int]:
         if kept and slope <= lines[kept[-1]][1]:
             continue
         while len(kept) > 1:
-            (first, low), (middle, mid) = (lines[each] for each in kept[-2:])
+            (first, low), (middle, mid) = (lines[number] for number in kept[-2:])
             # Where the new line passes the first of them, the one between is not above it yet.
             if (first - at_zero) * (mid - low) > (first - middle) * (slope - low):
                 break
@@ -239,7 +239,7 @@ def tensors_of(
     sizes = StorageSizes.of(bound, known, threads)
     saved = is_saved(known)
     block = block_bytes(graph)
-    found = [
+    tensors = [
         LiveTensor(
             kind="parameters",
             op="",
@@ -254,7 +254,7 @@ def tensors_of(
         for number in numbers.tolist():
             born = int(known.born[number])
             op = graph.ops[born] if born >= 0 else None
-            found.append(
+            tensors.append(
                 LiveTensor(
                     kind=_kind(kind, bool(saved[number])),
                     op=op.call.target if op else "",
@@ -264,7 +264,7 @@ def tensors_of(
                     dies=int(known.dies[number]),
                 )
             )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _kind(kind: str, is_saved: bool) -> MemoryKind:
@@ -279,11 +279,11 @@ def by_module(tensors: Sequence[LiveTensor], depth: int = 2) -> dict[str, int]:
     >>> by_module([], depth=1)
     {}
     """
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for tensor in tensors:
         path = module_path(tensor.module, depth)
-        found[path] = found.get(path, 0) + tensor.size_bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        totals[path] = totals.get(path, 0) + tensor.size_bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
 def module_path(path: str, depth: int) -> str:

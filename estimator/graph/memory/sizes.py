@@ -102,7 +102,9 @@ def optimizer_memory(
 
 def update_call(graph: OpGraph) -> OpCall:
     """The optimizer's whole step, as a call by which its seconds are kept."""
-    trained = tuple(each.spec for each in graph.parameters if each.gradient is not None)
+    trained = tuple(
+        parameter.spec for parameter in graph.parameters if parameter.gradient is not None
+    )
     return OpCall(f"update.{graph.optimizer}", (trained,))
 
 
@@ -221,8 +223,9 @@ class StepTensors:
     def _bytes_of(self, parameters: Sequence[Parameter], *, sharded: bool) -> int:
         block = block_bytes(self.graph)
         return sum(
-            rounded_bytes(each.spec.nbytes, block) * (each.sharded_parts if sharded else 1)
-            for each in parameters
+            rounded_bytes(parameter.spec.nbytes, block)
+            * (parameter.sharded_parts if sharded else 1)
+            for parameter in parameters
         )
 
     @cached_property

@@ -141,11 +141,11 @@ def held_whole(
     dies = structure.ready[own] if in_buckets else structure.dies[own]
     ledger.hold_each(structure.born[own], dies, tensors.sizes.size_bytes[own])
     levels, buckets = ledger.levels(), Bytes(bucket_bytes)
-    found = Holding(parameters=Bytes(tensors.parameters_bytes()), updates=updates)
+    holding = Holding(parameters=Bytes(tensors.parameters_bytes()), updates=updates)
     if in_buckets:
-        return replace(found, gradients=buckets, micro_batches=(MicroBatchMemory(copied=levels),))
+        return replace(holding, gradients=buckets, micro_batches=(MicroBatchMemory(copied=levels),))
     return replace(
-        found,
+        holding,
         buckets=buckets,
         updated=Bytes(_most(levels)),
         micro_batches=(MicroBatchMemory(gradients=levels),),
@@ -177,16 +177,19 @@ class MemoryOverStep:
         lines: list[Bytes] = []
         gradients = [_sum(held.gradients, held.updated)]
         places: list[int | None] = []
-        for each in held.micro_batches:
-            level = self._level(each)
-            highest = [(p, _share(level, each, p)) for p in _highest(level, each.gradient_shards)]
+        for micro_batch in held.micro_batches:
+            level = self._level(micro_batch)
+            highest = [
+                (p, _share(level, micro_batch, p))
+                for p in _highest(level, micro_batch.gradient_shards)
+            ]
             for update in held.updates:
                 lines += [_sum(standing, share, update.state) for _, share in highest]
                 places += [min(place // _INSTANTS, self.ops - 1) for place, _ in highest]
-            if each.gradients is not None:
+            if micro_batch.gradients is not None:
                 gradients += [
-                    _sum(held.gradients, _share(each.gradients, each, place))
-                    for place in _highest(each.gradients, each.gradient_shards)
+                    _sum(held.gradients, _share(micro_batch.gradients, micro_batch, place))
+                    for place in _highest(micro_batch.gradients, micro_batch.gradient_shards)
                 ]
         passes = Envelope.through(lines)
         # In the update no parameters are gathered and nothing is sent any more.
@@ -205,23 +208,27 @@ class MemoryOverStep:
             buffers_bytes=self.tensors.buffers_bytes,
             inputs_bytes=self.tensors.inputs_bytes,
             activations_bytes=max(
-                _most(self._activations if each.copied is None else self._activations + each.copied)
-                for each in held.micro_batches
+                _most(
+                    self._activations
+                    if micro_batch.copied is None
+                    else self._activations + micro_batch.copied
+                )
+                for micro_batch in held.micro_batches
             ),
         )
 
     def curve(self, shards: int = 1) -> MemoryCurve:
         """What is held during each op where so many ranks share: of the fullest micro-batch."""
-        curves = [self._curve(each, shards) for each in self.holding.micro_batches]
+        curves = [self._curve(micro_batch, shards) for micro_batch in self.holding.micro_batches]
         return max(curves, key=lambda curve: curve.peak_bytes)
 
-    def _curve(self, each: MicroBatchMemory, shards: int) -> MemoryCurve:
+    def _curve(self, micro_batch: MicroBatchMemory, shards: int) -> MemoryCurve:
         """At each op the instant around it at which most is held, and last the update."""
         held = self.holding
-        level = self._level(each)
+        level = self._level(micro_batch)
         shares = np.zeros_like(level)
-        if each.gradient_shards is not None:
-            shares = -(-each.gradient_shards // shards)
+        if micro_batch.gradient_shards is not None:
+            shares = -(-micro_batch.gradient_shards // shards)
         places = self._highest_instants(level + shares)
 
         def during(levels: Sizes | None, constant: int = 0, after: int = 0) -> Sizes:
@@ -229,32 +236,34 @@ class MemoryOverStep:
             return np.append(own, after) + constant
 
         activations, saved = self._activations[places], self._saved_levels()
-        gradients = shares if each.gradients is None else each.gradients + shares
+        gradients = shares if micro_batch.gradients is None else micro_batch.gradients + shares
         # Of several ranks that hold unlike parts of an optimizer, the one with most in the update.
         state, temporary = max(
             ((u.state.at(shards), u.temporary.at(shards)) for u in held.updates), key=sum
         )
         # Before an op its own outputs are not there yet.
-        others = np.append(np.maximum(activations - saved, 0), temporary) + during(each.copied)
+        others = np.append(np.maximum(activations - saved, 0), temporary) + during(
+            micro_batch.copied
+        )
         return MemoryCurve(
             levels={
-                "parameters": during(each.gathered, held.parameters.at(shards)),
+                "parameters": during(micro_batch.gathered, held.parameters.at(shards)),
                 "gradients": during(gradients, held.gradients.at(shards), held.updated.at(shards)),
                 "optimizer state": during(None, state),
                 "buffers and inputs": during(None, self._standing_bytes),
                 "activations": np.append(np.minimum(saved, activations), 0),
                 "temporaries": others,
-                "communication buffers": during(each.buffers, held.buckets.at(shards)),
+                "communication buffers": during(micro_batch.buffers, held.buckets.at(shards)),
             }
         )
 
-    def _level(self, each: MicroBatchMemory) -> Sizes:
+    def _level(self, micro_batch: MicroBatchMemory) -> Sizes:
         """All that is held whole at each instant of a micro-batch."""
-        own = (each.gathered, each.buffers, each.gradients, each.copied)
+        own = (micro_batch.gathered, micro_batch.buffers, micro_batch.gradients, micro_batch.copied)
         return sum((levels for levels in own if levels is not None), self._activations)
 
     def _most(self, kind: str) -> Bytes:
-        levels = [getattr(each, kind) for each in self.holding.micro_batches]
+        levels = [getattr(micro_batch, kind) for micro_batch in self.holding.micro_batches]
         return Bytes(max((_most(own) for own in levels if own is not None), default=0))
 
     def _saved_levels(self) -> Sizes:
@@ -291,14 +300,14 @@ def _sum(*shares: Bytes) -> Bytes:
     return Bytes(sum(s.whole for s in shares), sum(s.sharded for s in shares))
 
 
-def _share(levels: Sizes, each: MicroBatchMemory, place: int) -> Bytes:
-    shards = each.gradient_shards
+def _share(levels: Sizes, micro_batch: MicroBatchMemory, place: int) -> Bytes:
+    shards = micro_batch.gradient_shards
     return Bytes(int(levels[place]), 0 if shards is None else int(shards[place]))
 
 
-def _highest(whole: Sizes, sharded: Sizes | None) -> list[int]:
+def _highest(unsharded: Sizes, sharded: Sizes | None) -> list[int]:
     """Where most is held, once for every stretch of time in which the sharded part is constant."""
     if sharded is None:
-        return [int(whole.argmax())]
+        return [int(unsharded.argmax())]
     bounds = [0, *(np.flatnonzero(np.diff(sharded)) + 1).tolist(), len(sharded)]
-    return [start + int(whole[start:end].argmax()) for start, end in pairwise(bounds)]
+    return [start + int(unsharded[start:end].argmax()) for start, end in pairwise(bounds)]

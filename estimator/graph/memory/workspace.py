@@ -47,8 +47,10 @@ def _forward(call: OpCall, threads: int) -> float:
     if _channels_last(image) or _channels_last(weight):
         return blocked
     blocked_output = _blocked(output)
-    whole = _blocked_image(image) + blocked_output + blocked
-    return _contiguous_copy(image) + max(whole, blocked_output + output.nbytes) - output.nbytes
+    total_bytes = _blocked_image(image) + blocked_output + blocked
+    return (
+        _contiguous_copy(image) + max(total_bytes, blocked_output + output.nbytes) - output.nbytes
+    )
 
 
 def _transposed(call: OpCall, _threads: int) -> float:
@@ -111,8 +113,8 @@ def _scattered(gradient: TensorSpec, image: TensorSpec, weight: TensorSpec) -> f
     It is made in an order of its own and copied twice; one channel is in the right order already.
     """
     one_sample = gradient.nbytes / gradient.shape[0] if gradient.numel else 0.0
-    whole = one_sample + gradient.nbytes + _filled_weight(weight) + image.nbytes
-    return max(whole, (3 if image.shape[1] > 1 else 2) * image.nbytes)
+    total_bytes = one_sample + gradient.nbytes + _filled_weight(weight) + image.nbytes
+    return max(total_bytes, (3 if image.shape[1] > 1 else 2) * image.nbytes)
 
 
 def _lstm(call: OpCall) -> int:
@@ -158,12 +160,12 @@ def _is_matmul(
 def _copies(image: TensorSpec, weight: TensorSpec, *read: TensorSpec) -> float:
     """What a matmul reads in another order than its image's (thnn_conv_use_channels_last)."""
     last = _channels_last(image) or _channels_last(weight)
-    found = 0.0
+    copied_bytes = 0.0
     for spec in read:
         as_it_is = _channels_last(spec) if last else spec.strides is None
         if not as_it_is and (spec.strides is not None or math.prod(spec.shape[2:]) > 1):
-            found += spec.nbytes
-    return found
+            copied_bytes += spec.nbytes
+    return copied_bytes
 
 
 def _contiguous_copy(spec: TensorSpec) -> float:

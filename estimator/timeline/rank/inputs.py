@@ -106,5 +106,5 @@ def copies_s(loader: Loader, profile: MachineProfile, samples: int, batches: int
         return 0.0
     # Of one device alone before all at once, and of the memory that the loader uses.
     links = [link for link in links if link.pinned == loader.pinned] or links
-    link = max(links, key=lambda each: each.bandwidth_bytes_per_s)
+    link = max(links, key=lambda one: one.bandwidth_bytes_per_s)
     return batches * link.latency_s + samples * loader.sample_bytes / link.bandwidth_bytes_per_s

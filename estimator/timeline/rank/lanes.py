@@ -151,8 +151,8 @@ class MicroBatches:
             lead_s, step_s = self._loop_with_waits(update_host_s, update_device_s)
         else:
             lead_s = float(self.ends_s(before)[-1]) + update_device_s - step_s
-        found = replace(self, lead_s=max(lead_s, 0.0))
-        return found, step_s - float(found.ends_s(before)[-1])
+        lane = replace(self, lead_s=max(lead_s, 0.0))
+        return lane, step_s - float(lane.ends_s(before)[-1])
 
     def _loop_with_waits(self, update_host_s: float, update_device_s: float) -> tuple[float, float]:
         """(lead of the host where a step begins, seconds from a step to the next).
@@ -344,16 +344,18 @@ def slowest_of(
 ) -> SlowestGroup:
     """A collective over the slowest of some groups; `ratio` scales its seconds."""
     costs, sizes = sized
-    found: Any = np.zeros(len(sizes.factors[0]))
+    slowest_s: Any = np.zeros(len(sizes.factors[0]))
     relative_error: Any = 0.0
     unknown: Any = False
     for group in groups:
         model, several = costs.model(group), np.greater(group.ranks, 1)
         times_s = np.where(several, sizes.times_s(model), 0.0)
-        found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
+        slowest_s = np.maximum(
+            slowest_s if times_s.ndim == 1 else slowest_s.reshape(len(slowest_s), -1), times_s
+        )
         relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
         unknown = unknown | (model.unknown & several)
-    return SlowestGroup(found * ratio if groups else found, relative_error, unknown)
+    return SlowestGroup(slowest_s * ratio if groups else slowest_s, relative_error, unknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,13 +401,13 @@ def _links(
     """(latency, bytes a second) of each machine's pinned copies."""
     latencies_s, rates = [], []
     for profile in profiles:
-        found = [link for link in profile.links if link.kind == kind]
-        if not found:
+        alike = [link for link in profile.links if link.kind == kind]
+        if not alike:
             raise ProfileError(
                 f"profile '{profile.name}' has no {kind} link, over which shards reach the host; "
                 "run 'estimator probe' on a machine with GPUs"
             )
-        link = max(found, key=lambda each: each.pinned)
+        link = max(alike, key=lambda one: one.pinned)
         datasheet = link.provenance.source == "datasheet"
         latencies_s.append(link.latency_s)
         rates.append(link.bandwidth_bytes_per_s * (LINK_RATIOS["pcie"] if datasheet else 1.0))
@@ -415,11 +417,13 @@ def _links(
 def _slowest_s(
     sizes_bytes: Array, groups: Sequence[ProcessGroup], latency_s: Lookup, rate: Lookup
 ) -> Any:
-    found: Any = np.zeros(len(sizes_bytes))
+    slowest_s: Any = np.zeros(len(sizes_bytes))
     for group in groups:
         per_byte_s = 1.0 / (rate[group.network] * group.ranks)
         rows = np.ndim(per_byte_s) > 0
         sizes = sizes_bytes[:, None] if rows else sizes_bytes
         seconds = np.where(sizes > 0, latency_s[group.network] + sizes * per_byte_s, 0.0)
-        found = maximum(found[:, None] if rows and found.ndim == 1 else found, seconds)
-    return found
+        slowest_s = maximum(
+            slowest_s[:, None] if rows and slowest_s.ndim == 1 else slowest_s, seconds
+        )
+    return slowest_s

@@ -107,8 +107,8 @@ class LayerCollectives:
         beside = []
         every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
         # A group of one rank exchanges nothing.
-        collectives = [each for each in every if each.axis in self.groups]
-        places = [each.op_index for each in collectives]
+        collectives = [collective for collective in every if collective.axis in self.groups]
+        places = [collective.op_index for collective in collectives]
         windows_s = None if durations is None else _before_s(places, durations)
         for collective in collectives:
             # On CPUs a collective is work for the cores that compute.
@@ -127,15 +127,15 @@ class LayerCollectives:
                     f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
                     f"{axis} needs; run 'estimator probe' with a larger --budget"
                 )
-            sizes = np.array([float(each.size_bytes) for each in some])
-            own = [each.op_index for each in some]
+            sizes = np.array([float(collective.size_bytes) for collective in some])
+            own = [collective.op_index for collective in some]
             before_s = None if windows_s is None else windows_s[own]
             times_s = _blocking_s(costs, model, sizes, before_s)
-            times_s = times_s * np.array([each.share for each in some])
+            times_s = times_s * np.array([collective.share for collective in some])
             if axis == EXPERT_DP:
                 # Gradients of experts are reduced with the last micro-batch, as all others are.
                 times_s = times_s / self._micro_batches
-            of_update = np.array([each.of_update for each in some])
+            of_update = np.array([collective.of_update for collective in some])
             if durations is None:
                 # One sum for many micro-batches.
                 times_s = np.where(of_update, 0.0, times_s)
@@ -147,9 +147,9 @@ class LayerCollectives:
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
-        rings = tuple(each.op_index for each in collectives if each.pieces)
-        found = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), rings, summed_again)
-        return found if durations is None else found.exposed(durations)
+        rings = tuple(collective.op_index for collective in collectives if collective.pieces)
+        timed = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), rings, summed_again)
+        return timed if durations is None else timed.exposed(durations)
 
 
 def _before_s(places: Sequence[int], durations: Durations) -> Array:
@@ -176,7 +176,7 @@ def _blocking_s(
     alone = model._replace(reference=0)
     # (windows, sizes)
     times_s = np.array(
-        [SizedCollective((each,), sizes_bytes).times_s(alone) for _, each in blocking]
+        [SizedCollective((collective,), sizes_bytes).times_s(alone) for _, collective in blocking]
     )
     if windows_s is None:
         return np.asarray(times_s.min(axis=0))
@@ -194,14 +194,14 @@ def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) ->
     """
     axes = ["tp", "cp"] + ["ep"] * (mesh.ep > 1)
     axes += [EXPERT_DP] * (mesh.ep > 1 and strategy.keeps.parameters == "whole")
-    found = [
-        (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
+    by_axis = [
+        (axis, *min(groups, key=lambda group_of_kind: group_of_kind[0].bytes_per_s))
         for axis in axes
         if (groups := mesh.groups(axis))
     ]
-    named = tuple((axis, group) for axis, group, _ in found)
+    named = tuple((axis, group) for axis, group, _ in by_axis)
     merges = strategy.keeps.parameters == "shard" or mesh.dp > 1
-    profile, cluster = found[0][2].profile, mesh.placement.cluster
+    profile, cluster = by_axis[0][2].profile, mesh.placement.cluster
     micro_batches = mesh.micro_batches
     return cache.get(
         "exchanges",

@@ -372,7 +372,7 @@ class RankClass:
     ) -> RankClass:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
-        host, whole = profile.host, program.memory.peak(1)
+        host, fullest = profile.host, program.memory.peak(1)
         interference = profile.interference
         device = device_memory(profile, communicators)
         lane = LaneCosts(
@@ -399,8 +399,8 @@ class RankClass:
                 launch_s=program.update_launch_s * slow,
                 shared_s=(program.update_s - program.update_launch_s) * slow,
             ),
-            whole_memory=whole,
-            whole_ratio=whole.total_bytes / device.usable_bytes,
+            whole_memory=fullest,
+            whole_ratio=fullest.total_bytes / device.usable_bytes,
             jitter_ratio=profile.rank_jitter_ratio or 0.0,
             peak_flops_per_s=peak,
             device=device,
@@ -450,13 +450,13 @@ class RankTable:
         self._shared: dict[tuple[int, int, float], RankClass] = {}
 
     def __getitem__(self, node: NodeKind) -> RankClass:
-        found = self._of_node.get(node)
-        if found is None:
-            found = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
+        kind = self._of_node.get(node)
+        if kind is None:
+            kind = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
             if len(self._of_node) >= _MOST_NODES:
                 self._of_node.clear()
-            self._of_node[node] = found
-        return found
+            self._of_node[node] = kind
+        return kind
 
     def kind(
         self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float
@@ -464,8 +464,8 @@ class RankTable:
         """The ranks of a node of a machine, by their number and how slow the node is."""
         # Nodes that differ in their network alone run the same program at the same speed.
         key = (id(profile), ranks_per_node, slowdown_ratio)
-        found = self._shared.get(key)
-        if found is None:
+        kind = self._shared.get(key)
+        if kind is None:
             refusal = why_not_on(self.graph, profile)
             if refusal is not None:
                 raise WorkloadError(refusal)
@@ -486,14 +486,14 @@ class RankTable:
                 batches=batches,
                 ranks_per_node=ranks_per_node,
             )
-            found = RankClass.of(program, slowdown_ratio, self._communicators, costs)
+            kind = RankClass.of(program, slowdown_ratio, self._communicators, costs)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
             if len(self._shared) >= _MOST_NODES:
                 self._shared.clear()
-            self._shared[key] = found
-        return found
+            self._shared[key] = kind
+        return kind
 
 
 STEP = "step"
@@ -544,9 +544,9 @@ class RankColumns:
         # What no kind shards is the same for any number of ranks.
         self._whole_bytes: Array | None = None
         if not any(sharded.any() for _, sharded in self._lines):
-            whole = np.maximum.reduce([fixed for fixed, _ in self._lines]).astype(np.float64)
-            whole[0] = -math.inf
-            self._whole_bytes = whole
+            fullest = np.maximum.reduce([fixed for fixed, _ in self._lines]).astype(np.float64)
+            fullest[0] = -math.inf
+            self._whole_bytes = fullest
 
     def lane(self, numbers: Indices) -> LaneCosts:
         """The compute of the kinds with these numbers."""
@@ -575,10 +575,10 @@ class RankColumns:
         if self._whole_bytes is not None:
             held: Array = self._whole_bytes
             return largest(held, numbers), largest(held / self.usable_bytes, numbers)
-        each = [
+        peaks = [
             held_bytes(fixed[numbers], sharded[numbers], shards) for fixed, sharded in self._lines
         ]
-        held = np.where(numbers > 0, np.maximum.reduce(each), -math.inf)
+        held = np.where(numbers > 0, np.maximum.reduce(peaks), -math.inf)
         return held.max(axis=0), (held / self.usable_bytes[numbers]).max(axis=0)
 
     def _covers(self) -> Flags:
@@ -590,10 +590,10 @@ class RankColumns:
 
 def largest(values: Array, index: Indices) -> Array:
     """The largest of `values` among each column of `index`; negative numbers count from the end."""
-    found = values[index[0]]
-    for each in index[1:]:
-        np.maximum(found, values[each], out=found)
-    return np.asarray(found)
+    most = values[index[0]]
+    for place in index[1:]:
+        np.maximum(most, values[place], out=most)
+    return np.asarray(most)
 
 
 # Every kind is compared with every other only while that is quick.
@@ -607,7 +607,10 @@ def _columns(rows: Sequence[Sequence[float]], width: int) -> Array:
 
 def _lines(envelopes: Sequence[Envelope]) -> list[tuple[Indices, Indices]]:
     """(fixed bytes, sharded bytes) of each kind, as often as the envelope with most lines has."""
-    most = max((len(each.lines) for each in envelopes), default=1)
-    padded = [each.lines + each.lines[-1:] * (most - len(each.lines)) for each in envelopes]
+    most = max((len(envelope.lines) for envelope in envelopes), default=1)
+    padded = [
+        envelope.lines + envelope.lines[-1:] * (most - len(envelope.lines))
+        for envelope in envelopes
+    ]
     lines = np.array([((0, 0),) * most, *padded], dtype=np.int64)
     return [(line[:, 0].copy(), line[:, 1].copy()) for line in lines.transpose(1, 0, 2)]

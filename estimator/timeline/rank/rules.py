@@ -80,14 +80,14 @@ class BucketQueue:
         self.sizes_bytes = sizes_bytes
         self.sized = SizedCollective(corrections, sizes_bytes)
         sizes = np.where(sizes_bytes > 0, sizes_bytes, 1.0)
-        ratios = np.array([each.latency_at(sizes) for each in corrections])
+        ratios = np.array([correction.latency_at(sizes) for correction in corrections])
         self.latency_ratio = ratios.reshape(len(corrections), len(sizes_bytes))
         # For bucket k, the factors of a line's terms in what the link has to do for k and all after
         # it, and in the part of the bucket's own time before that: (references, buckets, 3).
         factors, ratio = self.sized.factors, self.latency_ratio[:, :, None]
         self._behind = np.cumsum((factors * (1.0 - ratio))[:, ::-1], axis=1)[:, ::-1]
         self._latency = factors * ratio
-        self._has_latency: list[bool] = [bool(each.any()) for each in self.latency_ratio]
+        self._has_latency: list[bool] = [bool(ratio.any()) for ratio in self.latency_ratio]
 
     def exposed_s(
         self,
@@ -118,17 +118,17 @@ class BucketQueue:
         exposed = np.broadcast_to(overlap.exposed_ratio, count)
         slowdown = np.broadcast_to(overlap.slowdown, count)
         more = None if slower is None else np.broadcast_to(slower, count)
-        found = np.zeros((2, count))
+        sums_s = np.zeros((2, count))
         for reference, rows in _alike(model.reference, ready.alike):
             some = Overlap(exposed[rows], slowdown[rows])
-            found[:, rows] = self._exposed_s(
+            sums_s[:, rows] = self._exposed_s(
                 reference,
                 ready.slack_s(rows),
                 lines[..., rows],
                 some,
                 None if more is None else more[rows],
             )
-        return found[0], found[1]
+        return sums_s[0], sums_s[1]
 
     def behind(self, model: CollectiveModel) -> Array | None:
         """What the link of one group has to do for each bucket and all after it."""

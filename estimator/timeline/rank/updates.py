@@ -66,14 +66,16 @@ class Trained:
     def of(cls, bound: BoundGraph, *, sharded: bool = False) -> Trained:
         """Those of a rank or, `sharded`, of all ranks that hold shards of one model together."""
         own = [p for p in bound.graph.parameters if p.gradient is not None]
-        whole = cls._of(bound, own, sharded=sharded)
+        common = cls._of(bound, own, sharded=sharded)
         if all(p.optimizer is None and p.updates == 1 for p in own):
-            return whole
+            return common
         by: dict[str, list[Parameter]] = {}
-        for each in own:
-            by.setdefault(each.optimizer or bound.graph.optimizer, []).extend(each.updates * [each])
+        for tensor in own:
+            by.setdefault(tensor.optimizer or bound.graph.optimizer, []).extend(
+                tensor.updates * [tensor]
+            )
         parts = [(name, cls._of(bound, some, sharded=sharded)) for name, some in by.items() if some]
-        return replace(whole, parts=tuple(parts))
+        return replace(common, parts=tuple(parts))
 
     @classmethod
     def _of(cls, bound: BoundGraph, own: Sequence[Parameter], *, sharded: bool) -> Trained:
@@ -116,7 +118,7 @@ def update_cost(
     `kind` of device, None: on that of the graph.
     """
     if trained.parts:
-        each = [
+        parts = [
             update_cost(
                 part,
                 replace(graph, optimizer=name, timings={}),
@@ -124,8 +126,8 @@ def update_cost(
             )
             for name, part in trained.parts
         ]
-        source = max(each, key=lambda cost: cost[0])[2]
-        return sum(cost[0] for cost in each), sum(cost[1] for cost in each), source
+        source = max(parts, key=lambda cost: cost[0])[2]
+        return sum(cost[0] for cost in parts), sum(cost[1] for cost in parts), source
     kind = kind or graph.target
     cost = cost_of_update(profile, graph.optimizer, kind)
     tensors = _tensors(trained, graph)
@@ -292,11 +294,13 @@ def _memory_bound_alone_s(
     fits: KernelFits | Roofline, target: str, sizes: tuple[int, ...]
 ) -> Array:
     numbers: dict[int, int] = {}
-    of = [numbers.setdefault(max(size, 1), len(numbers)) for size in sizes]
+    numbered = [numbers.setdefault(max(size, 1), len(numbers)) for size in sizes]
     specs = [TensorSpec((size,)) for size in numbers]
     calls = [OpCall(target, (spec, spec), (), (spec,)) for spec in specs]
-    found = fits.predict_each(calls, [features_of(call) for call in calls])
-    return np.array([each.cold_s if each else 0.0 for each in found], dtype=np.float64)[of]
+    predictions = fits.predict_each(calls, [features_of(call) for call in calls])
+    return np.array(
+        [prediction.cold_s if prediction else 0.0 for prediction in predictions], dtype=np.float64
+    )[numbered]
 
 
 def copies_s(
@@ -446,8 +450,8 @@ def _muon_products_s(
     for (rows, columns), count in trained.matrices:
         short, long = sorted((rows, columns))
         for sizes in ((short, long, short), (short, short, short), (short, short, long)):
-            found = fits.predict(_product(*sizes))
-            seconds += count * MUON_PASSES * (found.warm_s if found else 0.0)
+            prediction = fits.predict(_product(*sizes))
+            seconds += count * MUON_PASSES * (prediction.warm_s if prediction else 0.0)
     return seconds
 
 

@@ -162,7 +162,7 @@ class TaskList:
         label: Label = NO_LABEL,
     ) -> int:
         """Add a task and return its number; None among `after` stands for no task."""
-        waits = tuple(each for each in after if each is not None)
+        waits = tuple(task for task in after if task is not None)
         self.tasks.append(Task(lane, cost_s, waits, latency_s, label))
         return len(self.tasks) - 1
 
@@ -231,7 +231,7 @@ class _Lanes:
         computing = np.broadcast_arrays(*(t.cost_s for t in tasks if t.lane == COMPUTE), 0.0)
         shape = computing[0].shape
         rows = [np.shape(task.cost_s)[-1:] for task in tasks if task.lane != COMPUTE]
-        rows += [np.shape(each) for each in overlap]
+        rows += [np.shape(lane) for lane in overlap]
         self.is_column = len(shape) == 2 or any(row not in ((), (1,)) for row in rows)
         count = max([int(np.prod(row)) for row in rows] + [shape[1] if len(shape) == 2 else 1])
         self._kinds = kinds = shape[0] if shape else 1
@@ -283,9 +283,9 @@ class _Lanes:
 
 def _places(tasks: Sequence[Task]) -> tuple[list[int], int]:
     """Each task's place on its lane, and how many the longest lane has."""
-    found: list[int] = []
+    places: list[int] = []
     lengths: dict[str, int] = {}
     for task in tasks:
-        found.append(lengths.get(task.lane, 0))
-        lengths[task.lane] = found[-1] + 1
-    return found, max(lengths.values(), default=0)
+        places.append(lengths.get(task.lane, 0))
+        lengths[task.lane] = places[-1] + 1
+    return places, max(lengths.values(), default=0)

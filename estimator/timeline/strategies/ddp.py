@@ -104,8 +104,8 @@ class BucketedNetwork(Network):
         graph, cache = rules.graph, rules.cache
         self.reduce = rules.reduce_costs(profiles, cluster)
         self.queue = BucketQueue(self.reduce.corrections, rules.bucket_bytes)
-        whole = float(rules.bucket_bytes.sum())
-        self._whole = SizedCollective(self.reduce.corrections, np.array([whole]))
+        total_bytes = float(rules.bucket_bytes.sum())
+        self._whole = SizedCollective(self.reduce.corrections, np.array([total_bytes]))
         self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
         self._of_group: dict[ProcessGroup, tuple[CollectiveModel, Overlap, Array | None]] = {}
         self._buffers = None
@@ -148,12 +148,12 @@ class BucketedNetwork(Network):
             return known
         reduce = self.reduce.model(group)
         overlap = self._overlaps.overlap(group, self._whole.time_s(reduce))
-        found = reduce, overlap, self.queue.behind(reduce)
+        reduced = reduce, overlap, self.queue.behind(reduce)
         if isinstance(group.ranks, int):
             if len(self._of_group) >= _MOST_GROUPS:
                 self._of_group.clear()
-            self._of_group[group] = found
-        return found
+            self._of_group[group] = reduced
+        return reduced
 
     def alone_s(self, ranks: Ranks) -> Any:
         reduce = self.reduce.model(ranks.groups[DP][0])
@@ -248,7 +248,7 @@ class ReplicaRules(Rules[S]):
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
         self.buckets = self.gradient_buckets()
-        self.gradient_bytes: Array = np.array([float(each.size_bytes) for each in self.buckets])
+        self.gradient_bytes: Array = np.array([float(bucket.size_bytes) for bucket in self.buckets])
         self.reduced_ratio = self.strategy.shard_dtypes(graph.precision).reduced_ratio
         self.bucket_bytes: Array = self.gradient_bytes * self.reduced_ratio
 

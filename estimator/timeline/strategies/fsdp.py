@@ -293,7 +293,8 @@ class ShardedNetwork(Network):
             return tuple(np.broadcast_to(both_s, 2).tolist())  # a number where nothing is sharded
         slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
         return tuple(
-            self._micro_batch_s(ranks, each, overlap, reducing=True) for each in (costs, slower)
+            self._micro_batch_s(ranks, unit_costs, overlap, reducing=True)
+            for unit_costs in (costs, slower)
         )
 
     def alone_s(self, ranks: Ranks) -> Any:
@@ -332,8 +333,8 @@ class ShardedNetwork(Network):
         gather_s, scatter_s = gather.times_s, scatter.times_s
         if self._of_experts is not None:
             own = [
-                slowest_of(each, ranks.groups.get(EXPERT_SHARD, ()), ranks.ratio)
-                for each in self._of_experts
+                slowest_of(expert, ranks.groups.get(EXPERT_SHARD, ()), ranks.ratio)
+                for expert in self._of_experts
             ]
             gather_s, scatter_s = gather_s + own[0].times_s, scatter_s + own[1].times_s
         if self._host is not None:
@@ -375,7 +376,7 @@ class ShardedNetwork(Network):
         """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
         passes, segments_s = self._rules.passes, ranks.segments_s
         if costs.gather_s.ndim == 1:
-            costs = UnitCosts(*(each.tolist() for each in costs))
+            costs = UnitCosts(*(column.tolist() for column in costs))
         micro = MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
         micro.add(reducing=reducing)
 
@@ -489,7 +490,9 @@ class FullyShardedDataParallel(Rules[FSDP]):
             return held_alone(tensors)
         ratio, micro_batches = self.dtypes.stored_ratio, self._micro_batches(tensors)
         if self.strategy.offload:
-            micro_batches = [replace(each, gradient_shards=None) for each in micro_batches]
+            micro_batches = [
+                replace(micro_batch, gradient_shards=None) for micro_batch in micro_batches
+            ]
             return Holding(parameters=Bytes(), micro_batches=micro_batches)
         held = optimizer_memory(tensors.graph, stored_ratio=ratio, sharded=True)
         return Holding(
@@ -505,8 +508,11 @@ class FullyShardedDataParallel(Rules[FSDP]):
         and _fsdp_collectives.py).
         """
         units = _unit_bytes(tensors.graph)
-        found = unlike_micro_batches(self.shape.accumulation_steps, self.strategy.gradient_sync)
-        return [_held_units(tensors, units, each, self.dtypes, self.passes) for each in found]
+        unlike = unlike_micro_batches(self.shape.accumulation_steps, self.strategy.gradient_sync)
+        return [
+            _held_units(tensors, units, micro_batch, self.dtypes, self.passes)
+            for micro_batch in unlike
+        ]
 
     def op_ends_s(
         self, lanes: MicroBatches, accumulate_s: float, segments_s: Array, scale: float
@@ -589,11 +595,11 @@ def _held_units(
     for run, end in zip(forward, dropped, strict=False):
         _gather(graph, buffers, at(run.first, GATHER), end, units[run.path])
     # In the backward pass the rest of the model prefetches the last unit, and each the one before.
-    asked = at(turn, GATHER) if "" in units else None
+    gathered_at = at(turn, GATHER) if "" in units else None
     for run in backward if passes.regathers else ():
-        start = at(run.first, GATHER) if asked is None else asked
+        start = at(run.first, GATHER) if gathered_at is None else gathered_at
         _gather(graph, buffers, start, at(run.first, DROP), units[run.path])
-        asked = at(run.first, PREFETCH)
+        gathered_at = at(run.first, PREFETCH)
     ends = {path: [run.last for run in backward if run.path == path] for path in units}
 
     def released(gradient: Gradient) -> int:
@@ -604,8 +610,8 @@ def _held_units(
 
     afters = [released(gradient) for gradient in gradients]
     reductions = _unit_reductions(gradients, afters, dtypes)
-    found = reduced(tensors, buffers, afters, reductions, micro, dtypes.reduced_ratio)
-    return replace(found, gathered=gathered.levels())
+    ledgers = reduced(tensors, buffers, afters, reductions, micro, dtypes.reduced_ratio)
+    return replace(ledgers, gathered=gathered.levels())
 
 
 def _unit_reductions(

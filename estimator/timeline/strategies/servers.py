@@ -102,9 +102,9 @@ class ServerRules(BucketedRules[ParameterServers]):
 
     def update_share(self, ranks: Any) -> Any:
         # A server updates a bucket while the next ones come in; the last one's update is exposed.
-        whole = float(self.bucket_bytes.sum())
+        total_bytes = float(self.bucket_bytes.sum())
         last = float(self.bucket_bytes[-1:].sum())
-        share = last / whole / self.strategy.servers if whole > 0 else 0.0
+        share = last / total_bytes / self.strategy.servers if total_bytes > 0 else 0.0
         return where(ranks > 1, share, 1.0)
 
     def words(self, ranks: int) -> str:

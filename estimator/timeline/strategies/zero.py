@@ -116,12 +116,17 @@ class ZeroStage2(ScatteredGradients[ZeRO2]):
         if not merging:
             return super().holding(tensors, buckets, merging=merging)
         reductions = [
-            Reduction(each.ready_after, int(each.size_bytes * self.reduced_ratio), each.size_bytes)
-            for each in buckets
+            Reduction(
+                bucket.ready_after, int(bucket.size_bytes * self.reduced_ratio), bucket.size_bytes
+            )
+            for bucket in buckets
         ]
         ops = tensors.ops
         afters = [
-            next((each.after for each in reductions if each.after >= gradient.final), ops)
+            next(
+                (reduction.after for reduction in reductions if reduction.after >= gradient.final),
+                ops,
+            )
             for gradient in tensors.gradients
         ]
         return Holding(
@@ -184,22 +189,22 @@ def reduced(
     Gradients that are kept whole are added up in the dtype of the reduction, in which an element
     takes `reduced_ratio` times as many bytes.
     """
-    whole, shards = Ledger(tensors.ops), Ledger(tensors.ops)
+    unsharded, shards = Ledger(tensors.ops), Ledger(tensors.ops)
     for gradient, after in zip(tensors.gradients, afters, strict=True):
         size, kept = gradient.size_bytes, int(gradient.size_bytes * reduced_ratio)
-        gone = at(after, REDUCE) if micro.reduces else whole.end
+        gone = at(after, REDUCE) if micro.reduces else unsharded.end
         if micro.held == "whole":
-            whole.hold(0, gone, kept)
+            unsharded.hold(0, gone, kept)
             # In one dtype added in place as it is made, else when its unit has them all.
             gone = at(gradient.final, RAN) if kept == size else at(after, RESHARD)
         elif not micro.reduces and kept != size:
-            whole.hold(at(after, RAN), gone, kept)
+            unsharded.hold(at(after, RAN), gone, kept)
             gone = at(after, RESHARD)
-        whole.hold(at(gradient.born, RUN), gone, size)
+        unsharded.hold(at(gradient.born, RUN), gone, size)
     if micro.held == "shards":
-        shards.hold(0, shards.end, sum(each.kept_bytes for each in reductions))
+        shards.hold(0, shards.end, sum(reduction.kept_bytes for reduction in reductions))
     # One reduce-scatter is in flight: its input is freed when the next one's is allocated.
-    freed = [*(at(each.after, RESHARD) for each in reductions[1:]), buffers.end]
+    freed = [*(at(reduction.after, RESHARD) for reduction in reductions[1:]), buffers.end]
     for reduction, end in zip(reductions, freed, strict=False) if micro.reduces else ():
         after, size = reduction.after, reduction.size_bytes
         if (start := at(after, COPY_IN)) < end:
@@ -210,5 +215,5 @@ def reduced(
         if micro.held != "shards":
             shards.hold(at(after, REDUCE), shards.end, reduction.kept_bytes)
     return MicroBatchMemory(
-        buffers=buffers.levels(), gradients=whole.levels(), gradient_shards=shards.levels()
+        buffers=buffers.levels(), gradients=unsharded.levels(), gradient_shards=shards.levels()
     )
