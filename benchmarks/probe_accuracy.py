@@ -27,13 +27,8 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ring_between
 from estimator.placement.placement import nic_of
 from estimator.probe.devices.updates import fit_update
-from estimator.probe.links.copies import (
-    MESSAGE_SIZES_BYTES,
-    fit_line,
-    link_from,
-    message_points,
-    time_messages,
-)
+from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, fit_line
+from estimator.probe.links.network import pair_link, time_pairs
 from estimator.probe.machine import probe_machine
 from estimator.timeline.collectives.costs import GroupCollective, network_latency_s
 from estimator.units import parse_bandwidth_bytes_per_s
@@ -183,9 +178,9 @@ def links_part() -> list[Row]:
         with testbed(pair) as bed:
             for node in pair.nodes:
                 set_uplink(bed, node.name, rate, burst_bytes=round(rate * BURST_S))
-            # What sender and receiver saw of the probe's own messages.
-            told = launch(bed, pair.all_devices(), [sys.executable, __file__], pinned=True)
-        link = link_from("tcp", message_points([json.loads(text) for text in told]))
+            # What the sender saw of the probe's own messages.
+            printed, _ = launch(bed, pair.all_devices(), [sys.executable, __file__], pinned=True)
+        link = pair_link("tcp", "rack", json.loads(printed))
         error = abs(link.bandwidth_bytes_per_s / expected - 1)
         note = f"{link.bandwidth_bytes_per_s / 1e6:.2f} of {expected / 1e6:.2f} MB/s of payload"
         rows.append(judged("links", f"link limited to {name}", error, LINK_BOUND_RATIO, note=note))
@@ -204,10 +199,14 @@ def send_messages() -> None:
 
     dist: Any = torch_distributed
     dist.init_process_group("gloo")
-    arguments = {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": LINK_BUDGET_S}
-    windows = time_messages(dist.get_rank(), 2, arguments)
+    sizes = MESSAGE_SIZES_BYTES
+    pairs = [[(0, 1)]]
+    for message in time_pairs(
+        pairs, kind="cpu", group=None, sizes_bytes=sizes, budget_s=LINK_BUDGET_S
+    ):
+        print(json.dumps(message))
+    dist.barrier()
     dist.destroy_process_group()
-    print(json.dumps(windows))
 
 
 if __name__ == "__main__":

@@ -151,8 +151,7 @@ def _print_launch(
     # 'local-cpu' means cores, whatever else the nodes have.
     on_gpus = name != "local-cpu"
     if devices is None:
-        from estimator.probe.devices.inventory import read_cpu
-        from estimator.probe.machine import choose_devices
+        from estimator.probe.devices.inventory import choose_devices, read_cpu
 
         own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
         devices, on_gpus = len(own), own[0].kind == "cuda"

@@ -22,6 +22,7 @@ from estimator.placement.topology import Cluster
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import Place, discover
 from estimator.probe.cluster.rank import take_part
+from estimator.probe.machine import probe_machine
 from estimator.probe.option_types import Duration
 
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -71,7 +72,10 @@ def probe(
         )
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
-        if reason := take_part(place, host=socket.gethostname(), versions=versions()):
+        reason = take_part(
+            place, host=socket.gethostname(), versions=versions(), probe_machine=probe_machine
+        )
+        if reason:
             _tell(f"estimator: {reason}")
         return
     request = ClusterRequest(
@@ -108,6 +112,7 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
         request,
         host=socket.gethostname(),
         versions=versions(),
+        probe_machine=probe_machine,
         report=progress.report,
         say=progress.say,
         stop=stop,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -12,7 +13,6 @@ from typing import Any
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import known_machines, load_profile
 from estimator.machines.profile import (
-    CollectiveCost,
     Contention,
     Device,
     HostCost,
@@ -22,10 +22,10 @@ from estimator.machines.profile import (
     Link,
     MachineProfile,
     MemoryCost,
-    OverlapCost,
     Provenance,
     UpdateCost,
 )
+from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
 from estimator.probe.imports.findings import may_be_alike
@@ -37,7 +37,10 @@ _UPDATES = "updates: "
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Everything found so far; grows while the probe runs, whole at any moment."""
+    """Everything found so far; grows while the probe runs, whole at any moment.
+
+    `steps` is what all devices measured together, by the name of the step.
+    """
 
     at: str
     points: list[KernelPoint] = field(default_factory=list)
@@ -48,8 +51,7 @@ class Findings:
     input: dict[str, float] = field(default_factory=dict)
     updates: list[UpdateCost] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
-    collectives: list[CollectiveCost] = field(default_factory=list)
-    overlaps: list[OverlapCost] = field(default_factory=list)
+    steps: dict[str, ClusterFindings] = field(default_factory=dict)
     contentions: list[Contention] = field(default_factory=list)
     rank_jitter_ratio: float | None = None
     memory_resident: bool | None = None
@@ -91,16 +93,10 @@ class Findings:
             for device, first in zip(devices, (True, *(False for _ in devices)), strict=False)
         )
 
-    def keep(self, finding: Link | CollectiveCost | OverlapCost | str) -> None:
-        """Keep one measured link, collective or overlap, or a sentence on what is missing."""
-        if isinstance(finding, str):
-            self.missing.append(finding)
-        elif isinstance(finding, Link):
-            self.links.append(finding)
-        elif isinstance(finding, CollectiveCost):
-            self.collectives.append(finding)
-        else:
-            self.overlaps.append(finding)
+    def all_of(self, what: str) -> tuple[Any, ...]:
+        """The links, collectives, overlaps or sentences on what is missing, of all parts."""
+        steps = (getattr(found, what) for found in self.steps.values())
+        return (*getattr(self, what, ()), *itertools.chain(*steps))
 
     def _take_kernel(self, message: Mapping[str, Any]) -> None:
         if "call" in message:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
+from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.interference import (
     InterferenceWatch,
@@ -20,7 +20,13 @@ from estimator.probe.devices.interference import (
     default_patience_s,
     read_cpu_times,
 )
-from estimator.probe.devices.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
+from estimator.probe.devices.inventory import (
+    Cpu,
+    choose_devices,
+    core_groups,
+    read_cpu,
+    usable_threads,
+)
 from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, PinnedJob, run_jobs
 from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
@@ -35,6 +41,8 @@ _PLANNED_RATIO = 0.95
 # Of its share of that: what a part gets where those before it took too long, until so many times
 # the budget are over. A short probe loses detail, and none of its parts.
 _LEAST_RATIO, _OVERTIME_FACTOR = 0.25, 1.5
+# What the start of processes may take beyond that.
+_START_ALLOWANCE_S = 60.0
 # What can be cut at any moment comes last, and one bad kernel leaves a process without its GPU.
 _JOBS = {
     "preparing": ("grid.kernels:prepare", 0.02),
@@ -127,34 +135,6 @@ def _usual_canary_s(earlier: MachineProfile | None, device: Device, cpu: Cpu) ->
     return earlier.canary_s if same else None
 
 
-def choose_devices(
-    cpu: Cpu, *, devices: int | None = None, kind: DeviceKind | None = None
-) -> tuple[Device, ...]:
-    """The accelerators if there are any that torch can use, else groups of cores."""
-    gpus = () if kind == "cpu" else read_gpus()
-    if gpus and not torch_sees_cuda():
-        if kind == "cuda":
-            raise ProbeError("this torch cannot use the GPUs; install a CUDA build of torch")
-        gpus = ()
-    if kind == "cuda" and not gpus:
-        raise ProbeError("this machine has no NVIDIA GPU; probe it without asking for cuda")
-    if not gpus:
-        return core_groups(cpu, devices)
-    if devices is not None and not 1 <= devices <= len(gpus):
-        raise ProbeError(
-            f"{devices} devices were asked for, and this machine has {len(gpus)} GPUs; "
-            f"choose --devices from 1 to {len(gpus)}"
-        )
-    return gpus[:devices]
-
-
-def torch_sees_cuda() -> bool:
-    """Whether this torch can use a GPU of this machine."""
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 def _silent(_part: str, _fraction: float) -> None:
     pass
 
@@ -233,9 +213,9 @@ class _Probe:
             devices=with_best_rates(
                 findings.described(self.devices), findings.points, findings.tf32_points
             ),
-            links=tuple(findings.links),
-            collectives=tuple(findings.collectives),
-            overlaps=tuple(findings.overlaps),
+            links=findings.all_of("links"),
+            collectives=findings.all_of("collectives"),
+            overlaps=findings.all_of("overlaps"),
             kernels=findings.kernel_costs(),
             contentions=tuple(findings.contentions),
             host=findings.host_cost(),
@@ -247,7 +227,7 @@ class _Probe:
             canary_s=self.watch.seen.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
             kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
-            missing=tuple(findings.missing),
+            missing=findings.all_of("missing"),
             interference=self.watch.seen.interference(
                 self.watching.usual_canary_s, on_gpu=self.devices[0].kind == "cuda"
             ),
@@ -280,10 +260,10 @@ class _Probe:
         ]
         if len(self.devices) > 1:
             parts += [
-                _MachinePart("collectives", 0.11, self._watched(self._collectives)),
+                _MachinePart("collectives", 0.11, self._in_step("collectives")),
                 _MachinePart("contention", 0.06, self._watched(self._contention)),
-                _MachinePart("overlap", 0.12, self._watched(self._overlaps)),
-                _MachinePart("copies", 0.04, self._watched(self._copies)),
+                _MachinePart("overlap", 0.12, self._in_step("overlap")),
+                _MachinePart("copies", 0.04, self._in_step("copies")),
             ]
         if self.devices[0].kind == "cuda":
             parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
@@ -292,16 +272,10 @@ class _Probe:
     def _watched(self, measure: Callable[[float], None]) -> Callable[[float], None]:
         """A part that is measured again, from its beginning, where others disturbed it."""
 
-        def run(budget_s: float) -> None:
-            before = self.findings
+        return lambda budget_s: self.watch.run(partial(measure, budget_s))
 
-            def once() -> None:
-                self.findings = copy.deepcopy(before)
-                measure(budget_s)
-
-            self.watch.run(once)
-
-        return run
+    def _in_step(self, step: str) -> Callable[[float], None]:
+        return self._watched(partial(self._run_step, step))
 
     def _take(self, part: str, message: dict[str, Any]) -> None:
         self.findings.take(part, message)
@@ -399,42 +373,24 @@ class _Probe:
         from estimator.probe.devices.contention import probe_contention
 
         found = probe_contention(self.devices, budget_s=budget_s, at=self.findings.at)
-        self.findings.contentions.extend(found.contentions)
+        self.findings.contentions = list(found.contentions)
         self.findings.rank_jitter_ratio = found.rank_jitter_ratio
 
-    def _collectives(self, budget_s: float) -> None:
-        from estimator.probe.links.collectives import probe_collectives
+    def _run_step(self, step: str, budget_s: float) -> None:
+        """One of the steps that all devices run together; what it found so far is kept."""
 
-        probe_collectives(
-            self.devices,
-            self._communication(),
-            budget_s=budget_s,
-            report=self._keep("collectives"),
-            ranks=self.ranks,
+        def take(_rank: int, message: dict[str, Any]) -> None:
+            self.findings.steps[step] = ClusterFindings.from_dict(message)
+            self.tell(step)
+
+        self.ranks.run(
+            "estimator.probe.cluster.steps:run_on_node",
+            {
+                "step": step,
+                "devices": [asdict(device) for device in self.devices],
+                "at": self.findings.at,
+                "seconds": budget_s,
+            },
+            timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+            on_report=take,
         )
-
-    def _overlaps(self, budget_s: float) -> None:
-        from estimator.probe.links.overlap import probe_overlaps
-
-        probe_overlaps(
-            self.devices,
-            self._communication(),
-            budget_s=budget_s,
-            report=self._keep("overlap"),
-            ranks=self.ranks,
-        )
-
-    def _copies(self, budget_s: float) -> None:
-        from estimator.probe.links.copies import probe_copies
-
-        probe_copies(self.devices, budget_s=budget_s, report=self._keep("copies"), ranks=self.ranks)
-
-    def _keep(self, part: str) -> Callable[[Any], None]:
-        def keep(finding: Any) -> None:
-            self.findings.keep(finding)
-            self.tell(part)
-
-        return keep
-
-    def _communication(self) -> str:
-        return "nccl" if self.devices[0].kind == "cuda" else "gloo"

@@ -26,11 +26,10 @@ from estimator.probe.devices.calls import (
     torch_dtype,
 )
 from estimator.probe.devices.interference import SHARED_GPU_RATIO
-from estimator.probe.devices.inventory import read_cpu
+from estimator.probe.devices.inventory import read_cpu, torch_sees_cuda
 from estimator.probe.devices.jobs import Emit, PinnedJob, canary_s, run_jobs
 from estimator.probe.devices.updates import TORCH_OPTIMIZERS, optimizer_of
 from estimator.probe.grid.kernels import float32_matmuls, noise_ratio
-from estimator.probe.machine import torch_sees_cuda
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.workload.optimizers import RULES
 

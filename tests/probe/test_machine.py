@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import permutations
@@ -21,6 +21,9 @@ from estimator.machines.profile import (
     Provenance,
 )
 from estimator.probe import machine as machine_module
+from estimator.probe.cluster.findings import ClusterFindings, Member, World
+from estimator.probe.cluster.steps import ProbePlan, links_of_node
+from estimator.probe.devices import inventory
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
 from estimator.probe.devices.interference import CpuTimes, Seen
@@ -116,7 +119,7 @@ def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.Monkey
 
 
 def test_asking_for_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "read_gpus", lambda: ())
+    monkeypatch.setattr(inventory, "read_gpus", lambda: ())
     with pytest.raises(ProbeError, match="no NVIDIA GPU"):
         probe_machine(kind="cuda")
 
@@ -360,6 +363,49 @@ def test_copies_of_gpus_without_peer_to_peer_go_over_the_host() -> None:
     (link,) = box.links
     assert (link.kind, link.peer_to_peer, link.reduces) == ("pcie", False, False)
     assert link.bandwidth_bytes_per_s == pytest.approx(9e9, rel=1e-3)
+
+
+class _AtHome:
+    """A group of all GPUs of a node, whose every rank finds the same, in the order asked for."""
+
+    kind = "cuda"
+
+    def __init__(self, devices: tuple[Device, ...], *found: list[Any]) -> None:
+        members = [
+            Member(rank=rank, host="", device=device, machine="")
+            for rank, device in enumerate(devices)
+        ]
+        self.world, self.found = World(members=tuple(members)), list(found)
+
+    def measured(self, ranks: Sequence[int], _measure: Any) -> list[list[Any]]:
+        own = self.found.pop(0)
+        return [own for _ in ranks]
+
+
+def test_links_of_gpus_are_those_to_the_host_with_all_busy_and_those_between_any_two() -> None:
+    devices = gpus("NVIDIA A10G", lambda *_: "no", count=2)
+    sizes = (1e6, 1e8)
+    over_host = [
+        {"kind": kind, "pinned": pinned, "points": [(size, size / 1e10) for size in sizes]}
+        for kind in ("h2d", "d2h")
+        for pinned in (True, False)
+    ]
+    between = [
+        {"from": one, "to": other, "points": [(size, size / 5e9) for size in sizes]}
+        for one, other in ((0, 1), (1, 0))
+    ]
+    plan = ProbePlan(findings=ClusterFindings(at="now"))
+    assert links_of_node(_AtHome(devices, over_host, between), plan, 1.0) == ""  # type: ignore[arg-type]
+    links = plan.findings.links
+    assert [(link.kind, link.pinned, link.flows) for link in links] == [
+        ("h2d", True, 2),
+        ("h2d", False, 2),
+        ("d2h", True, 2),
+        ("d2h", False, 2),
+        ("pcie", False, 1),
+    ]
+    assert links[-1].bandwidth_bytes_per_s == pytest.approx(5e9, rel=1e-3)
+    assert not links[-1].peer_to_peer
 
 
 def test_bridged_pairs_are_rings_of_two_beside_the_bus_of_all() -> None:

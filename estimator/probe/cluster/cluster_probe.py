@@ -25,7 +25,7 @@ from estimator.probe.cluster.findings import (
     in_world_order,
     unequal_versions,
 )
-from estimator.probe.cluster.rank import START_S, numbered, take_part
+from estimator.probe.cluster.rank import START_S, ProbeMachine, numbered, take_part
 from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
 from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
 
@@ -81,6 +81,7 @@ def probe_cluster(
     *,
     host: str,
     versions: Mapping[str, str],
+    probe_machine: ProbeMachine,
     report: Report,
     say: Say,
     stop: threading.Event,
@@ -105,7 +106,13 @@ def probe_cluster(
         def work() -> None:
             # What goes wrong is in the store, where the keeper reads it.
             with contextlib.suppress(EstimatorError):
-                take_part(place, host=host, versions=versions, on_report=keeper.take)
+                take_part(
+                    place,
+                    host=host,
+                    versions=versions,
+                    probe_machine=probe_machine,
+                    on_report=keeper.take,
+                )
 
         # A thread of its own, so that rank 0's steps run beside the watch over all.
         own = threading.Thread(target=work, name="rank 0", daemon=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -47,10 +47,14 @@ class Member:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Member:
         """Build a member from the values of `to_dict`."""
-        device = {**data["device"], "cores": tuple(data["device"]["cores"])}
         above = data["switches"]
         switches = None if above is None else tuple(above)
-        return cls(**{**data, "device": Device(**device), "switches": switches})
+        return cls(**{**data, "device": device_from(data["device"]), "switches": switches})
+
+
+def device_from(data: Mapping[str, Any]) -> Device:
+    """A device from its fields as JSON values."""
+    return Device(**{**data, "cores": tuple(data["cores"])})
 
 
 def in_world_order(members: Iterable[Member], cluster: Cluster | None) -> tuple[Member, ...]:
@@ -168,6 +172,41 @@ class World:
             return frozenset({"the network"})
         ups, downs = set(self._switches(host)), set(self._switches(other))
         return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})
+
+
+def shapes(world: World) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks worth measuring, the most telling first.
+
+    Everything; one device on each of two, of all, and of three nodes; all devices of two nodes;
+    then the powers of two between. Two nodes in one rack, and two in unlike ones.
+    """
+    nodes = list(world.nodes.values())
+    per_node, count = world.devices_per_node, len(nodes)
+    powers = [1 << power for power in range(2, count.bit_length()) if 1 << power < count]
+    wanted = [(1, 2), (1, count), (per_node, 2), (1, 3), (per_node, 3)]
+    wanted += [(devices, power) for power in powers for devices in (1, per_node)]
+    blocks = [
+        tuple(position for node in nodes[:number] for position in node[:devices])
+        for devices, number in wanted
+        if number <= count
+    ]
+    first_of = {world.rack_of(host): node[0] for host, node in reversed(world.nodes.items())}
+    across_racks = tuple(sorted(first_of.values()))[:2]
+    groups = dict.fromkeys((tuple(range(len(world.members))), *blocks, across_racks))
+    return (group for group in groups if len(group) > 1)
+
+
+def shape_words(world: World, group: Sequence[int]) -> str:
+    """A group in words.
+
+    >>> shape_words(World(members=()), ())
+    '0 ranks'
+    """
+    hosts = world.hosts(group)
+    counts = {hosts.count(host) for host in hosts}
+    if len(counts) == 1:
+        return f"{counts.pop()} × {len(set(hosts))} nodes"
+    return f"{len(group)} ranks"
 
 
 def device_locality(device: Device, other: Device) -> DeviceLocality:

@@ -10,14 +10,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.probe.cluster.findings import Member, World
+from estimator.probe.cluster.findings import Member, World, device_from
 from estimator.probe.cluster.signed_store import SignedStore, Signer, connect, dist
-from estimator.probe.devices.ranks import collected
 
 # How often a rank looks whether this world has been given up.
 _POLL_S = 0.25
@@ -58,17 +57,17 @@ class Group:
             self._handles[ranks] = dist.new_group(list(ranks))
         return self._handles[ranks]
 
-    def measured(self, ranks: Sequence[int], measure: Callable[[Any], None]) -> list[list[Any]]:
-        """What each of `ranks` reports in `measure`, called with their group; [] but at home.
+    def measured(
+        self, ranks: Sequence[int], measure: Callable[[Any], Iterable[Any]]
+    ) -> list[list[Any]]:
+        """What each of `ranks` found in `measure`, called with their group; [] but at home.
 
         They begin together, as each counts the time that it has from there on.
         """
         group, key = self.handle(ranks), self._next_key()
         if self.rank in ranks:
             dist.barrier(group)
-            with collected() as reports:
-                measure(group)
-            self.store.post(f"{key}/{self.rank}", reports)
+            self.store.post(f"{key}/{self.rank}", list(measure(group)))
         if not self.is_home:
             return []
         return [self._awaited(f"{key}/{rank}") for rank in ranks]
@@ -82,6 +81,27 @@ class Group:
         if value is None:
             raise ProbeError(f"nothing was heard of {key}; start all ranks together")
         return value
+
+
+_own_group: Group | None = None
+
+
+def group_of_node(devices: Sequence[Mapping[str, Any]]) -> Group:
+    """This rank's side of the world of one node's `devices`, whose process group is up.
+
+    It is the same in every call of a process: the world's keys are used once.
+    """
+    global _own_group
+    if _own_group is None:
+        members = tuple(
+            Member(rank=rank, host="", device=device_from(device), machine="")
+            for rank, device in enumerate(devices)
+        )
+        # The group's own store is a file that no other user can read.
+        own = dist.PrefixStore("steps", dist.distributed_c10d._get_default_store())
+        store = SignedStore(own, Signer(b""))
+        _own_group = Group(store, World(members=members), dist.get_rank(), "node")
+    return _own_group
 
 
 def run_in_world(rank: int, order: Mapping[str, Any], run: Callable[[Group], None]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import Device
+from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.cluster.discovery import (
     Place,
     await_secret_of_this_host,
@@ -26,9 +26,11 @@ from estimator.probe.cluster.discovery import (
 )
 from estimator.probe.cluster.findings import Member
 from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
-from estimator.probe.devices.inventory import core_groups, read_cpu, read_gpus
+from estimator.probe.devices.inventory import choose_devices, core_groups, read_cpu, read_gpus
 from estimator.probe.devices.ranks import run_on_devices
-from estimator.probe.machine import choose_devices, probe_machine
+
+# `estimator.probe.machine.probe_machine`.
+ProbeMachine = Callable[..., MachineProfile]
 
 # Ranks start within this time of each other, file systems being slow.
 START_S = 55.0
@@ -48,11 +50,13 @@ def take_part(
     *,
     host: str,
     versions: Mapping[str, str],
+    probe_machine: ProbeMachine,
     on_report: Callable[[dict[str, Any]], None] | None = None,
 ) -> str:
     """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
 
-    `host` is what this rank's node is called. `on_report` gets what this rank's steps report.
+    `host` is what this rank's node is called, `probe_machine` measures it alone where rank 0 asks
+    for that. `on_report` gets what this rank's steps report.
     Raises ProbeError where rank 0 is not to be reached; another rank ends its process, saying
     so, where nothing was heard of rank 0 for long.
     """
@@ -75,7 +79,8 @@ def take_part(
                 "together"
             )
         reason = _why_left_out(place.rank, nonce, roster)
-        return reason or _Member(place, store, roster, on_report).work(host, versions)
+        member = _Member(place, store, roster, probe_machine, on_report)
+        return reason or member.work(host, versions)
 
 
 def _why_left_out(rank: int, nonce: str, roster: Mapping[str, Any]) -> str:
@@ -162,9 +167,11 @@ class _Member:
         place: Place,
         store: SignedStore,
         roster: Mapping[str, Any],
+        probe_machine: ProbeMachine,
         on_report: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.place, self.store, self.roster, self.on_report = place, store, roster, on_report
+        self.place, self.store, self.roster = place, store, roster
+        self.probe_machine, self.on_report = probe_machine, on_report
 
     def work(self, host: str, versions: Mapping[str, str]) -> str:
         """Say which device this is, then be in world after world until the end.
@@ -212,7 +219,7 @@ class _Member:
 
         try:
             # Ranks that wait for each other are busy themselves.
-            profile = probe_machine(report=poll, patience_s=0.0, **arguments).to_dict()
+            profile = self.probe_machine(report=poll, patience_s=0.0, **arguments).to_dict()
             self.store.post(f"machine/{self.place.rank}", {"profile": profile})
         except EstimatorError as error:
             reason = " ".join(str(error).split())[:_MOST_CHARACTERS]

@@ -6,6 +6,7 @@ are kept on the home rank, which also decides what follows from them.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,28 +15,47 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from estimator.machines.profile import CollectiveCost, CollectiveName, DeviceKind, LinkKind
+from estimator.machines.profile import (
+    CollectiveCost,
+    CollectiveName,
+    DeviceKind,
+    LinkKind,
+    Locality,
+)
 from estimator.placement.mesh import carrier_of
 from estimator.probe.cluster.findings import (
     ClusterFindings,
     World,
     device_locality,
+    shape_words,
+    shapes,
     slow_links,
     slow_nodes,
 )
-from estimator.probe.cluster.group import Group, run_in_world
-from estimator.probe.cluster.shapes import (
-    OTHER_SIZES_BYTES,
-    SIZES_BYTES,
-    shape_costs,
-    shape_words,
-    shapes,
-    time_shape,
-)
+from estimator.probe.cluster.group import Group, group_of_node, run_in_world
+from estimator.probe.cluster.signed_store import dist
 from estimator.probe.devices.backend import open_backend
 from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.ranks import report
-from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, typical_link
+from estimator.probe.links.collectives import (
+    BLOCKING_PARTS,
+    NODE_PARTS,
+    NODE_SIZES_BYTES,
+    OTHER_SIZES_BYTES,
+    SIZES_BYTES,
+    TimedPart,
+    shape_costs,
+    time_collectives,
+)
+from estimator.probe.links.copies import (
+    MESSAGE_SIZES_BYTES,
+    Points,
+    host_copies,
+    host_link,
+    peer_links,
+    time_peer_copies,
+    typical_link,
+)
 from estimator.probe.links.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
@@ -47,7 +67,7 @@ from estimator.probe.links.network import (
     time_flows,
     time_pairs,
 )
-from estimator.probe.links.overlap import overlap_cost, time_rank
+from estimator.probe.links.overlap import NODE_CASES, overlap_cost, time_overlaps
 from estimator.units import MIB
 
 # A step of so many planned seconds also starts and ends; that much of them is for measuring.
@@ -156,7 +176,7 @@ def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> str:
     return ""
 
 
-def _time_canary(kind: DeviceKind, _handle: Any) -> None:
+def _time_canary(kind: DeviceKind, _handle: Any) -> list[float]:
     """On average and not in the middle: a node whose CPU time is rationed computes at full speed
     most of the time, and not at all in between.
     """
@@ -171,7 +191,7 @@ def _time_canary(kind: DeviceKind, _handle: Any) -> None:
             count += 1
         means_s.append((time.perf_counter() - began) / count)
     # Other programs only ever add to it.
-    report(min(means_s))
+    return [min(means_s)]
 
 
 _PAIRS_PER_CLASS = 3
@@ -179,16 +199,6 @@ _PAIRS_PER_CLASS = 3
 # time again: most such pairs were only disturbed.
 _SLOW_RATIO = 0.9
 _AGAIN_SHARE = 0.3
-
-TimedRank = Callable[[int, int, Mapping[str, Any]], None]
-
-
-def _timed_as_rank(
-    call: TimedRank, group: Group, ranks: Sequence[int], arguments: dict[str, Any], handle: Any
-) -> None:
-    """Call one of the functions of `estimator.probe.links` as this rank among `ranks`."""
-    call(ranks.index(group.rank), len(ranks), arguments | {"group": handle})
-
 
 PairMessages = dict[tuple[str, str], Mapping[str, Any]]
 
@@ -259,13 +269,17 @@ def _pairs(
     seconds: float,
 ) -> dict[tuple[int, int], Mapping[str, Any]]:
     """What the senders of `pairs` of positions in `ranks` report, by (from, to)."""
-    arguments = {
-        "kind": group.kind,
-        "pairs": pairs,
-        "sizes_bytes": sizes_bytes,
-        "budget_s": MEASURING_RATIO * seconds,
-    }
-    reports = group.measured(ranks, partial(_timed_as_rank, time_pairs, group, ranks, arguments))
+
+    def measure(handle: Any) -> Iterator[Any]:
+        return time_pairs(
+            pairs,
+            kind=group.kind,
+            group=handle,
+            sizes_bytes=sizes_bytes,
+            budget_s=MEASURING_RATIO * seconds,
+        )
+
+    reports = group.measured(ranks, measure)
     return {
         (message["from"], message["to"]): message for messages in reports for message in messages
     }
@@ -279,13 +293,17 @@ def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> str:
         count = len(ranks) // 2
         # The process group counts its ranks in order, whichever sends.
         order = sorted(ranks)
-        arguments = {
-            "kind": group.kind,
-            "flows": [(order.index(ranks[n]), order.index(ranks[n + count])) for n in range(count)],
-            "sizes_bytes": FLOW_SIZES_BYTES,
-            "budget_s": MEASURING_RATIO * seconds / len(cases),
-        }
-        measure = partial(_timed_as_rank, time_flows, group, order, arguments)
+        flows = [(order.index(ranks[n]), order.index(ranks[n + count])) for n in range(count)]
+
+        def measure(handle: Any, flows: Any = flows) -> Iterator[Any]:
+            return time_flows(
+                flows,
+                kind=group.kind,
+                group=handle,
+                sizes_bytes=FLOW_SIZES_BYTES,
+                budget_s=MEASURING_RATIO * seconds / len(cases),
+            )
+
         reports = group.measured(order, measure)
         messages = [message for mine in reports for message in mine]
         if messages:
@@ -313,11 +331,15 @@ def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
 def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     """One pair of devices of one node for each way in which two of them are near."""
     ranks = group.world.densest_first[0]
-    kind: LinkKind = "d2d" if group.kind == "cuda" else "loopback"
-    pairs: dict[Any, tuple[int, int]] = {}
+    on_cuda = group.kind == "cuda"
+    kind: LinkKind = "d2d" if on_cuda else "loopback"
+    pairs: dict[Locality, tuple[int, int]] = {}
     for (a, one), (b, two) in permutations(enumerate(ranks), 2):
         members = group.world.members
-        locality = device_locality(members[one].device, members[two].device)
+        # The loopback of a host is one, whichever cores talk over it.
+        locality: Locality = (
+            device_locality(members[one].device, members[two].device) if on_cuda else "node"
+        )
         if (kind, locality) not in plan.known_links:
             pairs.setdefault(locality, (a, b))
     if pairs:
@@ -368,8 +390,8 @@ _LEAST_GROUP_RATIO = 0.1
 
 def all_reduce_everywhere(group: Group, plan: ProbePlan, seconds: float) -> str:
     """The group that data-parallel training uses, also with two all-reduces at once."""
-    ranks = next(shapes(group.world))
-    _collectives(group, plan, ranks, ["all_reduce"], seconds, SIZES_BYTES, pairs=True)
+    parts = [TimedPart("calls", "all_reduce", 2.0), TimedPart("pairs", "all_reduce")]
+    _collectives(group, plan, next(shapes(group.world)), parts, seconds, SIZES_BYTES)
     return ""
 
 
@@ -383,14 +405,14 @@ def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
             words = ", ".join(shape_words(group.world, each) for each in groups[number:])
             return f"{words}: the budget was over"
         own_s = left_s / min(_GROUPS_AT_MOST, len(groups) - number)
-        _collectives(group, plan, ranks, ["all_reduce"], own_s, SIZES_BYTES)
+        _collectives(group, plan, ranks, _calls_of("all_reduce"), own_s, SIZES_BYTES)
     return ""
 
 
 def other_collectives(group: Group, plan: ProbePlan, seconds: float) -> str:
     """What sharded training and parameter servers use, over everything."""
-    ops = [*_sharding_ops(group.kind), "broadcast"]
-    _collectives(group, plan, next(shapes(group.world)), ops, seconds, OTHER_SIZES_BYTES)
+    parts = _calls_of(*_sharding_ops(group.kind), "broadcast")
+    _collectives(group, plan, next(shapes(group.world)), parts, seconds, OTHER_SIZES_BYTES)
     return ""
 
 
@@ -399,20 +421,26 @@ def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
     world = group.world
     ops = _sharding_ops(group.kind)
     # Calls inside nodes are short, and as they share the cores of a node, uneven.
-    _collectives(group, plan, world.firsts[:2], ops, 0.4 * seconds, OTHER_SIZES_BYTES)
+    _collectives(group, plan, world.firsts[:2], _calls_of(*ops), 0.4 * seconds, OTHER_SIZES_BYTES)
     per_node = world.devices_per_node
     if per_node > 1:
         # Groups inside nodes, in all nodes at the same time, as HSDP shards a model.
         groups = [positions[:per_node] for positions in world.nodes.values()]
-        _collectives(
-            group,
-            plan,
-            [position for positions in groups for position in positions],
-            [*ops, "all_reduce"],
-            0.6 * seconds,
-            OTHER_SIZES_BYTES,
-            groups=groups,
-        )
+        ranks = [position for positions in groups for position in positions]
+        parts = _calls_of(*ops, "all_reduce")
+        _collectives(group, plan, ranks, parts, 0.6 * seconds, OTHER_SIZES_BYTES, groups=groups)
+    return ""
+
+
+def collectives_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+    """Every collective over the first 2, 3, … and all devices of this node."""
+    count = len(group.world.members)
+    parts = [*NODE_PARTS, *(BLOCKING_PARTS if group.kind == "cpu" else ())]
+    # All devices first: the group that data-parallel training uses most. It has half the time,
+    # where smaller groups are to be measured too.
+    for size in range(count, 1, -1):
+        share = 1.0 if count == 2 else 0.5 if size == count else 0.5 / (count - 2)
+        _collectives(group, plan, range(size), parts, seconds * share, NODE_SIZES_BYTES)
     return ""
 
 
@@ -420,27 +448,25 @@ def _collectives(
     group: Group,
     plan: ProbePlan,
     ranks: Sequence[int],
-    ops: Sequence[str],
+    parts: Sequence[TimedPart],
     seconds: float,
     sizes_bytes: Sequence[int],
     *,
-    pairs: bool = False,
     groups: Sequence[Sequence[int]] = (),
 ) -> None:
     """Time collectives over `ranks`, or over several `groups` of them at the same time."""
     world = group.world
     handles = {tuple(own): group.handle(own) for own in groups}
 
-    def measure(meeting: Any) -> None:
+    def measure(meeting: Any) -> Iterator[Any]:
         own = next((handle for own, handle in handles.items() if group.rank in own), meeting)
-        time_shape(
-            ops,
+        return time_collectives(
+            parts,
             kind=group.kind,
             group=own,
             meeting=meeting,
             sizes_bytes=sizes_bytes,
             budget_s=MEASURING_RATIO * seconds,
-            pairs=pairs,
         )
 
     reports = group.measured(ranks, measure)
@@ -455,7 +481,12 @@ def _collectives(
     plan.keep()
 
 
-def _sharding_ops(kind: DeviceKind) -> list[str]:
+def _calls_of(*ops: CollectiveName) -> list[TimedPart]:
+    """Each of these collectives call by call, the first for twice as long."""
+    return [TimedPart("calls", op, 1.0 if number else 2.0) for number, op in enumerate(ops)]
+
+
+def _sharding_ops(kind: DeviceKind) -> list[CollectiveName]:
     """The collectives of FSDP, but those that another one is run for."""
     ops: tuple[CollectiveName, ...] = ("all_gather", "reduce_scatter")
     return [op for op in ops if carrier_of(op, kind) == op]
@@ -463,9 +494,10 @@ def _sharding_ops(kind: DeviceKind) -> list[str]:
 
 _OVERLAP_SIZES_BYTES = (25 * MIB, 8 * MIB, 4 * MIB, 1 * MIB)
 _COMPUTE_RATIO = 2.0
-# Rounds of overlap.time_rank with its warm-up, each of two computes and three collectives, beside
-# two kinds of compute.
+# Rounds of overlap.time_overlaps with its warm-up, each of two computes and three collectives,
+# beside two kinds of compute.
 _OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
+_NODE_COMPUTE_RATIO = 3.0
 
 
 def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
@@ -478,28 +510,37 @@ def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
         if not cases:
             words = shape_words(world, ranks)
             return f"{words}: the links are too slow to do it in time; use a larger --budget"
-        arguments = {
-            "kind": group.kind,
-            "budget_s": planned_s,
-            "cases": cases,
-            "compute_ratio": _COMPUTE_RATIO,
-        }
-
-        measure = partial(_timed_as_rank, time_rank, group, ranks, arguments)
-        reports = group.measured(ranks, measure)
-        plan.findings.overlaps += [
-            overlap_cost(
-                messages[0]["compute"],
-                messages[0]["size_bytes"],
-                messages[0]["in_flight"],
-                world.backend,
-                [message["rounds"] for message in messages],
-                nodes=len(set(world.hosts(ranks))),
-            )
-            for messages in zip(*reports, strict=True)
-        ]
-        plan.keep()
+        _overlaps(group, plan, ranks, cases, _COMPUTE_RATIO, planned_s)
     return ""
+
+
+def overlap_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+    """All-reduces over all devices of this node beside compute."""
+    ranks = range(len(group.world.members))
+    _overlaps(group, plan, ranks, NODE_CASES, _NODE_COMPUTE_RATIO, MEASURING_RATIO * seconds)
+    return ""
+
+
+def _overlaps(
+    group: Group,
+    plan: ProbePlan,
+    ranks: Sequence[int],
+    cases: Sequence[tuple[int, int]],
+    compute_ratio: float,
+    budget_s: float,
+) -> None:
+    def measure(handle: Any) -> Iterator[Any]:
+        return time_overlaps(
+            cases, kind=group.kind, group=handle, compute_ratio=compute_ratio, budget_s=budget_s
+        )
+
+    world = group.world
+    nodes = len(set(world.hosts(ranks)))
+    plan.findings.overlaps += [
+        overlap_cost(messages, world.backend, nodes=nodes)
+        for messages in zip(*group.measured(ranks, measure), strict=True)
+    ]
+    plan.keep()
 
 
 def _cost_of(plan: ProbePlan, hosts: Sequence[str]) -> CollectiveCost | None:
@@ -525,3 +566,63 @@ def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[
                 cases.append((size, flights))
                 left_s -= taken_s
     return cases
+
+
+def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+    """The links between devices of this node; of accelerators those to the host, all busy, too."""
+    if group.kind != "cuda":
+        return links_inside_a_node(group, plan, seconds)
+    devices = group.world.own_devices
+    everything = range(len(devices))
+    own_s = seconds / 2
+
+    def over_the_host(handle: Any) -> list[Any]:
+        import torch
+
+        backend = open_backend("cuda", torch.cuda.current_device())
+
+        def meet() -> None:
+            dist.barrier(handle)
+            backend.synchronize()
+
+        return host_copies(backend, torch, meet=meet, budget_s=own_s)
+
+    points: dict[tuple[str, bool], Points] = {}
+    for message in itertools.chain(*group.measured(everything, over_the_host)):
+        key = message["kind"], message["pinned"]
+        points.setdefault(key, []).extend((size, taken_s) for size, taken_s in message["points"])
+    for (kind, pinned), found in points.items():
+        plan.findings.links.append(host_link(kind, found, pinned=pinned, flows=len(devices)))
+    plan.keep()
+    # One process copies from any device to any other.
+    indices = [device.index for device in devices]
+    (copied,) = group.measured((0,), lambda _: time_peer_copies(indices, budget_s=own_s)) or [[]]
+    pairs = {
+        (one["from"], one["to"]): [(size, taken_s) for size, taken_s in one["points"]]
+        for one in copied
+    }
+    plan.findings.links += peer_links(devices, pairs)
+    plan.keep()
+    return ""
+
+
+# What is measured of one node alone, by the name of its part of the probe.
+NODE_STEPS = {
+    "collectives": collectives_of_node,
+    "overlap": overlap_of_node,
+    "copies": links_of_node,
+}
+
+
+def run_on_node(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
+    """Run one of NODE_STEPS in the world of one node; the home rank reports the findings so far."""
+    group = group_of_node(arguments["devices"])
+    findings = ClusterFindings(at=arguments["at"])
+
+    def keep() -> None:
+        if group.is_home:
+            report(findings.to_dict(group.world))
+
+    plan = ProbePlan(findings=findings, keep=keep)
+    NODE_STEPS[arguments["step"]](group, plan, arguments["seconds"])
+    keep()

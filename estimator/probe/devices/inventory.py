@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device
+from estimator.machines.profile import Device, DeviceKind
 
 Fact = str | int | float | bool | None
 
@@ -452,3 +452,31 @@ def _peer_facts(nvml: Any, index: int, handles: list[Any]) -> dict[str, Fact]:
 def _other_processes(nvml: Any, handle: Any) -> int:
     running = nvml_answer(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
     return sum(1 for process in running if process.pid != os.getpid())
+
+
+def choose_devices(
+    cpu: Cpu, *, devices: int | None = None, kind: DeviceKind | None = None
+) -> tuple[Device, ...]:
+    """The accelerators if there are any that torch can use, else groups of cores."""
+    gpus = () if kind == "cpu" else read_gpus()
+    if gpus and not torch_sees_cuda():
+        if kind == "cuda":
+            raise ProbeError("this torch cannot use the GPUs; install a CUDA build of torch")
+        gpus = ()
+    if kind == "cuda" and not gpus:
+        raise ProbeError("this machine has no NVIDIA GPU; probe it without asking for cuda")
+    if not gpus:
+        return core_groups(cpu, devices)
+    if devices is not None and not 1 <= devices <= len(gpus):
+        raise ProbeError(
+            f"{devices} devices were asked for, and this machine has {len(gpus)} GPUs; "
+            f"choose --devices from 1 to {len(gpus)}"
+        )
+    return gpus[:devices]
+
+
+def torch_sees_cuda() -> bool:
+    """Whether this torch can use a GPU of this machine."""
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -29,26 +29,12 @@ from estimator.errors import EstimatorError, ProbeError, cause
 from estimator.machines.profile import Device
 
 _connection: socket.socket | None = None
-_collecting: list[list[Any]] = []
 
 
 def report(value: Any) -> None:
     """Send a partial result (JSON values) from inside a rank to the `on_report` of its run."""
-    if _collecting:
-        _collecting[-1].append(value)
-    elif _connection is not None:
+    if _connection is not None:
         send(_connection, {"report": value})
-
-
-@contextlib.contextmanager
-def collected() -> Iterator[list[Any]]:
-    """What is reported within the block comes into this list instead."""
-    reports: list[Any] = []
-    _collecting.append(reports)
-    try:
-        yield reports
-    finally:
-        _collecting.pop()
 
 
 def send(link: socket.socket, message: Mapping[str, Any]) -> None:
@@ -188,15 +174,6 @@ def _process_group(place: Mapping[str, Any]) -> Iterator[None]:
     yield
     dist.destroy_process_group()
 
-
-__all__ = [
-    "DeviceProcesses",
-    "collected",
-    "pretouch_memory",
-    "report",
-    "run_on_devices",
-    "world_of",
-]
 
 RankReport = Callable[[int, Any], None]
 
@@ -416,16 +393,6 @@ class DeviceProcesses:
             with contextlib.suppress(TimeoutError):
                 self._receive(rank, None)
         return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
-
-
-@contextlib.contextmanager
-def world_of(devices: Sequence[Device], ranks: DeviceProcesses | None) -> Iterator[DeviceProcesses]:
-    """The processes `ranks`, which are a world of all devices, or else some for the block alone."""
-    if ranks is not None:
-        yield ranks
-        return
-    with DeviceProcesses(devices, world=True) as own:
-        yield own
 
 
 def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:

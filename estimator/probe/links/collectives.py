@@ -1,4 +1,4 @@
-"""Time collectives over groups of this machine's devices."""
+"""Time collectives over groups of ranks, on one node or on many, on a clock that all share."""
 
 from __future__ import annotations
 
@@ -6,132 +6,382 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal
 
-from estimator.errors import ProbeError
-from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
+from estimator.machines.profile import CollectiveCost, CollectiveName, Provenance
 from estimator.probe.devices.backend import device_seconds
-from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
-from estimator.probe.links.copies import fit_line
+from estimator.probe.links.copies import Pace, fit_line, largest
 from estimator.units import KIB, MIB
 
-SIZES_BYTES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
-# Gradients are merged by all-reduces; the other collectives matter to fewer strategies.
-_SHARES = {
-    "all_reduce": 0.48,
-    "all_gather": 0.13,
-    "reduce_scatter": 0.13,
-    "broadcast": 0.13,
-    "all_to_all": 0.13,
-}
-_ROUNDS = 2
-_FEWEST_REPEATS, _MOST_REPEATS = 3, 100
-_WARM_UPS = 2
-# A gradient bucket was written a while ago: buffers are used in turn, so that when one comes round
-# again up to this much has passed through the caches.
-_TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
-_START_ALLOWANCE_S = 60.0
-# Of gloo's calls, sorted by time, the mean leaves out this share at both ends.
-_TRIMMED_RATIO = 0.05
+# From DDP's smallest buckets to its largest, its default of 25 MiB among them.
+SIZES_BYTES = (
+    KIB,
+    16 * KIB,
+    128 * KIB,
+    1 * MIB,
+    4 * MIB,
+    16 * MIB,
+    25 * MIB,
+    64 * MIB,
+)
+# Sharded training gathers and scatters large pieces; small ones cost the same again and again.
+OTHER_SIZES_BYTES = (16 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+NODE_SIZES_BYTES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
+_PAIR_SIZES_BYTES = (64 * KIB, 1 * MIB, 8 * MIB)
 # Ranks that share layers wait for each collective and compute in between: a call in a row passes
 # beside others, and finds the threads of gloo awake.
-_BLOCKING_OPS = ("all_reduce", "all_gather", "reduce_scatter")
-_BLOCKING_RATIO = 0.42
 _BLOCKING_SIZES_BYTES = (32 * KIB, 512 * KIB, 4 * MIB)
 _WINDOWS_S = (0.0, 1e-3, 6e-3)
 _MATMUL_SIDE = 256
-# Calls are timed as DDP makes them, one after the other without waiting, as many as move so many
-# bytes and at most so many: in a queue some of what ranks of gloo wait for passes beside other
-# calls, and what it takes to start and to time NCCL's calls is shared by more of them.
+_FEWEST_REPEATS, _MOST_REPEATS = 3, 100
+_WARM_UPS = 2
+_ROUNDS = 2
+# Calls that take longer are warm after one.
+_LONG_S = 0.25
+# A gradient bucket was written a while ago: buffers are used in turn, so that when one comes round
+# again up to this much has passed through the caches.
+_TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
+# Of gloo's calls, sorted by time, the mean leaves out this share at both ends.
+_TRIMMED_RATIO = 0.05
+# Calls of a node are timed as DDP makes them, one after the other without waiting, as many as move
+# so many bytes and at most so many: in a queue some of what ranks of gloo wait for passes beside
+# other calls, and what it takes to start and to time NCCL's calls is shared by more of them.
 _QUEUED = {"cpu": (32 * MIB, 8), "cuda": (256 * MIB, 20)}
 
-
-Finding = CollectiveCost | str
 # (bytes, entered, left, calls): of some calls in a row that nobody waits for before the last.
 Window = tuple[float, float, float, int]
 # (planned seconds of computing, bytes, begun to compute, entered, left): of one call.
 BlockingCall = tuple[float, float, float, float, float]
+Message = dict[str, Any]
 
 
-def probe_collectives(
-    devices: Sequence[Device],
-    backend_name: str,
-    *,
-    budget_s: float,
-    report: Callable[[Finding], None] | None = None,
-    ranks: DeviceProcesses | None = None,
-) -> tuple[CollectiveCost, ...]:
-    """Size → time of every collective over the first 2, 3, … and all devices.
+@dataclass(frozen=True, slots=True)
+class TimedPart:
+    """A collective, how it is called, and the share of the time that this may take.
 
-    They run in the processes of `ranks`, which are a world of all devices, or in some of their own.
-
-    `report` gets each finding as soon as it is complete, so that an interrupted probe keeps it: a
-    CollectiveCost, or one sentence on what could not be measured and why. A time runs from when the
-    last rank entered to when the last rank left; sizes follow nccl-tests.
+    "calls" waits for each, "rows" makes some in a row, "blocking" computes before each, and "pairs"
+    makes one and two at once.
     """
-    costs: list[CollectiveCost] = []
 
-    def keep(finding: Finding) -> None:
-        if isinstance(finding, CollectiveCost):
-            costs.append(finding)
-        if report is not None:
-            report(finding)
-
-    # All devices first: the group that data-parallel training uses most.
-    group_sizes = range(len(devices), 1, -1)
-    with world_of(devices, ranks) as world:
-        for done, group_size in enumerate(group_sizes):
-            # The whole machine gets half the time, where smaller groups are to be measured too.
-            smaller = len(group_sizes) - 1
-            share = 1.0 if not smaller else 0.5 if done == 0 else 0.5 / smaller
-            gathered = _Gathered(backend_name, group_size, keep)
-            try:
-                world.run(
-                    f"{__name__}:time_rank",
-                    {
-                        "group_size": group_size,
-                        "ops": list(get_args(CollectiveName)),
-                        "sizes_bytes": list(SIZES_BYTES),
-                        "budget_s": budget_s * share,
-                        "kind": devices[0].kind,
-                    },
-                    timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                    on_report=gathered.take,
-                )
-            except ProbeError as error:
-                keep(f"collectives over {group_size} devices were not measured: {error}")
-    return tuple(costs)
+    how: Literal["calls", "rows", "blocking", "pairs"]
+    op: CollectiveName
+    share: float = 1.0
 
 
-class _Gathered:
-    """Collects what the ranks of one group report until a collective is complete."""
+# Gradients are merged by all-reduces; the other collectives matter to fewer strategies.
+NODE_PARTS = (
+    TimedPart("rows", "all_reduce", 4.0),
+    *(TimedPart("rows", op) for op in ("all_gather", "reduce_scatter", "broadcast", "all_to_all")),
+)
+BLOCKING_PARTS = tuple(
+    TimedPart("blocking", op, 2.0) for op in ("all_reduce", "all_gather", "reduce_scatter")
+)
 
-    def __init__(self, backend: str, group_size: int, keep: Callable[[Finding], None]) -> None:
-        self.backend, self.group_size, self.keep = backend, group_size, keep
-        self.parts: dict[str, dict[int, dict[str, Any]]] = {}
 
-    def take(self, rank: int, message: dict[str, Any]) -> None:
-        op = message["op"]
-        parts = self.parts.setdefault(op, {})
-        parts[rank] = message
-        if len(parts) < self.group_size:
-            return
-        if "unsupported" in message:
-            self.keep(f"{self.backend} has no {op}: {message['unsupported']}")
-            return
-        ranks = [parts[number]["windows"] for number in range(self.group_size)]
-        cost = collective_cost(op, self.backend, ranks)
-        blocking = [parts[number]["blocking"] for number in range(self.group_size)]
-        if cost is None:
-            self.keep(
-                f"{self.backend} {op} over {self.group_size} devices was not measured: "
-                "the time was over; use a larger --budget"
-            )
-        else:
-            self.keep(replace(cost, blocking=blocking_points(self.backend, blocking)))
+# The quickest of these tells the offset best: what delays a message makes it slower, never quicker.
+_ROUND_TRIPS = 8
+
+
+class SharedClock:
+    """Rank 0's `time.perf_counter`, read on every rank of `group`, by default of all.
+
+    Between two marks, at which all ranks meet, a rank's clock is taken to run steadily.
+    """
+
+    def __init__(self, torch: Any, dist: Any, device: Any, group: Any = None) -> None:
+        self.torch, self.dist, self.device, self.group = torch, dist, device, group
+        self._marks: list[tuple[float, float]] = []
+
+    def mark(self) -> None:
+        """Compare clocks; all ranks call this together, and it takes some log2(ranks) messages."""
+        rank, world_size = self.dist.get_rank(self.group), self.dist.get_world_size(self.group)
+        offset_s, span = 0.0, 1
+        # In each round, ranks that know rank 0's clock tell as many that do not know it yet.
+        while span < world_size:
+            if rank < span and rank + span < world_size:
+                self._answer(rank + span, offset_s)
+            elif span <= rank < 2 * span:
+                offset_s = self._ask(rank - span)
+            span *= 2
+        self._marks = [*self._marks[-1:], (time.perf_counter(), offset_s)]
+
+    def shifted(self, windows: Sequence[Sequence[float]]) -> list[Any]:
+        """(bytes, entered, left, …) between the last two marks, on rank 0's clock."""
+        return [
+            (size, entered + self._offset_s(entered), left + self._offset_s(left), *more)
+            for size, entered, left, *more in windows
+        ]
+
+    def _offset_s(self, at: float) -> float:
+        (first, before), (last, after) = self._marks[0], self._marks[-1]
+        if last <= first:
+            return after
+        return before + (after - before) * (at - first) / (last - first)
+
+    def _ask(self, other: int) -> float:
+        quickest_s, offset_s = float("inf"), 0.0
+        for _ in range(_ROUND_TRIPS):
+            began = time.perf_counter()
+            self.dist.send(self._number(0.0), group=self.group, group_dst=other)
+            told = self._number(0.0)
+            self.dist.recv(told, group=self.group, group_src=other)
+            theirs, ended = float(told), time.perf_counter()
+            if ended - began < quickest_s:
+                quickest_s, offset_s = ended - began, theirs - (began + ended) / 2
+        return offset_s
+
+    def _answer(self, other: int, offset_s: float) -> None:
+        asked = self._number(0.0)
+        for _ in range(_ROUND_TRIPS):
+            self.dist.recv(asked, group=self.group, group_src=other)
+            float(asked)  # where it lies on a device, it has come only once it was read
+            here = self._number(time.perf_counter() + offset_s)
+            self.dist.send(here, group=self.group, group_dst=other)
+
+    def _number(self, value: float) -> Any:
+        return self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
+
+
+def time_collectives(
+    parts: Sequence[TimedPart],
+    *,
+    kind: str,
+    group: Any,
+    meeting: Any,
+    sizes_bytes: Sequence[int],
+    budget_s: float,
+) -> Iterator[Message]:
+    """What this rank saw of collectives over its process group `group`.
+
+    All ranks of `meeting` time theirs at the same time. Yields ``{"op", "windows"}`` after every
+    size, windows being (bytes, entered, left, calls) on the clock of the first rank of `meeting`;
+    of blocking calls ``{"op", "blocking"}``; of pairs ``{"op", "one", "two"}`` for one all-reduce
+    and for two at once; ``{"op", "unsupported"}`` where the backend lacks the op. A time runs from
+    when the last rank entered to when the last rank left; sizes follow nccl-tests.
+    """
+    end = time.perf_counter() + budget_s
+    timer = CallTimer(kind, sizes_bytes, group=group, meeting=meeting)
+    lacking: set[str] = set()
+    for number, part in enumerate(parts):
+        if part.op in lacking:
+            continue
+        left = sum(later.share for later in parts[number:])
+        slice_s = (end - time.perf_counter()) * part.share / left
+        try:
+            yield from timer.time_part(part, slice_s)
+        # What torch raises where a backend lacks a collective; all ranks find out alike.
+        except (RuntimeError, NotImplementedError) as error:
+            words = " ".join(str(error).split())
+            if "support" not in words and "implement" not in words:
+                raise
+            lacking.add(part.op)
+            yield {"op": part.op, "unsupported": words[:200]}
+
+
+class CallTimer:
+    """Runs collectives on this rank's device, in step with the other ranks.
+
+    They run over `group`. The ranks of `meeting` begin together: several groups may do the same at
+    the same time. None is everything.
+    """
+
+    def __init__(self, kind: str, sizes_bytes: Sequence[int], *, group: Any, meeting: Any) -> None:
+        import torch
+        import torch.distributed as torch_distributed
+
+        self.torch: Any = torch
+        self.dist: Any = torch_distributed
+        self.group, self.meeting, self.sizes_bytes = group, meeting, sizes_bytes
+        self.world_size = self.dist.get_world_size(group)
+        self.on_cuda = kind == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        self.token = torch.zeros(1, device=self.device)
+        self.clock = SharedClock(torch, self.dist, self.device, meeting)
+        # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
+        # Buffers smaller than the group have one element per rank, hence the allowance.
+        elements = max(_TURNING_BYTES, *sizes_bytes) // 4 + _MOST_BUFFERS * self.world_size
+        self.halves = [
+            torch.empty(elements, dtype=torch.float32, device=self.device).fill_(0.0)
+            for _ in range(2)
+        ]
+
+    def time_part(self, part: TimedPart, slice_s: float) -> Iterator[Message]:
+        """Time one part as far as `slice_s` goes."""
+        if part.how == "blocking":
+            return self._time_blocking(part.op, slice_s)
+        if part.how == "pairs":
+            return self._time_pairs(slice_s)
+        return self._time_sizes(part.op, slice_s, in_a_row=part.how == "rows")
+
+    def _time_sizes(self, op: str, slice_s: float, *, in_a_row: bool) -> Iterator[Message]:
+        """Size after size: all of them in a row, in two rounds; else as far as the time goes."""
+        end = time.perf_counter() + slice_s
+        queued = [self.queued(size) if in_a_row else 1 for size in self.sizes_bytes]
+        moved = [size * count for size, count in zip(self.sizes_bytes, queued, strict=True)]
+        # In a row there are many calls in each.
+        pace = Pace(moved, len(moved), _FEWEST_REPEATS) if in_a_row else Pace(moved)
+        rounds = _ROUNDS if in_a_row else 1
+        warm_s: dict[int, float] = {}
+        # Ranks of one node read one clock.
+        shared = not in_a_row and not self.on_cuda
+        if shared:
+            self.clock.mark()
+        for done in range(rounds):
+            round_end = time.perf_counter() + (end - time.perf_counter()) / (rounds - done)
+            last, last_s = moved[0], 0.0
+            for number, size in enumerate(self.sizes_bytes):
+                left_s = self.least(round_end - time.perf_counter())
+                # The first round is finished in any case, if only just; the second sharpens it.
+                if (done and left_s <= 0) or not pace.goes_on(number, last, last_s, left_s):
+                    break
+                calls = self.calls(op, size, queued=queued[number])
+                if size not in warm_s:
+                    warm_s[size] = self._warm_up(calls, last_s * moved[number] / last)
+                last, last_s = moved[number], warm_s[size]
+                windows = [
+                    (size, *self.timed(calls[turn % len(calls)]), queued[number])
+                    for turn in range(pace.repeats(number, last_s, left_s))
+                ]
+                if shared:
+                    self.clock.mark()
+                yield {"op": op, "windows": self.clock.shifted(windows) if shared else windows}
+
+    def _time_pairs(self, slice_s: float) -> Iterator[Message]:
+        """One all-reduce and two at once, by turns, at each size."""
+        end = time.perf_counter() + slice_s
+        pace, last_size, turn_s = Pace(_PAIR_SIZES_BYTES), _PAIR_SIZES_BYTES[0], 0.0
+        for number, size in enumerate(_PAIR_SIZES_BYTES):
+            left_s = self.least(end - time.perf_counter())
+            if number and not pace.goes_on(max(number, 2), last_size, turn_s, left_s):
+                return
+            self.clock.mark()
+            buffers = [half[: size // 4] for half in self.halves]
+
+            def flown(count: int, buffers: Sequence[Any] = buffers) -> None:
+                works = [
+                    self.dist.all_reduce(buffer, group=self.group, async_op=True)
+                    for buffer in buffers[:count]
+                ]
+                for work in works:
+                    work.wait()
+
+            # A turn is one and then two, which take as long as two more where they share a link.
+            turn_s, last_size = 1.5 * self._warm_up([partial(flown, 2)], turn_s), size
+            taken: dict[int, list[Any]] = {1: [], 2: []}
+            for _ in range(pace.repeats(number, turn_s, left_s)):
+                for count, windows in taken.items():
+                    windows.append((size, *self.timed(partial(flown, count))))
+            self.clock.mark()
+            one, two = (self.clock.shifted(windows) for windows in taken.values())
+            yield {"op": "all_reduce", "one": one, "two": two}
+
+    def _time_blocking(self, op: str, slice_s: float) -> Iterator[Message]:
+        """Calls after windows of computing, each waited for, as far as the time goes.
+
+        A small call takes now and then a time slice of the scheduler more: short windows, which
+        steps have most of, are timed as long as long ones, and so more often.
+        """
+        left = self.torch.ones(_MATMUL_SIDE, _MATMUL_SIDE, device=self.device)
+        product = self.torch.empty_like(left)
+        matmul = partial(self.torch.mm, left, left, out=product)
+        matmul_s = min(_seconds(matmul) for _ in range(_MOST_BUFFERS))
+        cases = [(window_s, size) for window_s in _WINDOWS_S for size in _BLOCKING_SIZES_BYTES]
+        timed: list[BlockingCall] = []
+        end = time.perf_counter() + slice_s
+        for number, (window_s, size) in enumerate(cases):
+            matmuls = self._agreed_repeats(matmul_s, window_s)
+            calls = itertools.cycle(self.calls(op, size))
+            warm = [_after_computing(next(calls), matmul, matmuls) for _ in range(_WARM_UPS)][-1]
+            case_s = (end - time.perf_counter()) / (len(cases) - number)
+            repeats = max(_FEWEST_REPEATS, self._agreed_repeats(warm[-1] - warm[0], case_s))
+            for _ in range(repeats):
+                timed.append((window_s, size, *_after_computing(next(calls), matmul, matmuls)))
+        yield {"op": op, "blocking": timed}
+
+    def _agreed_repeats(self, call_s: float, slice_s: float) -> int:
+        """The same number on every rank: as often as the slowest can in the least time left."""
+        slowest_s, least_s = largest([call_s, -slice_s], self.meeting, self.device)
+        return max(0, min(_MOST_REPEATS, math.floor(-least_s / max(slowest_s, 1e-6))))
+
+    def least(self, value: float) -> float:
+        """The least of all ranks' values, once all have come."""
+        return -largest([-value], self.meeting, self.device)[0]
+
+    def _warm_up(self, calls: Sequence[Callable[[], object]], expected_s: float) -> float:
+        """Seconds of one call on the slowest rank, once it runs as it will."""
+        for turn in range(1 if expected_s > _LONG_S else _WARM_UPS):
+            entered, left = self.timed(calls[turn % len(calls)])
+        return -self.least(entered - left)
+
+    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(entered, left) of a call that all ranks begin together."""
+        self.dist.barrier(self.meeting)
+        if self.on_cuda:
+            return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
+        entered = time.perf_counter()
+        call()
+        return entered, time.perf_counter()
+
+    def _meet_on_device(self) -> None:
+        """What the device runs next starts on all ranks at once, host and device in any state."""
+        self.dist.all_reduce(self.token, group=self.group)
+
+    def queued(self, size: int) -> int:
+        """How many calls of a size are timed in a row."""
+        most_bytes, most = _QUEUED["cuda" if self.on_cuda else "cpu"]
+        return max(1, min(most, most_bytes // size))
+
+    def calls(self, op: str, size: int, *, queued: int = 1) -> list[Callable[[], object]]:
+        """The op on buffers that are used in turn; `size` is the whole buffer of one rank.
+
+        Each makes `queued` calls and waits for all of them.
+        """
+        count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
+        each = [self._call(op, size, turn) for turn in range(count)]
+
+        def in_a_row(first: int) -> None:
+            works = [each[(first + number) % count]() for number in range(queued)]
+            for work in works:
+                work.wait()
+
+        return [partial(in_a_row, turn * queued) for turn in range(count)]
+
+    def _call(self, op: str, size: int, turn: int) -> Callable[[], Any]:
+        dist, how = self.dist, {"group": self.group, "async_op": True}
+        elements = max(1, size // 4 // self.world_size) * self.world_size
+        start = turn * elements
+        whole, other = (half[start : start + elements] for half in self.halves)
+        if op == "all_reduce":
+            return lambda: dist.all_reduce(whole, **how)
+        if op == "broadcast":
+            return lambda: dist.broadcast(whole, group_src=0, **how)
+        if op == "all_to_all":
+            return lambda: dist.all_to_all_single(other, whole, **how)
+        part = other[: elements // self.world_size]
+        if op == "all_gather":
+            return lambda: dist.all_gather_into_tensor(whole, part, **how)
+        return lambda: dist.reduce_scatter_tensor(part, whole, **how)
+
+
+def _after_computing(
+    call: Callable[[], object], compute: Callable[[], object], times: int
+) -> tuple[float, float, float]:
+    """(begun, entered, left) of a call after computing some times."""
+    begun = time.perf_counter()
+    for _ in range(times):
+        compute()
+    entered = time.perf_counter()
+    call()
+    return begun, entered, time.perf_counter()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
 
 
 def collective_cost(
@@ -225,177 +475,48 @@ def _mean(seconds: Sequence[float]) -> float:
     return float(trim_mean(seconds, _TRIMMED_RATIO))
 
 
-def _after_computing(
-    call: Callable[[], object], compute: Callable[[], object], times: int
-) -> tuple[float, float, float]:
-    """(begun, entered, left) of a call after computing some times."""
-    begun = time.perf_counter()
-    for _ in range(times):
-        compute()
-    entered = time.perf_counter()
-    call()
-    return begun, entered, time.perf_counter()
+def shape_costs(
+    reports: Sequence[Sequence[Mapping[str, Any]]], backend: str, hosts: Sequence[str]
+) -> tuple[list[CollectiveCost], list[str]]:
+    """Every collective that all ranks timed at two sizes or more, and what is unsupported.
 
-
-def _seconds(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
-def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share: time every op at every size over the first `group_size` ranks."""
-    import torch.distributed as torch_distributed
-
-    dist: Any = torch_distributed
-    size = arguments["group_size"]
-    group = None if size == world_size else dist.new_group(list(range(size)))
-    if rank >= size:
-        return
-    kind, sizes_bytes = arguments["kind"], arguments["sizes_bytes"]
-    timer = CallTimer(size, kind, sizes_bytes, group=group, meeting=group)
-    for op in arguments["ops"]:
-        blocks = arguments["kind"] == "cpu" and op in _BLOCKING_OPS
-        blocking_s = arguments["budget_s"] * _BLOCKING_RATIO / len(_BLOCKING_OPS)
-        share_s = arguments["budget_s"] * (1 - _BLOCKING_RATIO * (arguments["kind"] == "cpu"))
-        try:
-            windows = timer.time_op(op, arguments["sizes_bytes"], share_s * _SHARES[op])
-            blocking = timer.time_blocking(op, blocking_s) if blocks else []
-        # What torch raises where a backend lacks a collective; all ranks find out alike.
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
-            continue
-        report({"op": op, "windows": windows, "blocking": blocking})
-
-
-class CallTimer:
-    """Runs collectives on this rank's device, in step with the other ranks.
-
-    They run over `group` of `world_size` ranks, by default everything. The ranks of `meeting`, by
-    default everything, begin together: several groups may do the same at the same time.
+    `reports` are those of each rank, in the order of `hosts`; those of one node have no names.
     """
-
-    def __init__(
-        self,
-        world_size: int,
-        kind: str,
-        sizes_bytes: Sequence[int],
-        *,
-        group: Any = None,
-        meeting: Any = None,
-    ) -> None:
-        import torch
-        import torch.distributed as torch_distributed
-
-        self.torch: Any = torch
-        self.dist: Any = torch_distributed
-        self.world_size, self.group, self.meeting = world_size, group, meeting
-        self.on_cuda = kind == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
-        self.token = torch.zeros(1, device=self.device)
-        # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
-        # Buffers smaller than the group have one element per rank, hence the allowance.
-        elements = max(_TURNING_BYTES, *sizes_bytes) // 4 + _MOST_BUFFERS * world_size
-        self.halves = [
-            torch.empty(elements, dtype=torch.float32, device=self.device).fill_(0.0)
-            for _ in range(2)
+    costs, notes = [], []
+    shared = list(zip(*reports, strict=False))
+    for op in dict.fromkeys(messages[0]["op"] for messages in shared):
+        own = [messages for messages in shared if messages[0]["op"] == op]
+        for messages in own:
+            if "unsupported" in messages[0]:
+                notes.append(f"{backend} has no {op}: {messages[0]['unsupported']}")
+        timed = [messages for messages in own if "windows" in messages[0]]
+        windows = [
+            [call for messages in timed for call in messages[position]["windows"]]
+            for position in range(len(hosts))
         ]
+        cost = collective_cost(op, backend, windows) if timed else None
+        if cost is None:
+            continue
+        pairs = [_pair_ratio(messages) for messages in own if "two" in messages[0]]
+        blocking = next((messages for messages in own if "blocking" in messages[0]), ())
+        calls = [message["blocking"] for message in blocking]
+        costs.append(
+            replace(
+                cost,
+                nodes=len(set(hosts)),
+                hosts=tuple(hosts) if all(hosts) else (),
+                pair_ratio=tuple(pairs),
+                blocking=blocking_points(backend, calls) if calls else (),
+            )
+        )
+    return costs, notes
 
-    def time_op(self, op: str, sizes_bytes: Sequence[int], share_s: float) -> list[Window]:
-        """The windows of all timed calls, as far as `share_s` goes."""
-        windows: list[Window] = []
-        end = time.perf_counter() + share_s
-        call_s: dict[int, float] = {}
-        for done in range(_ROUNDS):
-            for number, size in enumerate(sizes_bytes):
-                queued = self.queued(size)
-                calls = self.calls(op, size, queued=queued)
-                if done == 0:
-                    first = [self.timed(calls[turn % len(calls)]) for turn in range(_WARM_UPS)]
-                    call_s[size] = first[-1][1] - first[-1][0]
-                # The first round is finished in any case, if only just; the second sharpens it.
-                fewest = _FEWEST_REPEATS if done == 0 else 0
-                slices = (_ROUNDS - done) * len(sizes_bytes) - number
-                slice_s = (end - time.perf_counter()) / slices
-                for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
-                    windows.append((size, *self.timed(calls[turn % len(calls)]), queued))
-        return windows
 
-    def time_blocking(self, op: str, share_s: float) -> list[BlockingCall]:
-        """Calls after windows of computing, each waited for, as far as `share_s` goes.
+def _pair_ratio(messages: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def seconds(what: str) -> float:
+        return statistics.median(
+            max(call[2] for call in calls) - max(call[1] for call in calls)
+            for calls in zip(*(message[what] for message in messages), strict=True)
+        )
 
-        A small call takes now and then a time slice of the scheduler more: short windows, which
-        steps have most of, are timed as long as long ones, and so more often.
-        """
-        left = self.torch.ones(_MATMUL_SIDE, _MATMUL_SIDE, device=self.device)
-        product = self.torch.empty_like(left)
-        matmul = partial(self.torch.mm, left, left, out=product)
-        matmul_s = min(_seconds(matmul) for _ in range(_MOST_BUFFERS))
-        cases = [(window_s, size) for window_s in _WINDOWS_S for size in _BLOCKING_SIZES_BYTES]
-        found: list[BlockingCall] = []
-        end = time.perf_counter() + share_s
-        for number, (window_s, size) in enumerate(cases):
-            matmuls = self.agreed_repeats(matmul_s, window_s)
-            calls = itertools.cycle(self.calls(op, size))
-            warm = [_after_computing(next(calls), matmul, matmuls) for _ in range(_WARM_UPS)][-1]
-            slice_s = (end - time.perf_counter()) / (len(cases) - number)
-            repeats = max(_FEWEST_REPEATS, self.agreed_repeats(warm[-1] - warm[0], slice_s))
-            timed = [_after_computing(next(calls), matmul, matmuls) for _ in range(repeats)]
-            found += [(window_s, size, *times) for times in timed]
-        return found
-
-    def agreed_repeats(self, call_s: float, slice_s: float) -> int:
-        """The same number on every rank: as often as the slowest can in the least time left."""
-        limits = self.torch.tensor([call_s, -slice_s], dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(limits, op=self.dist.ReduceOp.MAX, group=self.meeting)
-        wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
-        return max(0, min(_MOST_REPEATS, wanted))
-
-    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
-        """(entered, left) of a call that all ranks begin together."""
-        self.dist.barrier(self.meeting)
-        if self.on_cuda:
-            return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
-        entered = time.perf_counter()
-        call()
-        return entered, time.perf_counter()
-
-    def _meet_on_device(self) -> None:
-        """What the device runs next starts on all ranks at once, host and device in any state."""
-        self.dist.all_reduce(self.token, group=self.group)
-
-    def queued(self, size: int) -> int:
-        """How many calls of a size are timed in a row."""
-        most_bytes, most = _QUEUED["cuda" if self.on_cuda else "cpu"]
-        return max(1, min(most, most_bytes // size))
-
-    def calls(self, op: str, size: int, *, queued: int = 1) -> list[Callable[[], object]]:
-        """The op on buffers that are used in turn; `size` is the whole buffer of one rank.
-
-        Each makes `queued` calls and waits for all of them.
-        """
-        count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
-        each = [self._call(op, size, turn) for turn in range(count)]
-
-        def in_a_row(first: int) -> None:
-            works = [each[(first + number) % count]() for number in range(queued)]
-            for work in works:
-                work.wait()
-
-        return [partial(in_a_row, turn * queued) for turn in range(count)]
-
-    def _call(self, op: str, size: int, turn: int) -> Callable[[], Any]:
-        dist, how = self.dist, {"group": self.group, "async_op": True}
-        elements = max(1, size // 4 // self.world_size) * self.world_size
-        start = turn * elements
-        whole, other = (half[start : start + elements] for half in self.halves)
-        if op == "all_reduce":
-            return lambda: dist.all_reduce(whole, **how)
-        if op == "broadcast":
-            return lambda: dist.broadcast(whole, group_src=0, **how)
-        if op == "all_to_all":
-            return lambda: dist.all_to_all_single(other, whole, **how)
-        part = other[: elements // self.world_size]
-        if op == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, **how)
-        return lambda: dist.reduce_scatter_tensor(part, whole, **how)
+    return messages[0]["one"][0][0], max(seconds("two") / max(seconds("one"), 1e-9), 1e-3)

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Link, LinkKind, Provenance
 from estimator.probe.devices.backend import Backend, open_backend
-from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
 from estimator.units import KIB
 
 _ITERATIONS = 30
@@ -132,33 +131,45 @@ LONGEST_S = 1.5
 _FEWEST_CALLS = 3
 # Short calls are cheap and noisy, long ones dear and steady: (seconds at most, repeats at least).
 _FEWEST_REPEATS_OF_SIZES = ((0.02, 10), (0.25, 3), (math.inf, 2))
-_MOST_REPEATS_OF_SIZES = 60
+_MOST_REPEATS_OF_SIZES = 100
+
+
+def largest(values: Sequence[float], group: Any, device: Any) -> list[float]:
+    """Every value's maximum over the ranks of a process group, so that all decide alike."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in shared]
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """A plan for calls of rising `sizes_bytes`, whose time rises no faster than their size.
 
-    All ranks that decide by equal numbers decide alike.
+    The first `least_sizes` are tried in any case (of fewer than two there is no line), short calls
+    `least_repeats` times. All ranks that decide by equal numbers decide alike.
 
     >>> Pace((1 << 20, 4 << 20, 16 << 20)).goes_on(2, 4 << 20, call_s=0.4, left_s=3.0)
     False
     """
 
     sizes_bytes: Sequence[int]
+    least_sizes: int = 2
+    least_repeats: int = 10
 
     def goes_on(self, number: int, last_bytes: int, call_s: float, left_s: float) -> bool:
-        """Whether size `number` comes next, after calls of `last_bytes` that take `call_s`.
-
-        Two sizes at least, or there is no line.
-        """
+        """Whether size `number` comes next, after calls of `last_bytes` that take `call_s`."""
         expected_s = call_s * self.sizes_bytes[number] / last_bytes
         is_in_time = call_s <= LONGEST_S and _FEWEST_CALLS * expected_s <= left_s
-        return number < 2 or is_in_time
+        return number < self.least_sizes or is_in_time
 
     def repeats(self, number: int, call_s: float, left_s: float) -> int:
         """How often to repeat size `number`, leaving time for the larger ones to be tried."""
         fewest = next(least for longest_s, least in _FEWEST_REPEATS_OF_SIZES if call_s <= longest_s)
+        fewest = min(fewest, self.least_repeats)
         size = self.sizes_bytes[number]
         larger_s, expected_s = 0.0, call_s
         for larger in self.sizes_bytes[number + 1 :]:
@@ -177,49 +188,8 @@ _FEWEST_REPEATS, _MOST_REPEATS = 3, 50
 _WARM_UPS = 2
 # A pageable copy over PCIe 3 beside its launch: no copy that is timed takes much longer.
 _SLOW_COPY_S, _SLOW_LINK_BYTES_PER_S = 50e-6, 2e9
-_START_ALLOWANCE_S = 60.0
 
 Points = list[tuple[float, float]]
-
-
-def probe_copies(
-    devices: Sequence[Device],
-    *,
-    budget_s: float,
-    report: Callable[[Link | str], None] | None = None,
-    ranks: DeviceProcesses | None = None,
-) -> tuple[Link, ...]:
-    """The links of this machine: `report` gets each as it is known, or a sentence on what is not.
-
-    Accelerators: host to device and back, pinned and pageable, with all devices at once, and device
-    to device; nothing of one alone, which `measure_host_copies` does. Groups of cores: messages
-    between two of them through the loopback, which is how gloo moves bytes inside a machine.
-    """
-    links: list[Link] = []
-
-    def keep(finding: Link | str) -> None:
-        if isinstance(finding, Link):
-            links.append(finding)
-        if report is not None:
-            report(finding)
-
-    if len(devices) < 2:
-        return ()
-    try:
-        with world_of(devices, ranks) as world:
-            if devices[0].kind == "cuda":
-                _probe_accelerators(devices, world, budget_s, keep)
-            else:
-                windows = world.run(
-                    f"{__name__}:time_messages",
-                    {"sizes_bytes": list(MESSAGE_SIZES_BYTES), "budget_s": budget_s},
-                    timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                )
-                points = message_points(windows[:2])
-                keep(link_from("loopback", points, note="gloo send and receive"))
-    except ProbeError as error:
-        keep(f"copies were not measured in full: {error}")
-    return tuple(links)
 
 
 def link_from(
@@ -248,76 +218,6 @@ def link_from(
     )
 
 
-def message_points(windows: Sequence[Sequence[Sequence[float]]]) -> Points:
-    """(bytes, seconds) from what sender and receiver saw: (bytes, entered, left) per message.
-
-    A message takes from when both were there to when the receiver had it; their clock is one.
-    """
-    return [
-        (sent[0], max(1e-9, received[2] - max(sent[1], received[1])))
-        for sent, received in zip(*windows, strict=True)
-    ]
-
-
-def time_messages(
-    rank: int, world_size: int, arguments: Mapping[str, Any]
-) -> list[tuple[float, float, float]]:
-    """(bytes, entered, left) of messages from rank 0 to rank 1, largest size last."""
-    import torch
-    import torch.distributed as torch_distributed
-
-    dist: Any = torch_distributed
-    pair = None if world_size == 2 else dist.new_group([0, 1])
-    if rank > 1:
-        return []
-    sizes = arguments["sizes_bytes"]
-    buffer = torch.zeros(max(sizes), dtype=torch.uint8).fill_(1)
-    end = time.perf_counter() + arguments["budget_s"]
-
-    def move(size: int) -> tuple[float, float, float]:
-        dist.barrier(pair)
-        entered = time.perf_counter()
-        if rank == 0:
-            dist.send(buffer[:size], dst=1)
-        else:
-            dist.recv(buffer[:size], src=0)
-        return size, entered, time.perf_counter()
-
-    windows: list[tuple[float, float, float]] = []
-    for number, size in enumerate(sizes):
-        warm = [move(size) for _ in range(_WARM_UPS)][-1]
-        slice_s = (end - time.perf_counter()) / (len(sizes) - number)
-        limits = torch.tensor([warm[2] - warm[1], -slice_s], dtype=torch.float64)
-        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=pair)
-        wanted = int(-float(limits[1]) / max(float(limits[0]), 1e-6))
-        repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, wanted))
-        windows += [move(size) for _ in range(repeats)]
-    return windows
-
-
-def _probe_accelerators(
-    devices: Sequence[Device],
-    world: DeviceProcesses,
-    budget_s: float,
-    keep: Callable[[Link | str], None],
-) -> None:
-    gathered: dict[tuple[str, bool], Points] = {}
-
-    def take(_rank: int, message: dict[str, Any]) -> None:
-        key = (message["kind"], message["pinned"])
-        gathered.setdefault(key, []).extend((size, s) for size, s in message["points"])
-
-    world.run(
-        f"{__name__}:time_host_copies",
-        {"kind": devices[0].kind, "budget_s": budget_s / 2},
-        timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-        on_report=take,
-    )
-    for (kind, pinned), points in gathered.items():
-        keep(host_link(kind, points, pinned=pinned, flows=len(devices)))
-    _probe_peers(devices, world, budget_s / 2, keep)
-
-
 def host_link(kind: str, points: Points, *, pinned: bool, flows: int) -> Link:
     """The link of host copies, "h2d" or "d2h", of one device or of all at once."""
     host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
@@ -330,28 +230,6 @@ def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s
 
     for message in host_copies(backend, torch, meet=backend.synchronize, budget_s=budget_s):
         emit(message)
-
-
-def _probe_peers(
-    devices: Sequence[Device],
-    world: DeviceProcesses,
-    budget_s: float,
-    keep: Callable[[Link | str], None],
-) -> None:
-    found: dict[tuple[int, int], Points] = {}
-
-    def take(_rank: int, message: dict[str, Any]) -> None:
-        pair = message["from"], message["to"]
-        found[pair] = [(size, seconds) for size, seconds in message["points"]]
-
-    world.run(
-        f"{__name__}:time_peer_copies",
-        {"indices": [device.index for device in devices], "budget_s": budget_s},
-        timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-        on_report=take,
-    )
-    for link in peer_links(devices, found):
-        keep(link)
 
 
 def peer_links(
@@ -400,24 +278,6 @@ def typical_link(links: Sequence[Link]) -> Link:
     return replace(middle, provenance=replace(middle.provenance, relative_error=error))
 
 
-def time_host_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report the host copies of this rank's device; in a world, all ranks copy at once."""
-    import torch
-    import torch.distributed as torch_distributed
-
-    dist: Any = torch_distributed
-    index = torch.cuda.current_device() if arguments["kind"] == "cuda" else 0
-    backend = open_backend(arguments["kind"], index)
-
-    def meet() -> None:
-        if world_size > 1:
-            dist.barrier()
-            backend.synchronize()
-
-    for message in host_copies(backend, torch, meet=meet, budget_s=arguments["budget_s"]):
-        report(message)
-
-
 def host_copies(
     backend: Backend,
     torch: Any,
@@ -458,19 +318,17 @@ def _time_copy(
     return [(size_bytes, each) for each in seconds[_WARM_UPS:]]
 
 
-def time_peer_copies(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report the copies between every ordered pair of devices, all from rank 0's process."""
+def time_peer_copies(indices: Sequence[int], *, budget_s: float) -> Iterator[dict[str, Any]]:
+    """The copies between every ordered pair of devices, all from this process."""
     import torch
 
-    if rank:
-        return
-    pairs = list(itertools.permutations(arguments["indices"], 2))
+    pairs = list(itertools.permutations(indices, 2))
     for origin, goal in pairs:
         backend = open_backend("cuda", origin)
         points: Points = []
         for size in COPY_SIZES_BYTES:
             source = torch.ones(size, dtype=torch.uint8, device=f"cuda:{origin}")
             target = torch.ones(size, dtype=torch.uint8, device=f"cuda:{goal}")
-            slice_s = arguments["budget_s"] / len(pairs) / len(COPY_SIZES_BYTES)
+            slice_s = budget_s / len(pairs) / len(COPY_SIZES_BYTES)
             points += _time_copy(backend, target, source, size, slice_s)
-        report({"from": origin, "to": goal, "points": points})
+        yield {"from": origin, "to": goal, "points": points}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
 from estimator.machines.profile import DeviceKind, Link, LinkKind, Locality, PairMatrix, Provenance
-from estimator.probe.devices.ranks import report
-from estimator.probe.links.copies import Pace, Points, link_from
+from estimator.probe.links.copies import Pace, Points, largest, link_from
 from estimator.units import KIB, MIB
 
 # For one cell of a matrix: what tells the latency, then sizes that drain a shaper's bucket.
@@ -25,48 +24,61 @@ _OVER = (0, 0)
 _MOST_OVER_AVERAGE = 1.1
 
 
-def time_pairs(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Time messages along each of the `pairs` of ranks; called in a process group.
+def time_pairs(
+    groups: Sequence[Sequence[tuple[int, int]]],
+    *,
+    kind: str,
+    group: Any,
+    sizes_bytes: Sequence[int],
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """What this rank saw of the messages that it sent along pairs (from, to) of ranks of `group`.
 
-    `pairs` are in groups that run at once: [[[from, to], …], …]. The sender reports
-    ``{"from", "to", "latency_s", "points"}``; a message counts until its receipt is
-    acknowledged, less half of the quickest exchange. Groups the budget has no time for are left.
-    Ranks are those of the process group `group`, where arguments name one.
+    Pairs of one of `groups` run at once. The sender yields ``{"from", "to", "latency_s",
+    "points"}``; a message counts until its receipt is acknowledged, less half of the quickest
+    exchange. Groups the budget has no time for are left.
     """
-    messenger = _messenger(arguments)
-    groups = arguments["pairs"]
-    end = time.perf_counter() + arguments["budget_s"]
-    for number, group in enumerate(groups):
+    messenger = _Messenger(kind, max(sizes_bytes), group)
+    rank = messenger.dist.get_rank(group)
+    end = time.perf_counter() + budget_s
+    for number, pairs in enumerate(groups):
         left_s = messenger.least(end - time.perf_counter())
         if number and left_s <= 0:
             return
         slice_s = left_s / (len(groups) - number)
-        for source, target in group:
+        for source, target in pairs:
             if rank == source:
-                latency_s, points = messenger.send_all(target, arguments["sizes_bytes"], slice_s)
-                report({"from": source, "to": target, "latency_s": latency_s, "points": points})
+                latency_s, points = messenger.send_all(target, sizes_bytes, slice_s)
+                yield {"from": source, "to": target, "latency_s": latency_s, "points": points}
             elif rank == target:
                 messenger.answer_all(source)
 
 
-def time_flows(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Time messages along all `flows` at once; called in a process group.
+def time_flows(
+    flows: Sequence[tuple[int, int]],
+    *,
+    kind: str,
+    group: Any,
+    sizes_bytes: Sequence[int],
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """What this rank saw of messages along all `flows` (from, to) of ranks of `group` at once.
 
-    `flows` are [[from, to], …]. Every sender reports ``{"latency_s", "windows"}``, windows being
-    (bytes, entered, acknowledged) by its own clock.
+    Every sender yields ``{"latency_s", "windows"}``, windows being (bytes, entered, acknowledged)
+    by its own clock.
     """
-    sizes = arguments["sizes_bytes"]
-    messenger = _messenger(arguments)
+    messenger = _Messenger(kind, max(sizes_bytes), group)
+    rank = messenger.dist.get_rank(group)
     other, is_sender = next(
         (target, True) if rank == source else (source, False)
-        for source, target in arguments["flows"]
+        for source, target in flows
         if rank in (source, target)
     )
-    end = time.perf_counter() + arguments["budget_s"]
+    end = time.perf_counter() + budget_s
     pings = [messenger.exchange(other, _PING_BYTES, is_sender=is_sender) for _ in range(_PINGS)]
     windows: list[tuple[float, float, float]] = []
-    pace, last_size, call_s = Pace(sizes), sizes[0], 0.0
-    for number, size in enumerate(sizes):
+    pace, last_size, call_s = Pace(sizes_bytes), sizes_bytes[0], 0.0
+    for number, size in enumerate(sizes_bytes):
         left_s = messenger.least(end - time.perf_counter())
         if not pace.goes_on(number, last_size, call_s, left_s):
             break
@@ -77,17 +89,12 @@ def time_flows(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None
         last_size = size
     if is_sender:
         latency_s = _one_way_s([left - entered for _, entered, left in pings])
-        report({"latency_s": latency_s, "windows": windows})
+        yield {"latency_s": latency_s, "windows": windows}
 
 
 def _one_way_s(round_trips_s: Sequence[float]) -> float:
     # Other work on the machine only ever adds to a round trip: the lower quartile, not the median.
     return statistics.quantiles(round_trips_s, n=4)[0] / 2
-
-
-def _messenger(arguments: Mapping[str, Any]) -> _Messenger:
-    group = arguments.get("group")
-    return _Messenger(arguments["kind"], max(arguments["sizes_bytes"]), group)
 
 
 class _Messenger:
@@ -107,9 +114,7 @@ class _Messenger:
 
     def least(self, value: float) -> float:
         """The least of all ranks' values, once all have come."""
-        shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN, group=self.group)
-        return float(shared)
+        return -largest([-value], self.group, self.device)[0]
 
     def send_all(
         self, target: int, sizes_bytes: Sequence[int], slice_s: float

@@ -4,96 +4,45 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
-from estimator.errors import ProbeError
-from estimator.machines.profile import Device, OverlapCost, Provenance
+from estimator.machines.profile import OverlapCost, Provenance
 from estimator.probe.devices.backend import (
     CpuBackend,
     device_seconds,
     open_backend,
     square_matmul,
 )
-from estimator.probe.devices.ranks import DeviceProcesses, report, world_of
+from estimator.probe.links.copies import largest
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
 
 # (bytes, how many at once): gradients one by one, DDP's first bucket, and its full bucket.
-CASES = ((64 * KIB, 8), (1 * MIB, 4), (25 * MIB, 1))
-# Compute lasts this many times the collective alone, so that a slowed collective still ends within.
-_COMPUTE_RATIO = 3.0
+NODE_CASES = ((64 * KIB, 8), (1 * MIB, 4), (25 * MIB, 1))
 _LEAST_COMPUTE_S = 0.01
 # Below this an exposed ratio is near perfect overlap, and its error relative to 0 says nothing.
 _LEAST_EXPOSED_RATIO = 0.1
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 40
-_START_ALLOWANCE_S = 60.0
 # On a GPU both take a millisecond and more at its peak.
 _MATMUL_SIDE = 384
 _STREAM_ELEMENTS = {"cpu": 8 << 20, "cuda": 512 << 20}
 
-Finding = OverlapCost | str
-
-
-def probe_overlaps(
-    devices: Sequence[Device],
-    backend_name: str,
-    *,
-    budget_s: float,
-    report: Callable[[Finding], None] | None = None,
-    ranks: DeviceProcesses | None = None,
-) -> tuple[OverlapCost, ...]:
-    """All-reduces over all devices beside a compute-bound and a memory-bound loop on each.
-
-    `report` gets each OverlapCost as soon as it is known, or one sentence on what is missing.
-    Several all-reduces in flight are one case of their summed size, which its provenance says.
-    """
-    costs: list[OverlapCost] = []
-    if len(devices) < 2:
-        return ()
-    rounds: dict[tuple[str, int, int], dict[int, list[dict[str, float]]]] = {}
-
-    def take(rank: int, message: dict[str, Any]) -> None:
-        case = (message["compute"], message["size_bytes"], message["in_flight"])
-        parts = rounds.setdefault(case, {})
-        parts[rank] = message["rounds"]
-        if len(parts) == len(devices):
-            cost = overlap_cost(*case, backend_name, [parts[r] for r in range(len(devices))])
-            costs.append(cost)
-            if report is not None:
-                report(cost)
-
-    try:
-        with world_of(devices, ranks) as world:
-            world.run(
-                f"{__name__}:time_rank",
-                {"budget_s": budget_s, "kind": devices[0].kind},
-                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-                on_report=take,
-            )
-    except ProbeError as error:
-        if report is not None:
-            report(f"communication beside compute was not measured in full: {error}")
-    return tuple(costs)
-
 
 def overlap_cost(
-    compute: ComputeBound | str,
-    size_bytes: int,
-    in_flight: int,
-    backend: str,
-    rounds: Sequence[Sequence[Mapping[str, float]]],
-    *,
-    nodes: int = 1,
+    messages: Sequence[Mapping[str, Any]], backend: str, *, nodes: int = 1
 ) -> OverlapCost:
-    """An OverlapCost from every rank's rounds: compute_s, collective_s, both_s, beside_s of each.
+    """An OverlapCost from what every rank saw of one case.
 
-    Per round the slowest rank counts; over rounds the median, of gloo the mean: what its calls
-    take comes in two modes. Together and alone are compared within a round, so that a drift of the
-    machine falls on both.
+    A round has compute_s, collective_s, both_s and beside_s. Of each the slowest rank counts; over
+    rounds the median, of gloo the mean: what its calls take comes in two modes. Together and alone
+    are compared within a round, so that a drift of the machine falls on both. Several all-reduces
+    in flight are one case of their summed size, which its provenance says.
     """
+    size_bytes, in_flight = messages[0]["size_bytes"], messages[0]["in_flight"]
+    rounds = [message["rounds"] for message in messages]
     middle = statistics.fmean if backend == "gloo" else statistics.median
 
     def slowest(what: str) -> float:
@@ -106,9 +55,8 @@ def overlap_cost(
     ]
     exposed_ratio = middle(exposed)
     spread = statistics.median(abs(value - exposed_ratio) for value in exposed)
-    bound: ComputeBound = "compute_bound" if compute == "compute_bound" else "memory_bound"
     return OverlapCost(
-        compute=bound,
+        compute=messages[0]["compute"],
         backend=backend,
         group_size=len(rounds),
         nodes=nodes,
@@ -126,28 +74,30 @@ def overlap_cost(
     )
 
 
-def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share: every case beside both kinds of compute; called in its own process.
+def time_overlaps(
+    cases: Sequence[tuple[int, int]],
+    *,
+    kind: str,
+    group: Any,
+    compute_ratio: float,
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """What this rank of `group` saw of every case (bytes, in flight) beside both kinds of compute.
 
-    `arguments` may name other `cases` than CASES, another `compute_ratio`, and the process group
-    `group` of all that take part.
+    Compute lasts `compute_ratio` times the collective alone, so that a slowed one ends within.
+    Yields ``{"compute", "size_bytes", "in_flight", "rounds"}``.
     """
-    chosen = arguments.get("cases", CASES)
-    cases = [(bound, *case) for case in chosen for bound in get_args(ComputeBound)]
-    meeting = _Meeting(
-        arguments["kind"], arguments.get("compute_ratio", _COMPUTE_RATIO), arguments.get("group")
-    )
-    end = time.perf_counter() + arguments["budget_s"]
-    for number, (bound, size_bytes, in_flight) in enumerate(cases):
-        slice_s = (end - time.perf_counter()) / (len(cases) - number)
-        report(
-            {
-                "compute": bound,
-                "size_bytes": size_bytes,
-                "in_flight": in_flight,
-                "rounds": meeting.rounds(bound, size_bytes, in_flight, slice_s),
-            }
-        )
+    meeting = _Meeting(kind, compute_ratio, group)
+    both = [(bound, *case) for case in cases for bound in get_args(ComputeBound)]
+    end = time.perf_counter() + budget_s
+    for number, (bound, size_bytes, in_flight) in enumerate(both):
+        slice_s = (end - time.perf_counter()) / (len(both) - number)
+        yield {
+            "compute": bound,
+            "size_bytes": size_bytes,
+            "in_flight": in_flight,
+            "rounds": meeting.rounds(bound, size_bytes, in_flight, slice_s),
+        }
 
 
 class _Meeting:
@@ -183,7 +133,7 @@ class _Meeting:
         for _ in range(2):
             collective_s = self._timed(lambda: self._fly(buffers).land())
             op_s = self._timed(op)
-        agreed = self._largest([collective_s, op_s, -slice_s])
+        agreed = largest([collective_s, op_s, -slice_s], self.group, self.device)
         loops = max(2, round(max(self.compute_ratio * agreed[0], _LEAST_COMPUTE_S) / agreed[1]))
         round_s = 2 * loops * agreed[1] + 3 * agreed[0]
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(-agreed[2] / round_s)))
@@ -212,12 +162,6 @@ class _Meeting:
 
     def _fly(self, buffers: Sequence[Any]) -> _Flight:
         return _Flight(self.torch, self.dist, self.group, buffers, on_cuda=self.on_cuda)
-
-    def _largest(self, values: Sequence[float]) -> list[float]:
-        """Every value's maximum over the ranks, so that all decide alike."""
-        shared = self.torch.tensor(values, dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX, group=self.group)
-        return [float(value) for value in shared]
 
     def _timed(self, call: Callable[[], object]) -> float:
         """Seconds of one call that all ranks begin together."""

@@ -37,6 +37,7 @@ from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import discover
 from estimator.probe.cluster.rank import take_part
 from estimator.machines.catalogue import load_profile
+from estimator.probe.machine import probe_machine
 
 steps.MEASURING_RATIO /= 10
 host, version, base, out = sys.argv[1:]
@@ -50,13 +51,17 @@ def report(part, done):
 place = discover(os.environ)
 versions = {"estimator": version, "torch": "2." + str(place.rank)}
 if place.rank:
-    print(take_part(place, host=host, versions=versions), file=sys.stderr)
+    print(
+        take_part(place, host=host, versions=versions, probe_machine=probe_machine),
+        file=sys.stderr,
+    )
 else:
     found = probe_cluster(
         place,
         ClusterRequest(name="pair", budget_s=200.0, base=load_profile(base)),
         host=host,
         versions=versions,
+        probe_machine=probe_machine,
         report=report,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
         stop=stop,

@@ -16,7 +16,7 @@ from estimator.probe.cluster.discovery import Place
 from estimator.probe.cluster.findings import ClusterFindings, Member, World
 from estimator.probe.cluster.group import Group, run_in_world
 from estimator.probe.cluster.signed_store import Signer, connect, listen
-from estimator.probe.devices.ranks import collected, report, run_on_devices
+from estimator.probe.devices.ranks import report, run_on_devices
 
 CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
 SECRET = b"0123456789abcdef" * 2
@@ -25,13 +25,13 @@ SECRET = b"0123456789abcdef" * 2
 def _steps(group: Group) -> None:
     """Ranks 0 and 1 are busy for a while, then all three measure."""
 
-    def work(_handle: Any) -> None:
+    def work(_handle: Any) -> list[str]:
         time.sleep(1.0)
-        report("worked")
+        return ["worked"]
 
     busy = group.measured((0, 1), work)
     # One clock for all processes of a host.
-    begun = group.measured((0, 1, 2), lambda _handle: report(time.monotonic()))
+    begun = group.measured((0, 1, 2), lambda _handle: [time.monotonic()])
     assert group.agreed("home" if group.is_home else None) == "home"
     report({"busy": busy, "begun": begun})
 
@@ -115,8 +115,9 @@ def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
         "all_pairs": None,
         "left_s": 100.0,
     }
-    with collected() as reports:
-        steps._run_steps(order, Alone())  # type: ignore[arg-type]
+    reports: list[Any] = []
+    monkeypatch.setattr(steps, "report", reports.append)
+    steps._run_steps(order, Alone())  # type: ignore[arg-type]
     assert done == ["pairs"]
     (first,) = (report["left"] for report in reports if "left" in report)
     assert first == ["pairs"]

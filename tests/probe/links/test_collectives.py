@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import get_args
 
 import pytest
 
-from estimator.machines.profile import CollectiveCost, CollectiveName, Device
-from estimator.probe.links.collectives import (
-    Finding,
-    blocking_points,
-    collective_cost,
-    probe_collectives,
-)
-from estimator.probe.links.copies import host_copies, link_from, message_points
-from estimator.probe.links.overlap import overlap_cost, probe_overlaps
+from estimator.machines.profile import CollectiveName, Device
+from estimator.probe.cluster.findings import ClusterFindings
+from estimator.probe.devices.ranks import DeviceProcesses
+from estimator.probe.links.collectives import blocking_points, collective_cost
+from estimator.probe.links.copies import host_copies, link_from
+from estimator.probe.links.overlap import overlap_cost
 from estimator.units import MIB
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -76,15 +74,32 @@ def test_one_size_alone_is_no_collective_cost() -> None:
     assert collective_cost("broadcast", "gloo", [[(100, 0.0, 1.0)]] * 2) is None
 
 
+def step_of_node(step: str, seconds: float) -> ClusterFindings:
+    """What two core groups find in one of the steps of a node."""
+    found: list[ClusterFindings] = []
+    arguments = {
+        "step": step,
+        "devices": [asdict(device) for device in DEVICES],
+        "at": "now",
+        "seconds": seconds,
+    }
+    with DeviceProcesses(DEVICES, world=True) as ranks:
+        ranks.run(
+            "estimator.probe.cluster.steps:run_on_node",
+            arguments,
+            timeout_s=120.0,
+            on_report=lambda _, message: found.append(ClusterFindings.from_dict(message)),
+        )
+    return found[-1]
+
+
 def test_every_collective_of_two_core_groups_is_measured_or_named_as_missing() -> None:
-    findings: list[Finding] = []
-    costs = probe_collectives(DEVICES, "gloo", budget_s=0.1, report=findings.append)
-    assert [finding for finding in findings if isinstance(finding, CollectiveCost)] == list(costs)
-    by_op = {cost.op: cost for cost in costs}
-    missing = [finding for finding in findings if isinstance(finding, str)]
-    assert len(by_op) + len(missing) == len(get_args(CollectiveName))
+    found = step_of_node("collectives", 0.1)
+    by_op = {cost.op: cost for cost in found.collectives}
+    assert len(by_op) + len(found.missing) == len(get_args(CollectiveName))
     reduced = by_op["all_reduce"]
-    assert reduced.group_size == 2
+    assert (reduced.group_size, reduced.nodes, reduced.hosts) == (2, 1, ())
+    # However little time there is.
     assert [size for size, _ in reduced.points] == [1024 * 4**power for power in range(9)]
     # Gloo sums on the ranks' own cores: 64 MiB through one core at less than 100 GB/s.
     assert reduced.points[-1][1] > (64 << 20) * 1e-11
@@ -95,12 +110,19 @@ def test_every_collective_of_two_core_groups_is_measured_or_named_as_missing() -
     assert not by_op["broadcast"].blocking
 
 
+def test_core_groups_of_a_node_are_joined_by_one_loopback() -> None:
+    (link,) = step_of_node("copies", 0.5).links
+    assert (link.kind, link.locality, link.flows) == ("loopback", "node", 1)
+    assert link.points[0][0] == 1024
+
+
 def test_overlap_compares_together_with_apart_round_by_round() -> None:
     # Compute 10 s, all-reduce 4 s, together 13 s: 3 of the 4 s are exposed; beside compute the
     # all-reduce takes 8 s instead of 4. The second rank is never the last and does not count.
     slow = {"compute_s": 10.0, "collective_s": 4.0, "both_s": 13.0, "beside_s": 8.0}
     fast = {"compute_s": 7.0, "collective_s": 3.0, "both_s": 12.0, "beside_s": 5.0}
-    cost = overlap_cost("memory_bound", 1 << 20, 2, "gloo", [[slow] * 3, [fast] * 3])
+    case = {"compute": "memory_bound", "size_bytes": 1 << 20, "in_flight": 2}
+    cost = overlap_cost([{**case, "rounds": [each] * 3} for each in (slow, fast)], "gloo")
     assert cost.exposed_ratio == pytest.approx(0.75)
     assert cost.collective_slowdown_ratio == pytest.approx(2.0)
     assert cost.size_bytes == 2 << 20
@@ -108,19 +130,11 @@ def test_overlap_compares_together_with_apart_round_by_round() -> None:
 
 
 def test_every_overlap_case_of_two_core_groups_is_measured() -> None:
-    costs = probe_overlaps(DEVICES, "gloo", budget_s=0.1)
+    costs = step_of_node("overlap", 0.1).overlaps
     assert {(cost.compute, cost.size_bytes >> 20) for cost in costs} == {
         (bound, size) for bound in ("compute_bound", "memory_bound") for size in (0, 4, 25)
     }
-
-
-def test_one_device_has_no_overlap() -> None:
-    assert probe_overlaps(DEVICES[:1], "gloo", budget_s=1) == ()
-
-
-def test_a_message_takes_until_the_receiver_has_it() -> None:
-    # The sender is away after 1 s, the receiver came at 2 s and had it at 5 s.
-    assert message_points([[(64, 0.0, 1.0)], [(64, 2.0, 5.0)]]) == [(64, 3.0)]
+    assert {(cost.group_size, cost.nodes) for cost in costs} == {(2, 1)}
 
 
 class _SteadyLink:

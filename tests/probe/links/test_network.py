@@ -15,10 +15,11 @@ from estimator.probe.cluster.findings import (
     World,
     device_locality,
     in_world_order,
+    shapes,
     slow_links,
     slow_nodes,
 )
-from estimator.probe.cluster.shapes import SharedClock, shape_costs, shapes
+from estimator.probe.links.collectives import SharedClock, shape_costs
 from estimator.probe.links.copies import Pace, typical_link
 from estimator.probe.links.network import (
     flow_link,
