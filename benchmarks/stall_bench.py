@@ -18,7 +18,7 @@ from records import Record
 
 from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
-from estimator.timeline.rank.inputs import input_costs
+from estimator.timeline.rank.lanes import input_costs
 from estimator.waits.runs import Script, cores_of, run
 from estimator.workload.loader import Loader
 

@@ -14,7 +14,7 @@ from suites import SUITES
 
 import estimator as est
 from estimator.cli.main import commands
-from estimator.cli.stalls import Stalls
+from estimator.cli.step import Stalls
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -15,7 +15,7 @@ from records import now
 import estimator as est
 from estimator.errors import EstimatorError
 from estimator.graph.costs.call_costs import op_cost
-from estimator.workload.precision import peak_dtype
+from estimator.workload.recipe import peak_dtype
 from published.mapping import Question
 
 # Drawn at random for each source and GPU, so many times.

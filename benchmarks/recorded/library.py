@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 import estimator as est
-from estimator.advise.batches import best_batch, elasticity, next_gpu
 from estimator.advise.rank_order import rank_order
 from estimator.advise.rent.transient import Revocations, TransientCluster, Worker
+from estimator.advise.scaling import best_batch, elasticity, next_gpu
 from estimator.integrations.schedulers.sizes import sizes
 
 from .inputs import need

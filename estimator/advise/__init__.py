@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.advise.batches import best_batch, next_gpu
+    from estimator.advise.scaling import best_batch, next_gpu
 
 _HOMES = {
-    "best_batch": "estimator.advise.batches",
-    "next_gpu": "estimator.advise.batches",
+    "best_batch": "estimator.advise.scaling",
+    "next_gpu": "estimator.advise.scaling",
 }
 
 __all__ = ["best_batch", "next_gpu"]

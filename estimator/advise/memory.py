@@ -16,7 +16,7 @@ from estimator.errors import AllocationError, ProfileError, StrategyError, Workl
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.compile.megatron import with_checkpoints
-from estimator.graph.costs.utilization import op_flops
+from estimator.graph.costs.call_costs import op_flops
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.memory.peak import (
     LiveTensor,

@@ -21,7 +21,7 @@ from estimator.cli.options import traced
 from estimator.cli.request import Request
 from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS
-from estimator.workload.precision import PRECISIONS
+from estimator.workload.recipe import PRECISIONS
 
 # More remarks of one kind than this are only counted.
 MOST_REMARKS = 3
@@ -134,7 +134,7 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     if as_json:
         print_json({"workload": graph.workload, "steps": [asdict(step) for step in corrections]})
         return
-    from estimator.report.learning import fitted_steps_section
+    from estimator.report.profiles import fitted_steps_section
 
     print_sections([fitted_steps_section(graph.workload, corrections)])
 
@@ -169,7 +169,7 @@ def show(place: Path | None, as_json: bool) -> None:
     if not reviewed.jobs and not reviewed.outliers:
         print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
-    from estimator.report.learning import review_section
+    from estimator.report.profiles import review_section
 
     print_sections([review_section(reviewed)])
 

@@ -24,11 +24,9 @@ from estimator.cli.console import (
 )
 from estimator.cli.estimate import estimate, sweep, trace, validate
 from estimator.cli.machines import machines, probe
-from estimator.cli.memory import memory
 from estimator.cli.replay import replay
-from estimator.cli.report import report, slurm
-from estimator.cli.serve import serve
-from estimator.cli.stalls import stalls
+from estimator.cli.report import report, serve, slurm
+from estimator.cli.step import memory, stalls
 from estimator.errors import EstimatorError
 
 

@@ -14,8 +14,7 @@ from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import EXECUTIONS, Request
 from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
-from estimator.workload.precision import PRECISIONS
-from estimator.workload.recipe import Recipe
+from estimator.workload.recipe import PRECISIONS, Recipe
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator

@@ -20,7 +20,7 @@ from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.pipelines.stage_plans import PipelinedStep
 from estimator.timeline.plan import Breakdown, StepAnswer, StepPlan
-from estimator.timeline.rank.inputs import input_costs
+from estimator.timeline.rank.lanes import input_costs
 from estimator.timeline.rank.program import (
     COPIES_ERROR,
     MEDIAN_TO_SIGMA,

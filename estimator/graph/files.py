@@ -29,7 +29,7 @@ from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.units import MIB
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer
-from estimator.workload.precision import check_precision
+from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import Strategy
 
 FORMAT = "estimator-graph"

@@ -25,7 +25,7 @@ from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 from estimator.workload.optimizers import check_optimizer
-from estimator.workload.precision import check_precision
+from estimator.workload.recipe import check_precision
 
 # The backward pass computes two matmuls for each one of the forward pass.
 _FORWARD_RATIO = 1 / 3

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure, Touches
-from estimator.graph.memory.workspace import workspace_bytes
+from estimator.graph.memory.sizes import workspace_bytes
 from estimator.machines.profile import MachineProfile, MemoryCost
 from estimator.tensors import OpCall
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from estimator.errors import ProfileError, printable
 from estimator.graph.costs.call_costs import Features, features_of
-from estimator.graph.memory.workspace import BLOCK, WIDEST_DEPTHWISE
+from estimator.graph.memory.sizes import BLOCK, WIDEST_DEPTHWISE
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 

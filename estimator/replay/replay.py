@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from estimator.errors import WorkloadError, quoted
+from estimator.errors import UserCode, WorkloadError, quoted
 from estimator.replay.jobs import Job, check_names
 from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.speeds import Speeds
 from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting
-from estimator.user_code import UserCode
 
 Steps = Generator[Any, Any, None]
 Report = Callable[[str, float], None]

@@ -21,7 +21,7 @@ from estimator.timeline.rank.rules import Rules
 from estimator.timeline.rank.updates import recipe_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
 from estimator.workload.optimizers import RULES
-from estimator.workload.precision import peak_dtype
+from estimator.workload.recipe import peak_dtype
 
 _MOST_NAMED_OPS = 5
 _FLASH_CAPABILITY = 8.0

@@ -24,7 +24,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory
 from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network, whole_group
 from estimator.placement.placement import NodeKind, Placement
-from estimator.timeline.rank.inputs import InputCosts
+from estimator.timeline.rank.lanes import InputCosts
 from estimator.timeline.rank.program import (
     STEP,
     LaneCosts,

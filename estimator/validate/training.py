@@ -21,7 +21,7 @@ from estimator.probe.devices.updates import optimizer_of
 from estimator.units import MIB
 from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.optimizers import check_optimizer
-from estimator.workload.precision import check_precision
+from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import ZeRO1
 
 

@@ -25,7 +25,7 @@ from estimator.estimates.estimate import OVERLAP_ERROR, Estimate
 from estimator.estimates.request import EstimateRequest
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.timeline.plan import answer_of
-from estimator.timeline.rank.inputs import with_rates
+from estimator.timeline.rank.lanes import with_rates
 from estimator.units import format_bandwidth, format_ratio
 from estimator.workload.loader import MOST_WORKERS, Loader
 

@@ -21,7 +21,7 @@ from estimator.units import (
     parse_size_bytes,
     parse_whole,
 )
-from estimator.workload.precision import PARAMETER_BYTES, parameter_dtype
+from estimator.workload.recipe import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import estimator as est
-from estimator.advise.batches import largest_batch
+from estimator.advise.scaling import largest_batch
 from estimator.errors import WorkloadError
 from tests.synthetic import Machine, perceptron
 

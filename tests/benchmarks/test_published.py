@@ -31,8 +31,7 @@ from zoo.megatron import megatron_gpt
 
 import estimator as est
 from estimator.errors import StrategyError
-from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost
-from estimator.graph.costs.utilization import step_flops
+from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost, step_flops
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import found_plan
 from estimator.kernels.roofline import Roofline

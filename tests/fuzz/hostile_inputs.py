@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from estimator.workload.precision import PRECISIONS
+from estimator.workload.recipe import PRECISIONS
 from tests.fuzz.harmless_inputs import (
     CLUSTER,
     JOB,

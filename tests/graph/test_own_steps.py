@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from estimator.api import OpGraph, estimate, trace_model
 from estimator.errors import TraceError, WorkloadError
-from estimator.graph.costs.utilization import step_flops
+from estimator.graph.costs.call_costs import step_flops
 from estimator.graph.memory.sizes import optimizer_memory
 from estimator.graph.trace.own_steps import RECORDED
 from estimator.timeline.rank.updates import Trained

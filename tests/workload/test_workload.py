@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from estimator.errors import StrategyError
 from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import check_optimizer
-from estimator.workload.precision import check_precision
+from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import (
     SAVING_MEMORY,
     SEARCHED,

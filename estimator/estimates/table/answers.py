@@ -44,7 +44,7 @@ from estimator.timeline.plan import (
     breakdown_of,
     with_input,
 )
-from estimator.timeline.rank.inputs import InputCosts
+from estimator.timeline.rank.lanes import InputCosts
 from estimator.timeline.rank.program import LaneCosts, RankColumns, largest
 from estimator.timeline.rank.rules import (
     DP,

@@ -1,7 +1,7 @@
 """Tell what an operator call costs, and by which features its time can be predicted.
 
 A cost is the least that a call must compute and move; it knows no machine. Formulas are in
-`matmuls`, `memory_bound` and `indexing`, one per operator; those of kernels fused by a compiler,
+`matmuls` and `memory_bound`, one per operator; those of kernels fused by a compiler,
 and of parts of a step known by their time, are here.
 """
 
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from estimator.errors import WorkloadError, printable
-from estimator.graph.costs import indexing, matmuls, memory_bound
-from estimator.graph.costs.matmuls import is_channels_last, matmul_layout
+from estimator.graph.costs import matmuls, memory_bound
+from estimator.graph.costs.matmuls import is_channels_last, matmul_layout, whole_attention_flops
 from estimator.graph.costs.registry import Family, Formula, cost_of, formula_of, written
 from estimator.graph.ir.ops import OpCost
 from estimator.machines.profile import Device
 from estimator.tensors import OpCall, TensorSpec
-from estimator.workload.precision import peak_dtype
+from estimator.workload.recipe import TF32_BY_DEFAULT, peak_dtype
+
+if TYPE_CHECKING:
+    from estimator.graph.ir.op_graph import BoundGraph
 
 FusedFamily = Literal["elementwise", "reduction", "softmax", "normalization"]
 FUSED = "fused."
@@ -234,7 +237,7 @@ __all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost
 # Training the largest models takes some 1e26 flops in all; squares of it are floats still.
 _MOST_WORK = 1e30
 # Importing these registers their formulas.
-FORMULAS = (matmuls, memory_bound, indexing)
+FORMULAS = (matmuls, memory_bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,3 +406,55 @@ def _common_run(shape: tuple[int, ...], operands: list[tuple[int, ...]]) -> int:
         run *= shape[outer]
         inner = outer
     return run
+
+
+# Count the FLOPs of a step by which MFU and HFU are told.
+#
+# Counted are matmuls, convolutions, recurrent layers and attention, a multiply-add as 2,
+# whether a kernel fuses them or not; look-ups, elementwise operators and the update are not. In
+# attention every query counts with every key, also where a mask hides some: so do PaLM (Chowdhery
+# et
+# al. 2022, appendix B) and torchtitan (``12 * n_layers * n_heads * head_dim * seq_len`` a token).
+
+# A part of a step known by its time carries the FLOPs that were given for the model.
+_COUNTED = ("matmul", "convolution", "recurrent", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFlops:
+    """FLOPs of one micro-batch, forward and backward.
+
+    `model` are those that the model needs, each matmul once: they give the MFU (model FLOPs
+    utilization). `hardware` adds what is computed again in the backward phase, by activation
+    checkpoints and inside attention kernels: they give the HFU (hardware FLOPs utilization;
+    Korthikanti et al. 2022 tell the two apart so). `tf32_by_default` are those of the latter that a
+    GPU rounds to TF32 unless told otherwise.
+    """
+
+    model: float
+    hardware: float
+    tf32_by_default: float = 0.0
+
+
+def step_flops(bound: BoundGraph) -> StepFlops:
+    """The FLOPs of a graph at one batch size."""
+    model = hardware = tf32 = 0.0
+    known: dict[int, tuple[float, float, bool]] = {}
+    for op, call in zip(bound.graph.ops, bound.calls, strict=True):
+        # Many ops share one call, which `bound` keeps alive.
+        if id(call) not in known:
+            known[id(call)] = (*op_flops(call), family_of(call.target) in TF32_BY_DEFAULT)
+        needed, executed, in_tf32 = known[id(call)]
+        model += 0.0 if op.is_repeated else needed
+        hardware += executed
+        tf32 += executed if in_tf32 else 0.0
+    return StepFlops(model=model, hardware=hardware, tf32_by_default=tf32)
+
+
+def op_flops(call: OpCall) -> tuple[float, float]:
+    """(flops that the model needs of a call, flops that the call executes)."""
+    family = family_of(call.target)
+    if family == "attention":
+        return whole_attention_flops(call)
+    cost = op_cost(call) if family in _COUNTED else None
+    return (0.0, 0.0) if cost is None else (cost.flops, cost.flops)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from estimator.errors import ModelError
+from estimator.errors import ModelError, UserCode, one_line
 from estimator.graph.trace.fake_tensors import (
     WeightsTooLarge,
     WithoutWeights,
@@ -23,7 +23,6 @@ from estimator.graph.trace.fake_tensors import (
 )
 from estimator.graph.trace.training_call import as_phases
 from estimator.units import format_bytes
-from estimator.user_code import UserCode, one_line
 
 Say = Callable[[str], None]
 

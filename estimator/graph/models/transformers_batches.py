@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from estimator.errors import EstimatorError, TraceError
+from estimator.errors import EstimatorError, TraceError, UserCode
 from estimator.graph.trace.fake_tensors import kept_as_it_was, put_fake_tensors
 from estimator.graph.trace.functions import EagerFunctions, quiet_fakes
 from estimator.graph.trace.record import Recorder
-from estimator.user_code import UserCode
 
 DEFAULT_LENGTH = 512
 # Objects that a detector found in an image, for models that take those instead of pixels.

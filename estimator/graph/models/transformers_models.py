@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from estimator.errors import ModelError, quoted
+from estimator.errors import ModelError, UserCode, quoted
 from estimator.files import parse_json, read_text
 from estimator.graph.models.functions import Loaded, suggestion
 from estimator.graph.models.transformers_batches import make_batch
 from estimator.graph.trace.fake_tensors import WithoutWeights
 from estimator.units import parse_knobs
-from estimator.user_code import UserCode
 
 # Said of a file's weights, of its code or of the program that wrote it: the precision is an option
 # here, and code is not fetched.

@@ -26,11 +26,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from estimator.errors import StrategyError, quoted
+from estimator.errors import StrategyError, one_line, quoted
 from estimator.graph.ir.ops import Parameter
 from estimator.graph.trace.fake_tensors import FakeTensors
 from estimator.graph.trace.record import Recorder
-from estimator.user_code import one_line
 from estimator.workload.optimizers import BESIDE_MUON, check_optimizer
 
 DEFAULT_OPTIMIZER = "adamw"

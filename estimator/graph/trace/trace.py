@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from estimator.errors import EstimatorError, ModelError, TraceError
+from estimator.errors import EstimatorError, ModelError, TraceError, UserCode
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import GraphInput, Parameter
 from estimator.graph.partition.plan import expert_styles_of_config, styles_of_config
@@ -42,9 +42,8 @@ from estimator.graph.trace.own_steps import DEFAULT_OPTIMIZER, RecordedStep
 from estimator.graph.trace.record import JoinedRuns, Recorder, join_runs, watched_calls
 from estimator.graph.trace.training_call import SUMMED, Loss, Phases, TrainingCall, packed_as_padded
 from estimator.machines.profile import DeviceKind
-from estimator.user_code import UserCode
 from estimator.workload.optimizers import check_optimizer
-from estimator.workload.precision import check_precision
+from estimator.workload.recipe import check_precision
 
 if TYPE_CHECKING:
     from estimator.graph.trace.parallel_modules import Division

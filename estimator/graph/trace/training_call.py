@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from estimator.errors import ModelError, quoted
+from estimator.errors import ModelError, UserCode, quoted
 from estimator.graph.trace.fake_tensors import map_tensors
 from estimator.graph.trace.own_steps import Configured, standing_in
-from estimator.user_code import UserCode
 
 Step = Callable[[Any, Any], Any]
 SUMMED = (

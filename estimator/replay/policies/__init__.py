@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from estimator.errors import WorkloadError, quoted
+from estimator.errors import UserCode, WorkloadError, quoted
 from estimator.replay.view import PlanOf, Policy
-from estimator.user_code import UserCode
 
 # A policy's name, the module and the class that have it.
 _HOMES = {

@@ -17,7 +17,7 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError
-from estimator.graph.costs.utilization import StepFlops, step_flops
+from estimator.graph.costs.call_costs import StepFlops, step_flops
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.memory.peak import Envelope, PeakMemory, ShardedMemory, held_bytes
 from estimator.graph.memory.sizes import StepTensors
@@ -35,8 +35,7 @@ from estimator.kernels.durations import (
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.machines.typical import DeviceMemory, device_memory
 from estimator.placement.placement import NodeKind
-from estimator.timeline.rank.inputs import NO_INPUT, InputCosts, input_costs
-from estimator.timeline.rank.lanes import MicroBatches
+from estimator.timeline.rank.lanes import NO_INPUT, InputCosts, MicroBatches, input_costs
 from estimator.timeline.rank.layer_collectives import LayerCollectives, LayerCollectiveSeconds
 from estimator.timeline.rank.rules import Bucket, RankRequest, Rules, StepShape
 from estimator.timeline.rank.updates import (
@@ -47,7 +46,7 @@ from estimator.timeline.rank.updates import (
     update_lanes,
 )
 from estimator.workload import Strategy
-from estimator.workload.precision import peak_dtype
+from estimator.workload.recipe import peak_dtype
 
 # What a copy costs is fitted from copies of other sizes.
 COPIES_ERROR = 0.2

@@ -12,9 +12,9 @@ import pytest
 
 import estimator as est
 from estimator import advise
-from estimator.advise.batches import elasticity, largest_batch
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers, pareto_front
 from estimator.advise.rent.transient import Spot
+from estimator.advise.scaling import elasticity, largest_batch
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation

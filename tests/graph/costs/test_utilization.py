@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from estimator.api import estimate
 from estimator.estimates.table import estimate_many
 from estimator.graph.compile.fusion import compile_graph
-from estimator.graph.costs.utilization import step_flops
+from estimator.graph.costs.call_costs import step_flops
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.trace.trace import trace_graph
 

@@ -16,9 +16,8 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
 from estimator.graph.ir.structure import GraphStructure, storages
 from estimator.graph.memory.peak import PeakMemory
-from estimator.graph.memory.sizes import StepTensors
+from estimator.graph.memory.sizes import StepTensors, workspace_bytes
 from estimator.graph.memory.step import MemoryOverStep, memory_alone
-from estimator.graph.memory.workspace import workspace_bytes
 from estimator.graph.trace.trace import trace_graph
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.rank.rules import Bucket, StepShape

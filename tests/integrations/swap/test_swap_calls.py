@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from estimator.advise.swap.plan import Swap, SwapPlan
-from estimator.integrations.swap.saved_tensors import CallTimes, SwapCalls
+from estimator.integrations.swap.apply_plan import CallTimes, SwapCalls
 from tests.advise.swap.swap_problems import problem_of
 
 # Tensor 0 is absent during ops 3 and 4 of 8 ops of a second; its copies take two.

@@ -19,7 +19,7 @@ from estimator.estimates.table import estimate_many
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import InputCost, Provenance
 from estimator.timeline.collectives.overlap import NO_OVERLAP
-from estimator.timeline.rank.inputs import InputCosts, copies_s, input_costs, with_rates
+from estimator.timeline.rank.lanes import InputCosts, input_copies_s, input_costs, with_rates
 from estimator.timeline.simulator.simulation import simulate
 from estimator.timeline.simulator.tasks import COMPUTE, TaskList, play
 from estimator.workload.loader import Loader
@@ -274,9 +274,9 @@ def test_batches_are_copied_from_the_memory_that_the_loader_uses() -> None:
     pageable = replace(pinned, pinned=False, bandwidth_bytes_per_s=4e9, latency_s=0.0)
     profile = replace(gpu, links=(*gpu.links, pageable))
     slow = Loader(sample_bytes=1e6, pinned=False)
-    assert copies_s(slow, profile, 32, 1) == pytest.approx(32e6 / 4e9)
+    assert input_copies_s(slow, profile, 32, 1) == pytest.approx(32e6 / 4e9)
     fast = replace(slow, pinned=True)
     expected_s = pinned.latency_s + 32e6 / pinned.bandwidth_bytes_per_s
-    assert copies_s(fast, profile, 32, 1) == pytest.approx(expected_s)
+    assert input_copies_s(fast, profile, 32, 1) == pytest.approx(expected_s)
     # With one of them known, that one it is.
-    assert copies_s(slow, gpu, 32, 1) == pytest.approx(expected_s)
+    assert input_copies_s(slow, gpu, 32, 1) == pytest.approx(expected_s)
