@@ -263,6 +263,7 @@ def estimate(
     layout: Layout | str | None = None,
     tp_plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     strict: bool = False,
+    neighbours: Sequence[Estimate | tuple[str | Allocation, float]] = (),
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -275,11 +276,13 @@ def estimate(
     nodes and the switches between them; without one, nodes hang on one switch. `profile` stands in
     for the machine named; `loader` (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks
     share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per
-    data-parallel rank). `tp_plan`: styles by module name, or a JSON file; by default found. Raises
-    AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
+    data-parallel rank). `tp_plan`: styles by module name, or a JSON file; by default found.
+    `neighbours` are other jobs on the same links between nodes: estimates, or (allocation, bytes
+    per second from each node). Raises AllocationError, WorkloadError, ProfileError,
+    UnknownMachineError, StrategyError, TopologyError.
     """
     key = None
-    if cluster is None and profile is None and tp_plan is None:
+    if not neighbours and cluster is None and profile is None and tp_plan is None:
         words = strategy, layout, loader, strict
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
@@ -302,6 +305,7 @@ def estimate(
         profile=profile,
         calibration=calibration,
         strict=strict,
+        neighbours=neighbours,
     )
     answer = balance(request).answer
     if key is not None:

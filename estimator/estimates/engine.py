@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, WorkloadError
 from estimator.estimates.estimate import (
     FITS,
     Estimate,
@@ -24,7 +25,8 @@ from estimator.estimates.estimate import (
     relative_error,
     utilization,
 )
-from estimator.estimates.request import EstimateRequest
+from estimator.estimates.neighbours import Sender, link_ratios
+from estimator.estimates.request import EstimateRequest, Traffic
 from estimator.graph.ir.op_graph import OpGraph, job_content
 from estimator.graph.memory.peak import PeakMemory
 from estimator.graph.partition.layout import split_by_layout
@@ -32,7 +34,7 @@ from estimator.graph.partition.plan import Plan
 from estimator.machines.catalogue import load_profile, named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
-from estimator.placement.mesh import Mesh, batches_of
+from estimator.placement.mesh import Mesh, batches_of, check_room, crossed, whole_group
 from estimator.placement.placement import Placement, check_kinds, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.pipelines.stage_plans import PipelineAnswer, pipeline_answer, stage_plans
@@ -91,20 +93,59 @@ class Engine:
         it by speed.
         """
         step = self._laid_out(request)
-        coefficients = UNCALIBRATED
-        if request.calibration is not None:
-            trial = TrialEngine(self, request)
-            (coefficients,) = request.calibration.coefficients_for(
-                [step.question(trial.content.fingerprint)],
-                [step.mesh.placement.allocation],
-                trial,
-            )
+        coefficients = self._coefficients(step)
+        if request.neighbours:
+            (ratio, *_) = self.link_ratios([request, *request.neighbours])
+            step = step._replace(mesh=replace(step.mesh, link_ratio=ratio))
         if request.layout.pp > 1:
             answer = self._pipelined(step, coefficients)
             stage = _answered(answer.plan, step, answer.answer, answer.memory, answer.used_ratio)
             return replace(stage, model=step.graph.name, pipeline=answer.step)
         plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
         return _answered(plan, step, answer_of(plan), *plan.memory())
+
+    def _coefficients(self, step: _LaidOutStep) -> Coefficients:
+        """What calibration has learnt of a step."""
+        request = step.request
+        if request.calibration is None:
+            return UNCALIBRATED
+        trial = TrialEngine(self, request)
+        (coefficients,) = request.calibration.coefficients_for(
+            [step.question(trial.content.fingerprint)], [step.mesh.placement.allocation], trial
+        )
+        return coefficients
+
+    def link_ratios(self, jobs: Sequence[EstimateRequest | Traffic]) -> list[float]:
+        """The share that each job has of the rate of its links between nodes, beside the others.
+
+        Without a cluster the n-th nodes of all jobs are the same. Raises AllocationError where jobs
+        want more devices of a node than it has, and what `estimate` raises.
+        """
+        requests = [job for job in jobs if isinstance(job, EstimateRequest)]
+        cluster, profile = requests[0].cluster, requests[0].profile
+        if any(request.cluster is not cluster for request in requests):
+            raise WorkloadError("jobs that share links are of one cluster; give all the same one")
+        senders, placements = [], []
+        for job in jobs:
+            if isinstance(job, Traffic):
+                placement = self.place(job.allocation, cluster=cluster, profile=profile)
+                bytes_per_s = whole_group(placement).bytes_per_s
+                busy_ratio = partial(_traffic_ratio, job.bytes_per_s / bytes_per_s)
+            else:
+                step = self._laid_out(job)
+                placement = step.mesh.placement
+                bytes_per_s = whole_group(placement).bytes_per_s
+                busy_ratio = partial(self._busy_ratio, step, self._coefficients(step))
+            placements.append(placement)
+            senders.append(Sender(crossed(placement), bytes_per_s, busy_ratio))
+        check_room(placements)
+        return link_ratios(senders)
+
+    def _busy_ratio(self, step: _LaidOutStep, coefficients: Coefficients, ratio: float) -> float:
+        """The share of its time that a job sends, by its share of its links; see `Sender`."""
+        mesh = replace(step.mesh, link_ratio=ratio)
+        answer, sends_s = self._parts(step._replace(mesh=mesh), coefficients)
+        return min(sends_s / float(answer.parts.total_s), 1.0)
 
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
@@ -195,6 +236,10 @@ class Engine:
             axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
             for axis, some in groups.items()
         }
+
+
+def _traffic_ratio(own: float, ratio: float) -> float:
+    return min(own / ratio, 1.0)
 
 
 _MOST_ANSWERS = 1 << 12

@@ -295,12 +295,27 @@ def _assumptions(answer: Estimate) -> tuple[str, ...]:
     assumptions = plan_assumptions(answer.plan, answer.ranks)
     remark = answer.plan.coefficients.remark
     assumptions = (remark, *assumptions) if remark else assumptions
+    if answer.request.neighbours:
+        assumptions = (_neighbours_assumption(answer), *assumptions)
     if answer.pipeline is not None:
         assumptions = (*answer.pipeline.assumptions(), *assumptions)
     if answer.batches is None or answer.global_batch is None:
         return assumptions
     padding = answer.plan.mesh.global_batch(answer.batches) - answer.global_batch
     return (*split_assumptions(answer.batches, padding), *assumptions)
+
+
+def _neighbours_assumption(answer: Estimate) -> str:
+    """What other jobs leave of the links, and how that was found."""
+    jobs, ratio = len(answer.request.neighbours), answer.plan.mesh.link_ratio
+    others, them = ("1 other job", "it") if jobs == 1 else (f"{jobs} other jobs", "they")
+    same = "" if answer.request.cluster else "; the n-th nodes of all are taken to be the same"
+    leaves = "leaves" if jobs == 1 else "leave"
+    return (
+        f"{others} on the same links {leaves} {format_ratio(ratio)} of them while ranks send: "
+        f"max-min fair shares while {them} send{'s' * (jobs == 1)} too, at times that are "
+        f"independent{same}"
+    )
 
 
 def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None], ...]:

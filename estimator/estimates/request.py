@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from estimator.coefficients import Calibration, check_calibration
-from estimator.errors import StrategyError, WorkloadError
+from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.plan import Plan
 from estimator.machines.profile import MachineProfile
@@ -19,6 +19,16 @@ from estimator.workload.layouts import DATA_PARALLEL, Layout
 from estimator.workload.loader import Loader
 
 _DDP = Strategy.parse("ddp")
+
+
+class Traffic(NamedTuple):
+    """What is known of another job: where it is, and bytes per second from each of its nodes.
+
+    The mean over its time; it sends them as fast as its links allow.
+    """
+
+    allocation: str | Allocation | Placement
+    bytes_per_s: float
 
 
 class Options(TypedDict, total=False):
@@ -38,6 +48,7 @@ class Options(TypedDict, total=False):
     profile: MachineProfile | None
     calibration: Calibration | None
     strict: bool
+    neighbours: Sequence[Any]
 
 
 class ChangedOptions(Options, total=False):
@@ -53,9 +64,9 @@ class EstimateRequest:
 
     `allocation` is placed already where the same one is asked about repeatedly, and None in what
     the rows of a table share. `batch_per_gpu` has one number for all ranks or one for each group of
-    the allocation. `strict` refuses a global batch that ranks cannot share evenly. Nothing here
-    reads a file. Raises AllocationError, ProfileError, StrategyError,
-    TopologyError, WorkloadError.
+    the allocation. `strict` refuses a global batch that ranks cannot share evenly. `neighbours` are
+    jobs that train at once, on links in common. Nothing here reads a file. Raises AllocationError,
+    ProfileError, StrategyError, TopologyError, WorkloadError.
 
     >>> # EstimateRequest.of(graph, "2x8:h100-sxm", strategy="fsdp", layout="tp=2,dp=*")
     """
@@ -73,6 +84,7 @@ class EstimateRequest:
     profile: MachineProfile | None = None
     calibration: Calibration | None = None
     strict: bool = False
+    neighbours: tuple[EstimateRequest | Traffic, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cluster is not None or self.profile is not None:
@@ -111,6 +123,8 @@ class EstimateRequest:
             nouns["loader"] = Loader.parse(nouns["loader"])
         nouns["strategy"] = agreed_strategy(graph, nouns.get("strategy", "ddp"))
         nouns["layout"] = agreed_layout(graph, nouns.get("layout"))
+        if nouns.get("neighbours"):
+            nouns["neighbours"] = tuple(map(_neighbour, nouns["neighbours"]))
         return cls(graph=graph, allocation=allocation, **nouns)
 
     def changed(self, **changes: Unpack[ChangedOptions]) -> EstimateRequest:
@@ -125,6 +139,23 @@ class EstimateRequest:
         return EstimateRequest.of(**values)
 
 
+def _neighbour(job: Any) -> EstimateRequest | Traffic:
+    """Another job by its estimate, its request, or (allocation, bytes per second of a node)."""
+    request = getattr(job, "request", job)
+    if isinstance(request, EstimateRequest) and request.allocation is not None:
+        return replace(request, neighbours=())
+    if not isinstance(job, Traffic) and not (isinstance(job, tuple) and len(job) == 2):
+        raise WorkloadError(
+            f"a neighbour is an estimate or (allocation, bytes per second), found {quoted(job)}; "
+            "give one of them for each other job"
+        )
+    where, rate = job
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < MOST_TRAFFIC:
+        raise WorkloadError(f"a neighbour sends {quoted(rate)} bytes per second; give 0 or more")
+    return Traffic(where if isinstance(where, Placement) else Allocation.parse(where), float(rate))
+
+
+MOST_TRAFFIC = 1e15
 _NAMES = tuple(item.name for item in fields(EstimateRequest))
 # What there is nothing to parse of.
 _PLAIN = {"batch_per_gpu", "global_batch", "accumulation_steps", "calibration"}

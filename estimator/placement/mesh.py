@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from estimator.elementwise import Flags, Indices
-from estimator.errors import StrategyError, WorkloadError, quoted
+from estimator.errors import AllocationError, StrategyError, WorkloadError, quoted
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
@@ -22,7 +22,7 @@ from estimator.machines.profile import (
     PairMatrix,
 )
 from estimator.placement.placement import NodeGroup, NodeKind, Placement
-from estimator.placement.topology import Cluster, network_in_cluster
+from estimator.placement.topology import Cluster, network_in_cluster, network_of
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
 
@@ -99,6 +99,53 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
         yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
     named = [(a.host or "", b.host or "") for a, b in hops]
     yield from _switch_limits(_leaving(named, cluster), cluster)
+
+
+# A node by its number or name, or a switch by its name.
+HopKey = tuple[str, int | str | None]
+
+
+def crossed(placement: Placement) -> dict[HopKey, tuple[float, int]]:
+    """What a ring in rank order leaves: (bytes per second of its uplink each way, how often).
+
+    Without a cluster, nodes are told apart by their numbers. Empty within one node.
+    """
+    if placement.nodes <= 1:
+        return {}
+    cluster, node_groups = placement.cluster, placement.node_groups
+    if cluster is None:
+        profiles = [group.profile for group in node_groups for _ in range(group.nodes)]
+        networks = [(number, network_of(profile)) for number, profile in enumerate(profiles)]
+        return {("node", number): (net.bytes_per_s, 1) for number, net in networks if net}
+    hops, found = list(_hops(node_groups)), dict[HopKey, tuple[float, int]]()
+    flows, of_host = Counter([a.host for a, _ in hops]), {a.host: a.profile for a, _ in hops}
+    for host, profile in of_host.items():
+        network = network_in_cluster(profile, cluster, host or "")
+        if network is not None:
+            found["node", host] = network.bytes_per_s, flows[host]
+    for name, count in _leaving([(a.host or "", b.host or "") for a, b in hops], cluster).items():
+        rate = cluster.switches[name].uplink_bytes_per_s
+        if rate is not None:
+            found["switch", name] = cluster.payload_bytes_per_s(rate), count
+    return found
+
+
+def check_room(placements: Sequence[Placement]) -> None:
+    """Raise AllocationError where jobs want more devices of a node together than it has."""
+    wanted: Counter[int | str] = Counter()
+    for placement in placements:
+        number = 0
+        for group in placement.node_groups:
+            for node in [number + n for n in range(group.nodes)]:
+                key = node if group.host is None else group.host
+                wanted[key] += group.per_node
+                if wanted[key] > len(group.profile.devices):
+                    raise AllocationError(
+                        f"the jobs want {wanted[key]} devices of "
+                        + (f"node {node + 1}" if group.host is None else f"'{group.host}'")
+                        + f", which has {len(group.profile.devices)}; name other nodes of a cluster"
+                    )
+            number += group.nodes
 
 
 _NETWORK = "the network of '{}'"
@@ -366,6 +413,7 @@ class Mesh:
     dp_replicate: int = 1
     dp_shard: int = 1
     micro_batches: int = 1
+    link_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -389,6 +437,7 @@ class Mesh:
         strategy: Strategy,
         *,
         micro_batches: int = 1,
+        link_ratio: float = 1.0,
     ) -> Mesh:
         """All ranks along the axes of a layout; raises StrategyError."""
         replicate, shard = _data_axes(layout, placement.ranks, strategy)
@@ -398,6 +447,7 @@ class Mesh:
             dp_replicate=replicate,
             dp_shard=shard,
             micro_batches=micro_batches,
+            link_ratio=link_ratio,
         )
 
     @property
@@ -470,10 +520,23 @@ class Mesh:
         members = self.members(axis)
         size = members.shape[1]
         if size == self.placement.ranks:
-            return ((whole_group(self.placement), slowest_network(self.placement)),)
-        if size == 1:
-            return ()
-        return groups_along(self.placement, members)
+            return ((self.whole_group, slowest_network(self.placement)),)
+        return self.groups_along(members) if size > 1 else ()
+
+    @property
+    def whole_group(self) -> ProcessGroup:
+        """All ranks, on links as other jobs leave them."""
+        return self._beside_others(whole_group(self.placement))
+
+    def groups_along(self, members: Indices) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
+        """See `groups_along`; on links as other jobs leave them."""
+        found = groups_along(self.placement, members)
+        return tuple((self._beside_others(group), node) for group, node in found)
+
+    def _beside_others(self, group: ProcessGroup) -> ProcessGroup:
+        if self.link_ratio == 1.0:
+            return group
+        return replace(group, bytes_per_s=group.bytes_per_s * self.link_ratio)
 
     def global_batch(self, batches: Sequence[int]) -> int:
         """Samples of a step, by those of a rank and micro-batch in each group of the allocation."""

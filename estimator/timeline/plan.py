@@ -22,7 +22,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory
-from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network, whole_group
+from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.rank.lanes import InputCosts
 from estimator.timeline.rank.program import (
@@ -403,7 +403,7 @@ def groups_of(
     """(process groups along the axes of a strategy, the profiles that they name)."""
     if mesh.replicas != mesh.placement.ranks or mesh.ep > 1:
         return _groups_beside_layers(mesh, rules)
-    everyone, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
+    everyone, kind = mesh.whole_group, slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (everyone,)}, (kind.profile,)
     shard = mesh.shards

@@ -337,6 +337,8 @@ def _shared(graph: OpGraph, options: TableOptions, strict: bool) -> EstimateRequ
     """What all rows have in common."""
     cluster = Cluster.given(options.get("cluster"))
     known: Any = {**options, "cluster": cluster, "strict": strict}
+    if known.get("neighbours"):
+        raise WorkloadError("a table has no neighbours; ask 'estimate' about one allocation")
     return EstimateRequest.of(graph, **known)
 
 

@@ -32,7 +32,7 @@ from estimator.graph.partition.stages import (
 )
 from estimator.kernels.durations import bound_of, costed, dataflow_of, op_durations, structure_of
 from estimator.machines.profile import CollectiveName
-from estimator.placement.mesh import Mesh, ProcessGroup, groups_along
+from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.placement import NodeKind
 from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP
@@ -438,7 +438,7 @@ def stage_plans(
         )
     placement = mesh.placement
     one = shape._replace(accumulation_steps=1)
-    axes = mesh.layout, mesh.dp_replicate, mesh.dp_shard
+    axes = mesh.layout, mesh.dp_replicate, mesh.dp_shard, mesh.link_ratio
     found = cache.get(
         "stage plans",
         (graph, placement.cluster, *placement.kinds),
@@ -665,11 +665,12 @@ def _pair_s(
 
     def slowest() -> tuple[ProcessGroup, NodeKind]:
         rows: Indices = np.arange(placement.ranks).reshape(count, -1)
-        pairs = groups_along(placement, rows[[one, other]].T)
+        pairs = mesh.groups_along(rows[[one, other]].T)
         return min(pairs, key=lambda each: each[0].bytes_per_s)
 
     owners = placement.cluster, *placement.kinds
-    group, node = cache.get("pair", owners, slowest, placement.allocation, count, one, other)
+    key = placement.allocation, mesh.link_ratio, count, one, other
+    group, node = cache.get("pair", owners, slowest, *key)
     costs = cache.get(
         "pairs",
         (node.profile, mesh.placement.cluster),
