@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from estimator.replay.jobs import Job
     from estimator.replay.nodes import Nodes, PlacementRule
     from estimator.replay.replay import Costs, Outcome, Replay
-    from estimator.replay.speeds import Speeds
+    from estimator.replay.speeds import SharedLinks, Speeds
     from estimator.replay.view import Policy
 
 RULES = ("pack", "even", "spread")
@@ -74,6 +74,9 @@ BELIEFS = ("engine", "calibrated", "perfect")
     type=Duration(3600.0, counts_seconds=True),
     help="Nodes fail so often, such as 8w.",
 )
+@click.option(
+    "--contention", is_flag=True, help="Jobs on the same nodes or uplinks share their links."
+)
 @click.option("--allow-code", is_flag=True, help="Run functions that JOBS names as models.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option(
@@ -95,6 +98,7 @@ def replay(
     restart: float,
     checkpoint: float,
     node_mtbf: float | None,
+    contention: bool,
     allow_code: bool,
     picture: Path | None,
     schedule: Path | None,
@@ -111,20 +115,25 @@ def replay(
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
     from estimator.replay.replay import Costs, outcome, schedule_of
-    from estimator.replay.speeds import TrueSpeeds
+    from estimator.replay.speeds import SharedLinks, TrueSpeeds
 
     for path in filter(None, (picture, schedule)):
         check_writable(path)
     nodes = Nodes.parse(on, cluster=cluster)
+    if contention:
+        nodes = nodes.described()
+        cluster = nodes.cluster
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
     jobs = _jobs(jobs_path, nodes, models, loader, seed, allow_code=allow_code)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
+    links = SharedLinks(nodes, true) if contention else None
     replays = {
         name: _simulated(
             *(name, policy, jobs, Nodes.parse(on, placement, cluster)),
             *(true, _believed(believed, true, cluster), costs, seed),
+            links=links,
         )
         for name, policy in chosen.items()
     }
@@ -170,6 +179,8 @@ def _simulated(
     believed: Speeds,
     costs: Costs,
     seed: int,
+    *,
+    links: SharedLinks | None,
 ) -> Replay:
     from estimator.replay.replay import Replay
 
@@ -183,6 +194,7 @@ def _simulated(
             costs=costs,
             seed=seed,
             report=report,
+            links=links,
         )
         replay.run()
     return replay

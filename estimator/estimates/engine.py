@@ -95,7 +95,7 @@ class Engine:
         step = self._laid_out(request)
         coefficients = self._coefficients(step)
         if request.neighbours:
-            (ratio, *_) = self.link_ratios([request, *request.neighbours])
+            ratio, *_ = link_ratios(self.senders([request, *request.neighbours]))
             step = step._replace(mesh=replace(step.mesh, link_ratio=ratio))
         if request.layout.pp > 1:
             answer = self._pipelined(step, coefficients)
@@ -115,11 +115,12 @@ class Engine:
         )
         return coefficients
 
-    def link_ratios(self, jobs: Sequence[EstimateRequest | Traffic]) -> list[float]:
-        """The share that each job has of the rate of its links between nodes, beside the others.
+    def senders(self, jobs: Sequence[EstimateRequest | Traffic]) -> list[Sender]:
+        """What jobs send over links between nodes; the first one's cluster is that of all.
 
-        Without a cluster the n-th nodes of all jobs are the same. Raises AllocationError where jobs
-        want more devices of a node than it has, and what `estimate` raises.
+        Without one the n-th nodes of all jobs are the same. Raises AllocationError where jobs want
+        more devices of a node than it has, WorkloadError where clusters differ, and what `estimate`
+        raises.
         """
         requests = [job for job in jobs if isinstance(job, EstimateRequest)]
         cluster, profile = requests[0].cluster, requests[0].profile
@@ -129,23 +130,25 @@ class Engine:
         for job in jobs:
             if isinstance(job, Traffic):
                 placement = self.place(job.allocation, cluster=cluster, profile=profile)
-                bytes_per_s = whole_group(placement).bytes_per_s
-                busy_ratio = partial(_traffic_ratio, job.bytes_per_s / bytes_per_s)
+                rate = whole_group(placement).bytes_per_s
+                timing = partial(_traffic_timing, job.bytes_per_s / rate)
             else:
                 step = self._laid_out(job)
                 placement = step.mesh.placement
-                bytes_per_s = whole_group(placement).bytes_per_s
-                busy_ratio = partial(self._busy_ratio, step, self._coefficients(step))
+                rate = whole_group(placement).bytes_per_s
+                timing = partial(self._timing, step, self._coefficients(step))
             placements.append(placement)
-            senders.append(Sender(crossed(placement), bytes_per_s, busy_ratio))
+            senders.append(Sender(crossed(placement), rate, timing))
         check_room(placements)
-        return link_ratios(senders)
+        return senders
 
-    def _busy_ratio(self, step: _LaidOutStep, coefficients: Coefficients, ratio: float) -> float:
-        """The share of its time that a job sends, by its share of its links; see `Sender`."""
+    def _timing(
+        self, step: _LaidOutStep, coefficients: Coefficients, ratio: float
+    ) -> tuple[float, float]:
+        """(seconds of sending, seconds of the step) by the share of its links; see `Sender`."""
         mesh = replace(step.mesh, link_ratio=ratio)
         answer, sends_s = self._parts(step._replace(mesh=mesh), coefficients)
-        return min(sends_s / float(answer.parts.total_s), 1.0)
+        return sends_s, float(answer.parts.total_s)
 
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
@@ -238,8 +241,8 @@ class Engine:
         }
 
 
-def _traffic_ratio(own: float, ratio: float) -> float:
-    return min(own / ratio, 1.0)
+def _traffic_timing(own: float, ratio: float) -> tuple[float, float]:
+    return own / ratio, 1.0
 
 
 _MOST_ANSWERS = 1 << 12

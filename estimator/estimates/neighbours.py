@@ -10,7 +10,7 @@ job sends depends on its share in turn, and is found by iterating.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +25,15 @@ _FULL = 1.0 - 1e-9
 
 
 class Sender(NamedTuple):
-    """A job: what its ring leaves (see `mesh.crossed`), its rate alone, how much it sends.
+    """A job: what its ring leaves (see `mesh.crossed`), its rate alone, how long it sends.
 
-    `busy_ratio` is the share of its time that it sends, by the share of its own rate that it has.
+    `timing` is (seconds that it sends in a step, seconds of the step), by the share of its own rate
+    that it has.
     """
 
     crossed: Mapping[HopKey, tuple[float, int]]
     bytes_per_s: float
-    busy_ratio: Callable[[float], float]
+    timing: Callable[[float], tuple[float, float]]
 
 
 def link_ratios(jobs: Sequence[Sender]) -> list[float]:
@@ -42,11 +43,11 @@ def link_ratios(jobs: Sequence[Sender]) -> list[float]:
     whole while the other computes, half while it sends.
 
     >>> link = {("node", 0): (1e9, 1)}
-    >>> link_ratios([Sender(link, 1e9, lambda ratio: 0.5)] * 2)
+    >>> link_ratios([Sender(link, 1e9, lambda ratio: (0.5, 1.0))] * 2)
     [0.75, 0.75]
     """
     ratios = [1.0] * len(jobs)
-    for together in _sharing(jobs):
+    for together in sharing([job.crossed for job in jobs]):
         some = [jobs[number] for number in together]
         hops = {hop: rate for job in some for hop, (rate, _) in job.crossed.items()}
         uses = np.array([[job.crossed.get(hop, (0.0, 0))[1] for job in some] for hop in hops])
@@ -54,7 +55,8 @@ def link_ratios(jobs: Sequence[Sender]) -> list[float]:
         limits = np.array(list(hops.values())), uses.astype(np.float64), alone
         found = np.ones(len(some))
         for _ in range(_MOST_ROUNDS):
-            busy = np.array([job.busy_ratio(float(r)) for job, r in zip(some, found, strict=True)])
+            each = [job.timing(float(r)) for job, r in zip(some, found, strict=True)]
+            busy = np.array([min(sends_s / step_s, 1.0) for sends_s, step_s in each])
             last, found = found, _mean_ratios(busy, *limits)
             # Slower jobs send for longer, which slows others: from all at their own rates down.
             if np.abs(found - last).max() < _SETTLED:
@@ -64,11 +66,11 @@ def link_ratios(jobs: Sequence[Sender]) -> list[float]:
     return ratios
 
 
-def _sharing(jobs: Sequence[Sender]) -> list[list[int]]:
-    """Jobs by the links that they have in common, over others too; without those alone."""
+def sharing(crossed: Sequence[Collection[HopKey]]) -> list[list[int]]:
+    """Jobs with links in common, over others too, by what each leaves; without those alone."""
     groups: list[tuple[set[HopKey], list[int]]] = []
-    for number, job in enumerate(jobs):
-        hops, members = set(job.crossed), [number]
+    for number, links in enumerate(crossed):
+        hops, members = set(links), [number]
         apart = []
         for known in groups:
             if known[0] & hops:

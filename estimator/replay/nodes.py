@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from estimator.errors import AllocationError
 from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation
-from estimator.placement.topology import Cluster
+from estimator.placement.topology import Cluster, Node
 
 # pack: as few nodes as can be, full ones first; even: as few, with as many devices each; spread:
 # as many nodes as can be. Of equally few nodes, those below one switch; spread over switches first.
@@ -307,6 +307,19 @@ class Nodes:
             by_machine.setdefault(self.nodes[index].machine, {})[index] = given[index]
         first, *others = (self._shape_of_one(*each) for each in by_machine.items())
         return first._replace(also=tuple(others))
+
+    def allocation(self, given: Mapping[int, int]) -> str:
+        """The hosts of devices on these nodes of a described cluster, in rank order."""
+        order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))
+        return "+".join(f"{self.nodes[index].host}[0-{given[index] - 1}]" for index in order)
+
+    def described(self) -> Nodes:
+        """The same nodes as hosts of a cluster, of one switch where none is described."""
+        if self.cluster is not None:
+            return self
+        named = [node._replace(host=f"node{number}") for number, node in enumerate(self.nodes)]
+        hosts = {node.host or "": Node(machine=node.machine) for node in named}
+        return Nodes(tuple(named), self.rule, Cluster(nodes=hosts))
 
     def _shape_of_one(self, machine: str, given: Mapping[int, int]) -> AllocationShape:
         if self.cluster is None:

@@ -15,7 +15,7 @@ import numpy as np
 from estimator.errors import UserCode, WorkloadError, quoted
 from estimator.replay.jobs import Job, check_names
 from estimator.replay.nodes import AllocationShape, Nodes
-from estimator.replay.speeds import Speeds
+from estimator.replay.speeds import SharedLinks, Speeds
 from estimator.replay.view import CurveKey, Grant, Policy, View, Waiting
 
 Steps = Generator[Any, Any, None]
@@ -85,25 +85,36 @@ class Ran:
         return self.completion_s - sum(s.end_s - s.start_s for s in self.segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
-    """A job's hold on devices: where, how fast, since when."""
+    """A job's hold on devices: where, how fast, since when.
+
+    It has trained `counted` samples until `since_s`, and goes on in steps of `step_s`, which other
+    jobs on its links make longer than `alone_s`.
+    """
 
     process: Any
     given: Mapping[int, int]
     shape: AllocationShape
     grant: Grant
     useful_batch: float
+    alone_s: float
     step_s: float
     start_s: float
     trains_from_s: float
+    since_s: float
+    counted: float = 0.0
 
     def trained_s(self, until_s: float) -> float:
         """Time spent training, restart apart."""
         return max(until_s - self.trains_from_s, 0.0)
 
-    def samples(self, seconds: float) -> float:
-        """What is trained in some time."""
+    def samples(self, until_s: float) -> float:
+        """What is trained until then."""
+        return self.counted + self.samples_in(max(until_s - self.since_s, 0.0))
+
+    def samples_in(self, seconds: float) -> float:
+        """What is trained in some time at the speed of now."""
         return seconds * self.useful_batch / self.step_s
 
 
@@ -112,7 +123,8 @@ class Replay:
 
     The same jobs, speeds, policy and seed give the same result. `true` advances jobs, `believed` is
     what the policy sees; if it has `observe`, it is told the step times of running jobs before
-    every plan. Raises WorkloadError where SimPy is missing or a policy plans the impossible.
+    every plan. With `links` jobs on nodes in common, or below uplinks in common, slow each other.
+    Raises WorkloadError where SimPy is missing or a policy plans the impossible.
     """
 
     def __init__(
@@ -126,6 +138,7 @@ class Replay:
         costs: Costs | None = None,
         seed: int = 0,
         report: Report | None = None,
+        links: SharedLinks | None = None,
     ) -> None:
         check_names(job.name for job in jobs)
         self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
@@ -135,7 +148,7 @@ class Replay:
         self.ran = {job.name: Ran(job=job) for job in self.jobs}
         # Nodes that failed: (index, from, to).
         self.outages: list[tuple[int, float, float]] = []
-        self._report = report
+        self._report, self._links = report, links
         self._simpy = _simpy()
         self._env = self._simpy.Environment()
         self._waiting: dict[str, Waiting] = {}
@@ -193,6 +206,7 @@ class Replay:
             for name in list(self.nodes.holders[index]):
                 self._stop(name, planned=False)
             self.nodes.set_down(index, True)
+            self._share_links()
             now = self._env.now
             self.outages.append((index, now, now + self.costs.repair_s))
             self._wake()
@@ -216,6 +230,7 @@ class Replay:
         del self._waiting[name]
         self._forget(name)
         self.ran[name].finish_s = self._env.now
+        self._share_links()
         self._left -= 1
         self._failed = 0
         if self._report is not None:
@@ -274,6 +289,7 @@ class Replay:
                 self._stop(moved, planned=True)
             self._start(name, grant)
             settled.add(name)
+        self._share_links()
 
     def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
         """Jobs to move so that the granted devices are on one node, where that can be."""
@@ -301,7 +317,7 @@ class Replay:
             jobs.append(
                 Waiting(
                     job=waiting.job,
-                    remaining_samples=waiting.remaining_samples - held.samples(trained_s),
+                    remaining_samples=waiting.remaining_samples - held.samples(now),
                     attained_device_s=waiting.attained_device_s
                     + held.grant.devices * (now - held.start_s),
                     grant=held.grant,
@@ -395,10 +411,32 @@ class Replay:
             shape=shape,
             grant=grant,
             useful_batch=batch,
+            alone_s=step_s,
             step_s=step_s,
             start_s=now,
             trains_from_s=now + restart_s,
+            since_s=now + restart_s,
         )
+
+    def _share_links(self) -> None:
+        """Let jobs go on at the speeds that those on the same links leave them."""
+        if self._links is None:
+            return
+        now = self._env.now
+        running = {
+            name: (self._waiting[name].job, held.given, held.grant.global_batch)
+            for name, held in self._running.items()
+        }
+        for name, ratio in self._links.slowdowns(running).items():
+            held = self._running[name]
+            if held.step_s == held.alone_s * ratio:
+                continue
+            held.counted, held.since_s = held.samples(now), max(now, held.trains_from_s)
+            held.step_s = held.alone_s * ratio
+            held.process.interrupt()
+            left = max(self._waiting[name].remaining_samples - held.counted, 0.0)
+            seconds = held.since_s - now + left * held.step_s / held.useful_batch
+            held.process = self._env.process(self._training(name, seconds))
 
     def _nodes_of(
         self, machine: str, on: tuple[tuple[int, int], ...]
@@ -415,8 +453,9 @@ class Replay:
         trained_s = held.trained_s(self._env.now)
         every_s = self.costs.checkpoint_of(waiting.job)
         lost_s = 0.0 if planned or not every_s else trained_s % every_s
-        samples = min(held.samples(trained_s - lost_s), waiting.remaining_samples)
-        self._keep_segment(name, samples, held.samples(lost_s))
+        lost = min(held.samples_in(lost_s), held.samples(self._env.now))
+        samples = min(held.samples(self._env.now) - lost, waiting.remaining_samples)
+        self._keep_segment(name, samples, lost)
         waiting.remaining_samples -= samples
 
     def _keep_segment(self, name: str, samples: float, lost_samples: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,12 +18,13 @@ from estimator.coefficients import (
     StepQuestion,
 )
 from estimator.estimates.engine import DEFAULT, TrialEngine
+from estimator.estimates.neighbours import Sender, link_ratios, sharing
 from estimator.estimates.request import EstimateRequest
 from estimator.estimates.table import estimate_many
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 from estimator.replay.jobs import Job
-from estimator.replay.nodes import AllocationShape
+from estimator.replay.nodes import AllocationShape, Nodes
 
 # Hidden differences between the engine and the machine, as standard deviations of the logarithm:
 # of a job's computing, of its network, and of each of its allocations.
@@ -87,10 +88,10 @@ class TrueSpeeds:
         self._seed, self._cluster = seed, cluster
         self._allocation_spread = allocation_spread
         self._numbers = {job.name: number for number, job in enumerate(jobs)}
-        self._factors: dict[str, _Factors] = {}
+        self.factors: dict[str, _Factors] = {}
         for number, job in enumerate(jobs):
             compute, network = np.random.default_rng([seed, number]).standard_normal(2)
-            self._factors[job.name] = _Factors(
+            self.factors[job.name] = _Factors(
                 float(np.exp(compute_spread * compute)), float(np.exp(network_spread * network))
             )
         self._known: dict[tuple[str, int, AllocationShape], float] = {}
@@ -103,7 +104,7 @@ class TrueSpeeds:
         keys = [(job.name, batch, shape) for shape in shapes]
         missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
-            factors = self._factors[job.name]
+            factors = self.factors[job.name]
             for shape, step_s in _step_times_s(job, missing, batch, self._cluster, factors).items():
                 factor = self._allocation_factor(job, shape)
                 self._known[job.name, batch, shape] = step_s * factor
@@ -136,6 +137,64 @@ class _Factors:
     ) -> list[Coefficients]:
         """The same factors for every step; see `coefficients.Calibration`."""
         return [self.coefficients] * len(questions)
+
+
+# A running job: what it is, its devices by the index of a node, another global batch if chosen.
+RunningJob = tuple[Job, Mapping[int, int], int | None]
+
+
+class SharedLinks:
+    """How much longer the steps of jobs are whose links between nodes others use at once.
+
+    See `estimates.neighbours`; nodes are hosts of a cluster. `true` speeds may have hidden factors,
+    which count here too.
+    """
+
+    def __init__(self, nodes: Nodes, true: Speeds) -> None:
+        self._nodes, self._factors = nodes, getattr(true, "factors", {})
+        self._senders: dict[Hashable, Sender] = {}
+        self._known: dict[Hashable, list[float]] = {}
+
+    def slowdowns(self, running: Mapping[str, RunningJob]) -> dict[str, float]:
+        """By what factor the steps of each job are longer than alone."""
+        found = dict.fromkeys(running, 1.0)
+        senders = {
+            name: self._sender(name, *job) for name, job in running.items() if len(job[1]) > 1
+        }
+        names = list(senders)
+        for numbers in sharing([sender.crossed for _, sender in senders.values()]):
+            together = [names[number] for number in numbers]
+            key = frozenset(senders[name][0] for name in together)
+            some = [senders[name] for name in sorted(together)]
+            if key not in self._known:
+                ratios = link_ratios([sender for _, sender in some])
+                self._known[key] = [
+                    sender.timing(ratio)[1] / sender.timing(1.0)[1]
+                    for (_, sender), ratio in zip(some, ratios, strict=True)
+                ]
+            found.update(zip(sorted(together), self._known[key], strict=True))
+        return found
+
+    def _sender(
+        self, name: str, job: Job, given: Mapping[int, int], global_batch: int | None
+    ) -> tuple[Hashable, Sender]:
+        key = name, *sorted(given.items()), global_batch
+        if key not in self._senders:
+            ranks = sum(given.values())
+            batch, micro_batches = job.split(ranks, global_batch)
+            request = EstimateRequest.of(
+                job.graph,
+                self._nodes.allocation(given),
+                batch_per_gpu=batch,
+                accumulation_steps=micro_batches,
+                strategy=job.strategy,
+                layout=job.layout,
+                loader=job.loader,
+                cluster=self._nodes.cluster,
+                calibration=self._factors.get(name),
+            )
+            (self._senders[key],) = DEFAULT.senders([request])
+        return key, self._senders[key]
 
 
 def _step_times_s(

@@ -60,6 +60,16 @@ def test_replay_prints_base_units_as_json_and_draws(
     assert picture.read_text().startswith("<?xml")
 
 
+def test_jobs_that_share_links_take_longer(jobs: Path, command: Run) -> None:
+    words = ("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--json")
+    spread = (*words, "--placement", "spread")
+    alone, beside = (
+        json.loads(command(*spread, *more).out)["policies"]["fifo"]["average_jct_s"]
+        for more in ((), ("--contention",))
+    )
+    assert beside > alone
+
+
 def test_the_schedule_has_each_jobs_life(jobs: Path, tmp_path: Path, command: Run) -> None:
     path = tmp_path / "schedule.json"
     words = ("--policy", "max-min", "--schedule", str(path), "--json", "--restart", "10")

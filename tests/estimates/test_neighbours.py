@@ -48,14 +48,14 @@ def test_a_flow_that_leaves_twice_takes_twice_its_rate_of_a_link() -> None:
 
 
 def test_jobs_without_a_link_in_common_have_their_own_rates() -> None:
-    always = lambda ratio: 1.0  # noqa: E731
+    always = lambda ratio: (1.0, 1.0)  # noqa: E731
     one, other = {("node", "a"): (1e9, 1)}, {("node", "b"): (1e9, 1)}
     assert link_ratios([Sender(one, 1e9, always), Sender(other, 1e9, always)]) == [1.0, 1.0]
 
 
 def test_many_jobs_that_always_send_have_equal_parts_of_a_link() -> None:
     link = {("switch", "r"): (1e9, 1)}
-    ratios = link_ratios([Sender(link, 1e9, lambda ratio: 1.0)] * 20)
+    ratios = link_ratios([Sender(link, 1e9, lambda ratio: (1.0, 1.0))] * 20)
     assert ratios == pytest.approx([1 / 20] * 20)
 
 

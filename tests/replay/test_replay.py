@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import estimator as est
 from estimator.errors import WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
 from estimator.replay.replay import Costs, Ran, Replay
+from estimator.replay.speeds import EngineSpeeds, SharedLinks
 from estimator.replay.view import Grant, PlanOf, View
 from tests.budgets import examples
 from tests.synthetic import perceptron
@@ -94,6 +97,46 @@ def test_jobs_advance_at_true_speeds_and_policies_see_believed_ones() -> None:
     ran = simulated([job("a", 0, 800)], PlanOf(plan), true=Linear(0.5), believed=Linear(1.0))
     assert seen == [pytest.approx(4)]
     assert ran["a"].finish_s == pytest.approx(800 / 2)
+
+
+class Halving:
+    """Links on which jobs that run at once have half their speed."""
+
+    def slowdowns(self, running: Mapping[str, object]) -> dict[str, float]:
+        return dict.fromkeys(running, float(len(running)))
+
+
+def test_jobs_that_share_links_slow_each_other_while_both_run() -> None:
+    def plan(view: View) -> Mapping[str, Grant]:
+        return {each.job.name: Grant(4, "synthetic") for each in view.jobs}
+
+    ran = simulated([job("a", 0, 800), job("b", 100, 200)], PlanOf(plan), links=Halving())
+    # a trains 400 in 100 s; then both have 2 samples/s: b ends at 200, when a has 200 left.
+    assert ran["b"].finish_s == pytest.approx(200)
+    assert ran["a"].finish_s == pytest.approx(250)
+    assert [each.samples for each in ran["a"].segments] == [800]
+
+
+def test_two_jobs_over_the_same_nodes_are_as_slow_as_the_estimate_beside_neighbours() -> None:
+    nodes = Nodes.parse("2x8:v100-p3").described()
+    graph = replace(perceptron([4096, 4096, 4096], batch=64), target="cuda")
+    both = [
+        Job(name=name, arrival_s=0, graph=graph, samples=1, devices=4, global_batch=256)
+        for name in "ab"
+    ]
+    links = SharedLinks(nodes, EngineSpeeds(nodes.cluster))
+    slower = links.slowdowns({each.name: (each, {0: 2, 1: 2}, None) for each in both})
+    where = "node0[0,1]+node1[0,1]"
+    alone = est.estimate(graph, where, batch_per_gpu=64, cluster=nodes.cluster)
+    beside = est.estimate(graph, where, batch_per_gpu=64, cluster=nodes.cluster, neighbours=[alone])
+    assert slower["a"] == slower["b"] == pytest.approx(beside.step_time_s / alone.step_time_s)
+    assert slower["a"] > 1.2
+    # Within a node nothing is shared, nor by one job alone.
+    assert links.slowdowns({"a": (both[0], {0: 4}, None), "b": (both[1], {1: 4}, None)}) == {
+        "a": 1.0,
+        "b": 1.0,
+    }
+    assert links.slowdowns({"a": (both[0], {0: 2, 1: 2}, None)}) == {"a": 1.0}
 
 
 def test_moved_smaller_jobs_make_room_on_one_node() -> None:
