@@ -269,25 +269,23 @@ def estimate(
 
     A graph is estimated as it is; a module is traced first, with `batch` and for the kind of the
     allocation's devices. `batch_per_gpu` is samples per device and micro-batch, by default what was
-    traced, or a sequence with one for each group of the allocation; `global_batch` is that summed
-    over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
-    speed over unlike ones: `batches` of the answer says how. Where it cannot be shared evenly (64
-    as 22, 21, 21) all wait for the largest, unless `strict` refuses it. `cluster` (or its file) has
-    nodes and the switches between them; without one, nodes hang on one switch. `profile` stands in
-    for the machine named; `loader` (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks
-    share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per
-    data-parallel rank). `tp_plan`: styles by module name, or a JSON file; by default found.
-    `neighbours` are other jobs on the same links between nodes: estimates, or (allocation, bytes
-    per second from each node). Raises AllocationError, WorkloadError, ProfileError,
-    UnknownMachineError, StrategyError, TopologyError.
+    traced, or one for each group of the allocation; `global_batch` is that summed over ranks, times
+    `accumulation_steps`, split evenly over equal devices, by speed over unlike ones: `batches` of
+    the answer says how. Where it cannot be shared evenly (64 as 22, 21, 21) all wait for the
+    largest, unless `strict` refuses it. `cluster` (or its file) has nodes and the switches between
+    them; without one, nodes hang on one switch. `profile` stands in for the machine named; `loader`
+    (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks share layers, tokens or experts
+    (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per data-parallel rank). `tp_plan`: styles
+    by module name, or a JSON file; by default found. `neighbours` are other jobs on the same links
+    between nodes: estimates, or (allocation, bytes per second from each node). Raises
+    AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
     key = None
     if not neighbours and cluster is None and profile is None and tp_plan is None:
         words = strategy, layout, loader, strict
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
-        known = DEFAULT.answers.find(key, model_or_graph, allocation, calibration)
-        if known is not None:
+        if known := DEFAULT.answers.find(key, model_or_graph, allocation, calibration):
             return known
     described = Cluster.given(cluster)
     graph = _as_graph(model_or_graph, batch, strategy, allocation, described, profile)
@@ -307,10 +305,7 @@ def estimate(
         strict=strict,
         neighbours=neighbours,
     )
-    answer = balance(request).answer
-    if key is not None:
-        DEFAULT.answers.keep(key, graph, calibration, answer)
-    return answer
+    return DEFAULT.answers.keep(key, graph, calibration, balance(request).answer)
 
 
 def memory(

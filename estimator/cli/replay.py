@@ -114,15 +114,14 @@ def replay(
     """
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
-    from estimator.replay.replay import Costs, outcome, schedule_of
+    from estimator.replay.replay import Costs, outcome
     from estimator.replay.speeds import SharedLinks, TrueSpeeds
 
     for path in filter(None, (picture, schedule)):
         check_writable(path)
     nodes = Nodes.parse(on, cluster=cluster)
     if contention:
-        nodes = nodes.described()
-        cluster = nodes.cluster
+        cluster = (nodes := nodes.described()).cluster
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
     jobs = _jobs(jobs_path, nodes, models, loader, seed, allow_code=allow_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -307,12 +308,15 @@ class RepeatedQuestions:
                 return None
         return kept.answer
 
-    def keep(self, key: Hashable, graph: OpGraph, calibration: object, answer: Estimate) -> None:
-        """Keep an answer, unless nothing tells when its cluster or calibration changes."""
+    def keep(
+        self, key: Hashable | None, graph: OpGraph, calibration: object, answer: Estimate
+    ) -> Estimate:
+        """The answer, kept unless nothing tells when its cluster or calibration changes."""
         state = None if calibration is None else getattr(calibration, "state", None)
         placement = answer.plan.placement
-        if placement.cluster is not None or (calibration is not None and state is None):
-            return
+        untold = placement.cluster is not None or (calibration is not None and state is None)
+        if key is None or untold:
+            return answer
         profiles = [kind.profile for kind in placement.kinds]
         machines = {
             group.machine: profiles[number]
@@ -321,12 +325,10 @@ class RepeatedQuestions:
         }
         if len(self._kept) >= _MOST_ANSWERS:
             self._kept.clear()
-        try:
-            self._kept[key] = _KeptAnswer(
-                graph, tuple(machines.items()), calibration, state, answer
-            )
-        except TypeError:
-            return
+        with suppress(TypeError):
+            kept = graph, tuple(machines.items()), calibration, state, answer
+            self._kept[key] = _KeptAnswer(*kept)
+        return answer
 
 
 class _LaidOutStep(NamedTuple):
