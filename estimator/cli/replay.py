@@ -136,8 +136,24 @@ def replay(
         )
         for name, policy in chosen.items()
     }
+    about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
+    outcomes = {name: outcome(list(run.ran.values()), nodes, true) for name, run in replays.items()}
+    _show(about, replays, outcomes, picture, schedule, as_json=as_json)
+
+
+def _show(
+    about: dict[str, object],
+    replays: dict[str, Replay],
+    outcomes: dict[str, Outcome],
+    picture: Path | None,
+    schedule: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Draw, print and write what became of the jobs under each policy."""
+    from estimator.replay.replay import schedule_of
+
     ran = {name: list(run.ran.values()) for name, run in replays.items()}
-    outcomes = {name: outcome(done, nodes, true) for name, done in ran.items()}
     if picture is not None:
         from estimator.report.pictures import draw_replays
 
@@ -145,9 +161,8 @@ def replay(
     if not as_json:
         from estimator.report.plans import replay_section
 
-        print_sections([replay_section(on, outcomes)])
+        print_sections([replay_section(str(about["cluster"]), outcomes)])
     if as_json or schedule is not None:
-        about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
         lives = {name: schedule_of(ran[name], run.outages) for name, run in replays.items()}
         _write_lives(about, lives, outcomes, schedule, as_json=as_json)
 
