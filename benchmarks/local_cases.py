@@ -44,9 +44,9 @@ class Case:
         return f"1x{self.ranks}:local"
 
 
-def read_cases(options: Options, rank_counts: Sequence[int]) -> list[Case]:
-    """The models of the file's `ALL`, each at two batch sizes and on each number of ranks."""
-    path = (options.models or MODELS).resolve()
+def model_functions(options: Options, *quick: str) -> list[Callable[..., Any]]:
+    """The functions of `ALL` of ``--models FILE``, by default those here; a quick run has a few."""
+    path = models_file(options)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
         raise SystemExit(f"{path} is no Python file; name one that defines ALL = [function, ...]")
@@ -56,16 +56,25 @@ def read_cases(options: Options, rank_counts: Sequence[int]) -> list[Case]:
     if not functions:
         raise SystemExit(f"{path} has no list ALL; check names")
     if options.quick and not (options.only or options.models):
-        functions = [function for function in functions if function.__name__ in QUICK_MODELS]
+        functions = [function for function in functions if function.__name__ in quick]
+    return [function for function in functions if options.takes(function.__name__)]
+
+
+def models_file(options: Options) -> Path:
+    """The file of `model_functions`."""
+    return (options.models or MODELS).resolve()
+
+
+def read_cases(options: Options, rank_counts: Sequence[int]) -> list[Case]:
+    """The models of the file's `ALL`, each at two batch sizes and on each number of ranks."""
     return [
         Case(
-            file=os.path.relpath(path),
+            file=os.path.relpath(models_file(options)),
             model=function.__name__,
             batch=batch,
             ranks=ranks,
         )
-        for function in functions
-        if options.takes(function.__name__)
+        for function in model_functions(options, *QUICK_MODELS)
         for batch in batch_sizes(function, default_only=options.quick)
         for ranks in rank_counts
     ]

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import local_models
 import memory_models
 import torch
+from local_cases import model_functions
 from memory_steps import measured_step, optimizer_of
 from options import Options
 from records import say
@@ -165,18 +165,16 @@ def boundary(cases: list[Case]) -> tuple[int, int]:
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
-    """Models of `local_models.py`, then drawn ones; a quick run takes two of the former."""
+    """Models of `local_models.py` or of a file, then drawn ones; a quick run takes two of these."""
     torch.set_num_threads(1)
     define_torchvision_schemas()
     listed: list[Case] = []
-    for make in local_models.ALL:
-        name = make.__name__
-        if options.takes(name) and not (options.quick and name not in ("gpt2", "resnet")):
-            torch.manual_seed(0)
-            say(name)
-            listed += cases_of(name, lambda _batch, make=make: make(), ["sgd", "adamw"])
+    for make in model_functions(options, "gpt2", "resnet"):
+        torch.manual_seed(0)
+        say(make.__name__)
+        listed += cases_of(make.__name__, lambda _batch, make=make: make(), ["sgd", "adamw"])
     yield from figures("listed", listed, BOUND_RATIO, BOUND_RATIO)
-    if not (options.quick or options.only):
+    if not (options.quick or options.only or options.models):
         drawn = drawn_cases(DRAWN, DRAWN_SEED, options.work / "drawn.jsonl")
         yield from figures("drawn", drawn, DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO)
 

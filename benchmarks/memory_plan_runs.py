@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-import local_models
 import torch
+from local_cases import model_functions
 from options import Options, local_machine
 from records import Record, say
 from summary import noise_ratio
@@ -137,15 +137,13 @@ def _live_peak(step: Callable[[], None], model: nn.Module) -> int:
 
 
 def run(options: Options) -> Iterator[Record]:
-    """Every model of `local_models.py`; a quick run takes one."""
+    """Every model of `local_models.py` or of a file; a quick run takes one."""
     torch.set_num_threads(1)
     keep_memory_resident()
     touch_memory(TOUCHED_BYTES)
     torch.use_deterministic_algorithms(True)
     machine = local_machine(options.work)
-    for build in local_models.ALL:
-        if not options.takes(build.__name__) or (options.quick and build.__name__ != "resnet"):
-            continue
+    for build in model_functions(options, "resnet"):
         try:
             yield from run_model(build, machine)
         except EstimatorError as error:

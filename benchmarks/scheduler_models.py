@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from zoo.convolutional import residual_layers, vgg_layers
 
 Built = tuple[nn.Module, Any, Any]
 
@@ -42,50 +43,11 @@ def _images(body: nn.Module, batch: int, size: int, classes: int) -> Built:
 
 def vgg16(batch: int = 16) -> Built:
     """VGG-16, Simonyan and Zisserman 2015, table 1, column D."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout()]
-    layers += [nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 1000)]
-    return _images(nn.Sequential(*layers), batch, 224, 1000)
-
-
-class _Bottleneck(nn.Module):
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * width
-        self.body = nn.Sequential(
-            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)),
-            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
-            *(nn.BatchNorm2d(width), nn.ReLU(True)),
-            *(nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)),
-        )
-        self.skip: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.skip = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.body(inputs) + self.skip(inputs))
+    return _images(nn.Sequential(*vgg_layers((2, 2, 3, 3, 3))), batch, 224, 1000)
 
 
 def _resnet(depths: tuple[int, ...], batch: int) -> Built:
-    layers: list[nn.Module] = [
-        *(nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(True)),
-        nn.MaxPool2d(3, stride=2, padding=1),
-    ]
-    channels = 64
-    for stage, depth in enumerate(depths):
-        width = 64 << stage
-        for block in range(depth):
-            layers.append(_Bottleneck(channels, width, 2 if stage and not block else 1))
-            channels = 4 * width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
+    layers = residual_layers(depths, classes=1000)
     return _images(nn.Sequential(*layers), batch, 224, 1000)
 
 

@@ -1,6 +1,6 @@
 """Predict the communication stalls that Stash measured on AWS, from datasheets alone.
 
-Seven CNNs on 224-pixel images, fp16-amp with a
+Five of its CNNs on 224-pixel images, fp16-amp with a
 gradient scaler, SGD with momentum, one overlapped all-reduce per tensor (Sharma et al., Stash,
 ICDCS 2023: "up to 90 %" of a step on 16 K80 of one node, "up to 5x" on two p3.8xlarge against one
 p3.16xlarge). Beside them the batches of Stash's released script for two p3.8xlarge, with its copies
@@ -26,7 +26,7 @@ STRATEGY = "ddp:unbucketed"
 # github.com/aakash-sharma/DS-Analyzer, scripts/run_p3.8x_dist.sh and tool/synthetic_data.py; a core
 # fills the pinned buffers of a pageable copy at 3 to 6 GB/s (5.4 GB/s: Harris, "How to Optimize
 # Data Transfers in CUDA C/C++", NVIDIA 2012).
-RELEASED = {"alexnet": 256, "resnet18": 128, "shufflenet-v2-0.5": 256, "squeezenet": 256}
+RELEASED = {"alexnet": 256, "resnet18": 128}
 IMAGE_BYTES, PAGEABLE_BYTES_PER_S = 4 * 3 * 224 * 224, (6e9, 3e9)
 NODE, NODES, ONE_NODE = "1x16:k80-p2", "2x4:v100-p3-8xlarge", "1x8:v100-p3"
 

@@ -105,16 +105,19 @@ SUITES: dict[str, Suite] = {
     ),
     "memory": Suite(
         question="peaks of live tensors, counted on this processor, and published peaks",
-        parts=(Part(name="memory_accuracy"), Part(name="memory_recipes")),
+        parts=(Part(name="memory_accuracy", takes=MODELS), Part(name="memory_recipes")),
         times=False,
     ),
     "swap": Suite(
         question="plans of memory, run on this processor and beside published plans",
-        parts=(Part(name="memory_plan_runs"), Part(name="memory_plans", is_slow=True)),
+        parts=(
+            Part(name="memory_plan_runs", takes=MODELS),
+            Part(name="memory_plans", is_slow=True),
+        ),
     ),
     "stalls": Suite(
         question="stalls put into real scripts, and those that were measured on clouds",
-        parts=(Part(name="stall_headlines"), Part(name="stall_accuracy", is_slow=True)),
+        parts=(Part(name="stall_headlines"), Part(name="stall_accuracy")),
     ),
     "probe": Suite(
         question="the probe against itself, links of known rate, and other work beside it",

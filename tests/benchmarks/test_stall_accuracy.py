@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 from records import Record, Records
-from stall_accuracy import _measured
-from stall_bench import Case
-from stall_injected import _fewest
-from stall_loaders import _some_of
+from stall_accuracy import Case, _fewest, _measured, _some_of
 
 
 def found(measured_s: float) -> Record:
