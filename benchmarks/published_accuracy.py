@@ -6,9 +6,8 @@ qualify (a training step under a strategy that the engine has, of a source that 
 ``published/``) are asked of the engine with an empty store (`cold`), after 8 observations drawn at
 random of each source and GPU, five times (`calibrated`), and of a line of operations at a fixed
 share of the peak (`naive`). What does not qualify, or is not mapped, is counted with its reason.
-Sources are never pooled. Graphs of timm's models (`published/timm_bank.py`) are looked for in the
-folder `timm` of the work, and a kernel model fitted without what is judged in its `kernels.json`;
-the picture of ``docs/accuracy.md`` is drawn there.
+Sources are never pooled. A kernel model fitted without what is judged is looked for in the work's
+`kernels.json`; the picture of ``docs/accuracy.md`` is drawn there.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from options import Options
 from published.graphs import GraphStore
 from published.mapping import Outcome, Question, Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
-from published.timm_questions import timm_verdicts
 from records import say
 from summary import Case, SummaryRow, format_table, summarise
 
@@ -43,8 +41,6 @@ def run(options: Options) -> Mapping[str, Any]:
         choose_kernel_model(kernels)
     few = QUICK if options.quick else ()
     asked = list(verdicts(options.data, GraphStore(home() / "published"), options.only or few))
-    if (bank := options.work / "timm").is_dir():
-        asked += timm_verdicts(options.data, bank)
     cases = judged([row.question for row in asked if row.question is not None])
     if find_spec("matplotlib") and cases:
         draw(cases, options.work / "accuracy.svg")

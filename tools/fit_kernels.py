@@ -4,7 +4,7 @@
         [--without SOURCE ...] [--out FILE]
 
 Matmuls, attention and memory-bound kernels are fitted to tables of operators, convolutions and what
-goes with them to timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
+goes with them to timm's steps, whose graphs are in the bank (`tools/timm_bank.py`).
 `--without` leaves sources out, so that what is judged on them was not learnt from them. The error
 of each family is that on dies the kernel model was not fitted to (`kernel_accuracy.py`), that of
 convolutions the one on models of families that were not fitted to.

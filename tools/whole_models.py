@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from published.machines import machine_name
 from published.rows import NotMapped
-from published.timm_rows import entry_of, read_index, read_timm_rows
 from scipy.optimize import nnls
+from timm_rows import entry_of, read_index, read_timm_rows
 
 from estimator import OpGraph, load_profile
 from estimator.calibrate.observation_files import read_rows

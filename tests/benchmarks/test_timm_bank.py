@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm_bank
 import traced_models
-from published import timm_bank
-from published.timm_bank import fill_bank
-from published.timm_rows import read_timm_rows
+from timm_bank import fill_bank
+from timm_rows import read_timm_rows
 
 from estimator.errors import ObservationError
 

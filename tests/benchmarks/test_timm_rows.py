@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published.timm_rows import TimmTable, read_timm_rows
+from timm_rows import TimmTable, read_timm_rows
 
 from estimator.errors import GraphFileError, ObservationError
 

@@ -1,7 +1,6 @@
 """Trace the models of timm's published training table into a folder of graphs with an index.
 
-    cd benchmarks
-    python -m published.timm_bank --out DIR [--data DIR] [--only MODEL ...] [--retry]
+    PYTHONPATH=benchmarks python tools/timm_bank.py --out DIR [--data DIR] [--only MODEL] [--retry]
 
 ``--data`` is the folder of ``timm_train.csv`` (by default those that ship in data/published);
 `timm_rows` reads the table beside what this writes. It needs what ``traced_models.py`` does,
@@ -32,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from options import add_data
 from records import Progress, Records
+from timm_rows import INDEX
 from traced_models import answer, ask_all, build_timm
 
 from estimator.calibrate.observation_files import read_rows
 from estimator.errors import EstimatorError, ModelError, ObservationError
 from estimator.files import write_bytes_atomically
-from published.timm_rows import INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,8 +119,7 @@ def main() -> None:
     if options.worker:
         answer(partial(trace_case, folder=options.out))
         return
-    # As a module, because a script's folder is the first that Python imports from.
-    worker = [sys.executable, "-m", "published.timm_bank", "--worker", "--out", str(options.out)]
+    worker = [sys.executable, __file__, "--worker", "--out", str(options.out)]
     try:
         index = fill_bank(
             options.data / TABLE,

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from estimator.calibrate.observation_files import Row, read_rows
-from estimator.errors import GraphFileError, ObservationError
 from published.machines import machine_name
 from published.rows import NotMapped
+
+from estimator.calibrate.observation_files import Row, read_rows
+from estimator.errors import GraphFileError, ObservationError
 
 INDEX = "index.json"
 _PRECISIONS = {"amp fp16": "fp16-amp"}
