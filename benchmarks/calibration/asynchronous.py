@@ -66,10 +66,8 @@ class AsynchronousRegressor:
         ahead = np.stack([self._log_s(at + each, rows) for each in step], axis=1)
         jacobian = (ahead - self._log_s(at, rows)[:, None]) / 1e-5
         variance = np.einsum("ij,jk,ik->i", jacobian, self.covariance_, jacobian)
-        none = np.empty(0)
-        grid = intervals.quantiles_on_grid(none, none, coverage_ratio)
-        quantiles = intervals.interpolated(grid, np.zeros(len(rows)))
-        factor = np.exp(quantiles * np.sqrt(variance + _NOISE_SIGMA**2))
+        quantile = intervals.score_quantile(np.empty(0), coverage_ratio)
+        factor = np.exp(quantile * np.sqrt(variance + _NOISE_SIGMA**2))
         return self.predict(rows) / factor, self.predict(rows) * factor
 
     def _initial_parameters(self, rows: Array, times: Array) -> Array:

@@ -3,8 +3,7 @@
 Normalised conformal prediction: an interval's half-width is a quantile of the leave-one-out scores
 (absolute errors in predictive standard deviations) times the predictive standard deviation. With
 few observations the quantile leans on a prior distribution of scores: a Student t distribution,
-heavier-tailed than the normal, like the errors on jobs that were never observed. Scores of steps
-with a similar share of synchronisation count most (localised conformal prediction, Guan 2023).
+heavier-tailed than the normal, like the errors on jobs that were never observed.
 
 Some machines scatter: the same step takes 20 to 50 % longer in one run than in another; and some
 jobs follow the performance model less than others. How much is estimated first, under a Student t
@@ -42,12 +41,6 @@ _INFLATIONS = np.array([0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0])
 _SPREAD_DEGREES_OF_FREEDOM = 6.0
 # How many pairs of runs of one step the usual noise counts for, beside those of the job.
 _USUAL_REPLICATES = 8.0
-# Shares of synchronisation at which quantiles are computed; the bandwidth of the Gaussian weights
-# of scores about each, and the weight of scores however far away. That is small: steps on a single
-# device say next to nothing of how steps vary that a network bounds.
-_GRID = np.linspace(0, 1, 6)
-_BANDWIDTH = 0.2
-_FLOOR_WEIGHT = 0.02
 # A row extrapolates when the standard deviation that is due to the parameters exceeds a third, or
 # when a count or the batch lies beyond four times the observed range.
 _EXTRAPOLATION_SIGMA = 0.3
@@ -167,33 +160,21 @@ def prior_scores() -> Array:
     return np.asarray(_PRIOR_SCALE * stdtrit(_PRIOR_DEGREES_OF_FREEDOM, (1 + levels) / 2))
 
 
-def quantiles_on_grid(
-    scores: Array, sync_share: Array, coverage_ratio: float = COVERAGE_RATIO
-) -> Array:
-    """The quantile of the scores that covers the given share of steps, at each grid point.
+def score_quantile(scores: Array, coverage_ratio: float = COVERAGE_RATIO) -> float:
+    """The quantile of the scores that covers the given share of steps.
 
     `scores` are |measured − predicted| / predictive standard deviation of each observation, left
-    out in turn; `sync_share`, from 0 to 1, is the share of synchronisation in its step, and the
-    grid is over that share. `interpolated` answers between the grid points.
+    out in turn.
     """
     prior = prior_scores()
     values = np.concatenate([np.abs(scores), prior])
+    weights = np.concatenate([np.ones(len(scores)), np.full(len(prior), PRIOR_COUNT / len(prior))])
     order = np.argsort(values)
     # The conformal correction (1 + 1/n) for the observation that is yet to come.
     level = min(coverage_ratio * (1 + 1 / (len(scores) + PRIOR_COUNT)), 1.0)
-    quantiles = []
-    for point in _GRID:
-        near = np.exp(-(((sync_share - point) / _BANDWIDTH) ** 2) / 2)
-        prior_weights = np.full(len(prior), PRIOR_COUNT / len(prior))
-        cumulated = np.cumsum(np.concatenate([_FLOOR_WEIGHT + near, prior_weights])[order])
-        at = np.searchsorted(cumulated, level * cumulated[-1])
-        quantiles.append(values[order][min(at, len(order) - 1)])
-    return np.array(quantiles)
-
-
-def interpolated(quantiles: Array, sync_share: Array) -> Array:
-    """The quantiles of `quantiles_on_grid` at shares between its grid points."""
-    return np.asarray(np.interp(sync_share, _GRID, quantiles))
+    cumulated = np.cumsum(weights[order])
+    at = np.searchsorted(cumulated, level * cumulated[-1])
+    return float(values[order][min(at, len(order) - 1)])
 
 
 def half_width(quantiles: Array, variance: Array) -> Array:

@@ -130,13 +130,12 @@ def _scored(row_of: NDArray[np.intp], residuals: Array) -> NDArray[np.intp]:
 class LeftOut:
     """Observations predicted without them: log(predicted / observed), and its predicted variance.
 
-    `observation` are their places in the table, `sync_share` the shares of synchronisation.
+    `observation` are their places in the table.
     """
 
     observation: NDArray[np.intp]
     log_ratio: Array
     variance: Array
-    sync_share: Array
 
 
 class Posterior:
@@ -214,7 +213,6 @@ class Posterior:
             observation=training.observation[scored],
             log_ratio=-(training.observed_residual[scored] + left_out),
             variance=variance + training.observed_noise_variance[scored],
-            sync_share=training.inputs.sync_share[chosen],
         )
 
     def _inverse_diagonal(self, inputs: NDArray[np.intp]) -> Array:

@@ -379,15 +379,15 @@ class StepTimeRegressor:
         return variance * inflation + scatter + self.replicate_variance_
 
     @property
-    def scores_(self) -> tuple[Array, Array]:
-        """Leave-one-out scores of observations, and the share of synchronisation in each.
+    def scores_(self) -> Array:
+        """Leave-one-out scores of observations.
 
         A score is the distance between an observation and its prediction from all other inputs, in
         predictive standard deviations.
         """
         left_out, spread = self.mixture_.left_out, self.spread_
         variance = left_out.variance * spread.inflation_variance + spread.scatter_variance
-        return np.abs(left_out.log_ratio) / np.sqrt(variance), left_out.sync_share
+        return np.abs(left_out.log_ratio) / np.sqrt(variance)
 
     @one_thread
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
@@ -468,7 +468,7 @@ class StepTimeRegressor:
         return np.asarray(np.log(times.step_s) - at_medians.log_step)
 
     @cached_property
-    def _quantiles(self) -> dict[float, tuple[Array, Array]]:
+    def _quantiles(self) -> dict[float, tuple[float, float]]:
         return {}
 
     def _score_quantiles(self, inputs: Inputs, coverage_ratio: float) -> Array:
@@ -480,20 +480,20 @@ class StepTimeRegressor:
         known = self._quantiles
         if coverage_ratio not in known:
             known[coverage_ratio] = (
-                intervals.quantiles_on_grid(*self.scores_, coverage_ratio),
-                intervals.quantiles_on_grid(*self._repeated_scores(), coverage_ratio),
+                intervals.score_quantile(self.scores_, coverage_ratio),
+                intervals.score_quantile(self._repeated_scores(), coverage_ratio),
             )
-        new, seen = (intervals.interpolated(q, inputs.sync_share) for q in known[coverage_ratio])
+        new, seen = known[coverage_ratio]
         return np.where(self.mixture_.counts(inputs.rows) > 1, seen, new)
 
-    def _repeated_scores(self) -> tuple[Array, Array]:
-        """Scores of steps that were seen again, and the share of synchronisation in each."""
+    def _repeated_scores(self) -> Array:
+        """Scores of steps that were seen again."""
         data = self._data
         model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
         noise = design.noise_variance(model.sync_share) + self.replicate_variance_
         row_of = data.distinct()[1]
         away, is_repeated = intervals.away_from_others(data.log_times, row_of)
-        return (away / np.sqrt(noise))[is_repeated], model.sync_share[is_repeated]
+        return np.asarray((away / np.sqrt(noise))[is_repeated])
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None

@@ -13,42 +13,23 @@ from estimator.calibrate.intervals import (
     away_from_others,
     extrapolates,
     half_width,
-    interpolated,
     prior_scores,
-    quantiles_on_grid,
     replicate_variance,
+    score_quantile,
 )
-
-ANY = np.array([0.5])
 
 
 def test_without_observations_the_prior_scores_are_covered() -> None:
-    quantile = interpolated(quantiles_on_grid(np.empty(0), np.empty(0), 0.8), ANY)[0]
+    quantile = score_quantile(np.empty(0), 0.8)
     # The conformal correction: one more observation beside the eighteen of the prior scores.
     assert np.mean(prior_scores() <= quantile) == pytest.approx(0.8 * 19 / 18, abs=0.01)
 
 
 def test_many_observations_outweigh_the_prior_scores() -> None:
     scores = np.abs(np.random.default_rng(0).normal(scale=3.0, size=2000))
-    quantile = interpolated(quantiles_on_grid(scores, np.full(2000, 0.5), 0.8), ANY)[0]
+    quantile = score_quantile(scores, 0.8)
     # Four fifths of |normal| lie within 1.2816.
     assert quantile == pytest.approx(3 * 1.2816, rel=0.05)
-
-
-def test_scores_count_most_for_steps_with_a_similar_share_of_synchronisation() -> None:
-    scores = np.concatenate([np.full(200, 0.5), np.full(200, 4.0)])
-    sync_share = np.concatenate([np.zeros(200), np.ones(200)])
-    narrow, wide = interpolated(quantiles_on_grid(scores, sync_share, 0.7), np.array([0.0, 1.0]))
-    assert narrow == pytest.approx(0.5)
-    assert wide == pytest.approx(4.0)
-
-
-def test_scores_of_single_devices_do_not_narrow_intervals_of_steps_bound_by_a_network() -> None:
-    single = quantiles_on_grid(np.full(200, 0.1), np.zeros(200), 0.8)
-    none = quantiles_on_grid(np.empty(0), np.empty(0), 0.8)
-    alone, together = interpolated(single, np.array([0.0, 1.0]))
-    assert alone == pytest.approx(0.1)
-    assert together > 0.8 * none[-1]
 
 
 def test_four_times_the_largest_observed_is_no_extrapolation() -> None:

@@ -40,7 +40,6 @@ def fitted(
         observation=np.arange(count),
         log_ratio=np.full(count, model_error),
         variance=np.full(count, 0.01),
-        sync_share=np.zeros(count),
     )
     return Mixture(prior).fit(
         rows,
