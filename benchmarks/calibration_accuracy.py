@@ -14,7 +14,7 @@ from typing import Any
 import click
 import rich
 from calibration.evaluation import evaluate, processes
-from calibration.protocols import NAMES, PROTOCOLS_WITH_K
+from calibration.protocols import PROTOCOLS, PROTOCOLS_WITH_K
 from calibration.report import evaluation_report
 from calibration.scores import scores_of, to_dict
 from calibration.tables import read_steps
@@ -44,7 +44,7 @@ def _counts(
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A table of measured steps; repeat.",
 )
-@click.option("--protocol", type=click.Choice(tuple(NAMES)), help="Default k-shot, or workers.")
+@click.option("--protocol", type=click.Choice(tuple(PROTOCOLS)), help="Default k-shot, or workers.")
 @click.option("--k", "ks", callback=_counts, metavar="N,N...", help="Numbers of observations.")
 @click.option("--json", "as_json", is_flag=True, help="Print every prediction, in base units.")
 def main(
@@ -65,7 +65,6 @@ def main(
     pairs     which of two placements is faster, after few-shot
     batch     leave one batch size out
     workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
-    transfer  from the first table's GPU to the other GPUs' jobs of the same model
     """
     try:
         if protocol is None:

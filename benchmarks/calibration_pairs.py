@@ -7,15 +7,12 @@ median, 90th percentile and mean error are below those of the Pollux form and of
 where the mean is at most 1.1 times the best simple form's or within the 80 % range of a bootstrap
 over draws, the largest mean error of a draw, and coverage and score of the 80 % intervals for each
 source and k. Intervals know what the other jobs on the same device have shown after as many
-observations of each; those of each job alone are printed too. The priors of mixture and spread
-were chosen on such tables: the same is printed with the prior for each source chosen on the others.
+observations of each.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,44 +26,17 @@ from numpy.typing import NDArray
 from summary import interval_score
 
 from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
-from estimator.calibrate.intervals import COVERAGE_RATIO, SPREAD_PRIOR, Spread
-from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR
+from estimator.calibrate.intervals import COVERAGE_RATIO, Spread
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 
 Array = NDArray[np.float64]
 
+OURS = "calibrated"
 RIVALS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
 # How much worse than the best simple form a mean error may be, and how often a bootstrap over draws
 # is repeated; its lower bound leaves out 10 % of them.
 WORSE_RATIO, BOOTSTRAPS, BOUND = 1.1, 400, 0.1
-# The other priors among which the leave-one-source-out judgement chooses.
-WEIGHTS = (
-    {**PRIOR.weights, MODEL: 4.0, ENGINE: 0.5},
-    {**PRIOR.weights, MODEL: 1.0, ENGINE: 0.125},
-    {**PRIOR.weights, "optimus": 0.3, "pollux": 3.0},
-)
-PRIORS = (
-    PRIOR,
-    *(dataclasses.replace(PRIOR, weights=weights) for weights in WEIGHTS),
-    dataclasses.replace(PRIOR, exponent=1.0),
-    dataclasses.replace(PRIOR, error_sigma=0.1),
-    dataclasses.replace(PRIOR, standard_errors=0.0),
-    dataclasses.replace(PRIOR, half=(3.0, 3.0, 3.0)),
-    dataclasses.replace(PRIOR, standard_errors=2.0, half=(1.0, 1.0, 100.0), agreeing=0.5),
-    dataclasses.replace(PRIOR, agreement=0.0),
-    dataclasses.replace(PRIOR, agreement=100.0, agreeing=1.0),
-)
-# The other priors of the spread; the last learns nothing from other jobs.
-ALONE = dataclasses.replace(SPREAD_PRIOR, jobs=1e6)
-SPREADS = (
-    SPREAD_PRIOR,
-    dataclasses.replace(SPREAD_PRIOR, few=0.0),
-    dataclasses.replace(SPREAD_PRIOR, few=1.0),
-    dataclasses.replace(SPREAD_PRIOR, scatter_mean=0.1),
-    dataclasses.replace(SPREAD_PRIOR, inflation_sigma=0.01),
-    ALONE,
-)
 # The coverage that a cell should have; one of fewer rows than these may miss it by chance.
 LEAST_COVERAGE, MOST_COVERAGE, FEW_ROWS = 0.75, 0.9, 200
 MEDIAN, P90, MEAN = range(3)
@@ -75,17 +45,17 @@ MEDIAN, P90, MEAN = range(3)
 class Draw(NamedTuple):
     """The rows of one draw that were not observed: errors by method, with intervals of ours.
 
-    `errors` has (median, 90th percentile, mean) of each rival, and of ours under each prior;
-    `intervals` has (low, high) of each row under each prior of the spread.
+    `errors` has (median, 90th percentile, mean) of each rival and of ours.
     """
 
     source: str
     label: str
     k: int
-    errors: Mapping[str | int, Array]
+    errors: Mapping[str, Array]
     measured_s: Array
     predicted_s: Array
-    intervals: Sequence[tuple[Array, Array]]
+    low_s: Array
+    high_s: Array
 
 
 def draws_of(
@@ -114,21 +84,14 @@ def draws_of(
 def _draw(job: Job[MeasuredStep], source: str, split: Split, ours: StepTimeRegressor) -> Draw:
     X, y = job.X(), job.y()
     seen, times, rows, measured_s = X[split.train], y[split.train], X[split.test], y[split.test]
-    intervals = []
-    for spread_prior in SPREADS:
-        with_prior = copy.copy(ours)
-        with_prior.spread_prior = spread_prior
-        intervals.append(with_prior.predict_interval(rows))
     predicted_s = ours.predict(rows)
-    errors: dict[str | int, Array] = {
+    errors = {
         name: _errors(form().fit(seen, times).predict(rows), measured_s)
         for name, form in RIVALS.items()
     }
-    for place, prior in enumerate(PRIORS):
-        ours.mixture_.prior_ = prior
-        ours.mixture_.weights_ = ours.mixture_.posterior_weights(prior)
-        errors[place] = _errors(ours.predict(rows), measured_s)
-    return Draw(source, job.label, split.k or 0, errors, measured_s, predicted_s, intervals)
+    errors[OURS] = _errors(predicted_s, measured_s)
+    interval = ours.predict_interval(rows)
+    return Draw(source, job.label, split.k or 0, errors, measured_s, predicted_s, *interval)
 
 
 def _errors(predicted_s: Array, measured_s: Array) -> Array:
@@ -147,92 +110,50 @@ class Pair(NamedTuple):
     best_mean: float
 
 
-def judged(draws: Sequence[Draw], prior: int) -> Pair:
-    """Our errors under a prior against those of the simple forms, means over draws."""
-    errors = {name: np.array([draw.errors[name] for draw in draws]) for name in (*RIVALS, prior)}
+def judged(draws: Sequence[Draw]) -> Pair:
+    """Our errors against those of the simple forms, means over draws."""
+    errors = {name: np.array([draw.errors[name] for draw in draws]) for name in (*RIVALS, OURS)}
     means = {name: values.mean(axis=0) for name, values in errors.items()}
-    ours = means[prior]
+    ours = means[OURS]
     best = min(RIVALS, key=lambda name: float(means[name][MEAN]))
-    worse = errors[prior][:, MEAN] - WORSE_RATIO * errors[best][:, MEAN]
+    worse = errors[OURS][:, MEAN] - WORSE_RATIO * errors[best][:, MEAN]
     rng = np.random.default_rng(0)
     resampled = rng.choice(worse, (BOOTSTRAPS, len(worse))).mean(axis=1)
     return Pair(
         below_pollux=bool((ours < means["pollux"]).all()),
         below_optimus=bool((ours < means["optimus"]).all()),
         is_near_best=bool(worse.mean() <= 0 or np.quantile(resampled, BOUND) <= 0),
-        worst_draw=float(errors[prior][:, MEAN].max()),
+        worst_draw=float(errors[OURS][:, MEAN].max()),
         ours=ours,
         best_mean=float(means[best][MEAN]),
     )
 
 
-def chosen_without(source: str, pairs: Mapping[tuple[str, str, int], Sequence[Draw]]) -> int:
-    """The prior with the least mean error beside the best simple form's, on all other sources."""
-    others = [draws for (of, _, _), draws in pairs.items() if of != source]
-    costs = []
-    for prior in range(len(PRIORS)):
-        found = [judged(draws, prior) for draws in others]
-        costs.append(np.mean([np.log((p.ours[MEAN] + 1e-3) / (p.best_mean + 1e-3)) for p in found]))
-    return int(np.argmin(costs))
+Pairs = Mapping[tuple[str, str, int], Sequence[Draw]]
 
 
-def report(pairs: Mapping[tuple[str, str, int], Sequence[Draw]]) -> Iterator[str]:
-    """The figures in lines, of the shipped prior and of each source's own."""
-    sources = list(dict.fromkeys(source for source, _, _ in pairs))
-    left_out = {source: chosen_without(source, pairs) for source in sources}
-    for title, priors in (
-        ("the shipped prior of the mixture", dict.fromkeys(sources, 0)),
-        ("the prior for each source chosen on the others", left_out),
-    ):
-        found = {key: judged(draws, priors[key[0]]) for key, draws in pairs.items()}
-        yield f"{title}:"
-        yield _line("source", "k", "pairs", *COLUMNS)
-        cells = sorted({(source, k) for source, _, k in found})
-        for source, k in cells:
-            yield _figures(
-                source, k, [p for key, p in found.items() if (key[0], key[2]) == (source, k)]
-            )
-        yield _figures("all", None, list(found.values()))
-        yield ""
-    cells = cells_of(pairs)
-    chosen = {source: spread_chosen_without(source, cells) for source in sources}
-    for title, spreads in (
-        ("80 % intervals", dict.fromkeys(sources, 0)),
-        ("80 % intervals of each job alone", dict.fromkeys(sources, SPREADS.index(ALONE))),
-        ("80 % intervals, the prior of the spread for each source chosen on the others", chosen),
-    ):
-        yield f"{title}:"
-        yield from interval_report(cells, spreads)
-        yield ""
+def report(pairs: Pairs) -> Iterator[str]:
+    """The figures in lines: errors of each source and k, then intervals."""
+    judged_pairs = {key: judged(draws) for key, draws in pairs.items()}
+    yield _line("source", "k", "pairs", *COLUMNS)
+    for source, k in sorted({(source, k) for source, _, k in pairs}):
+        of_cell = [pair for key, pair in judged_pairs.items() if (key[0], key[2]) == (source, k)]
+        yield _figures(source, k, of_cell)
+    yield _figures("all", None, list(judged_pairs.values()))
+    yield ""
+    yield "80 % intervals:"
+    yield from interval_report(pairs)
 
 
-Cells = Mapping[tuple[str, int], Sequence[Draw]]
-
-
-def cells_of(pairs: Mapping[tuple[str, str, int], Sequence[Draw]]) -> Cells:
-    """The draws of each source and k."""
+def interval_report(pairs: Pairs) -> Iterator[str]:
+    """Coverage and score of each source and k."""
     cells: defaultdict[tuple[str, int], list[Draw]] = defaultdict(list)
     for (source, _, k), draws in sorted(pairs.items()):
         cells[source, k] += draws
-    return dict(sorted(cells.items()))
-
-
-def spread_chosen_without(source: str, cells: Cells) -> int:
-    """The prior of the spread whose coverage is nearest to what it should be on other sources."""
-    others = [draws for (of, _), draws in cells.items() if of != source]
-    found = np.array(
-        [[intervals_of(draws, place)[1] for draws in others] for place in range(len(SPREADS))]
-    )
-    away = np.maximum(LEAST_COVERAGE - found, 0) + np.maximum(found - MOST_COVERAGE, 0)
-    return int(np.argmin(away.mean(axis=1)))
-
-
-def interval_report(cells: Cells, spreads: Mapping[str, int]) -> Iterator[str]:
-    """Coverage and score of each cell, with the prior of the spread of each source."""
     yield _line("source", "k", "rows", "inside %", "score %", "of one width %", "less %")
     coverages, saved, sizes = [], [], []
-    for (source, k), draws in cells.items():
-        rows, coverage, score, constant = intervals_of(draws, spreads[source])
+    for (source, k), draws in sorted(cells.items()):
+        rows, coverage, score, constant = intervals_of(draws)
         coverages.append(coverage)
         sizes.append(rows)
         saved.append(1 - score / constant)
@@ -284,11 +205,9 @@ def _figures(source: str, k: int | None, pairs: Sequence[Pair]) -> str:
     return _line(source, k or "all", len(pairs), *texts)
 
 
-def intervals_of(draws: Iterable[Draw], spread: int) -> tuple[int, float, float, float]:
+def intervals_of(draws: Iterable[Draw]) -> tuple[int, float, float, float]:
     """Rows, coverage, score over the measured time, and that of one width of the same coverage."""
-    columns = zip(
-        *((d.measured_s, d.predicted_s, *d.intervals[spread]) for d in draws), strict=True
-    )
+    columns = zip(*((d.measured_s, d.predicted_s, d.low_s, d.high_s) for d in draws), strict=True)
     measured_s, predicted_s, low_s, high_s = (np.concatenate(column) for column in columns)
     coverage = float(np.mean((low_s <= measured_s) & (measured_s <= high_s)))
     width = float(np.quantile(np.abs(measured_s / predicted_s - 1), coverage))

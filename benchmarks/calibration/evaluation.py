@@ -122,7 +122,7 @@ def evaluate(
     executor: Executor | None = None,
     report: Report | None = None,
 ) -> Evaluation:
-    """Run methods over all jobs by a protocol of `protocols.NAMES`, all on the same draws.
+    """Run methods over all jobs by a protocol of `protocols.PROTOCOLS`, all on the same draws.
 
     `ks` are the numbers of observations of k-shot and online. Raises ObservationError where no job
     has rows enough.
@@ -142,7 +142,6 @@ def evaluate(
             X=jobs[index].X(),
             y=jobs[index].y(),
             splits=tuple(members),
-            source_jobs=_source_jobs(jobs, members),
             has_outlier=protocol == "online",
         )
         for index, of_job in groupby(splits, key=lambda pair: pair[0])
@@ -155,7 +154,7 @@ def evaluate(
         runs += answer
         if report is not None:
             report(f"{task.method}, {jobs[task.job].label}", done / len(tasks))
-    used = {index for index, _ in splits} | {split.source_job for _, split in splits}
+    used = {index for index, _ in splits}
     return Evaluation(
         protocol=protocol,
         jobs=tuple(jobs),
@@ -188,7 +187,6 @@ class _Task:
     X: Array
     y: Array
     splits: tuple[Split, ...]
-    source_jobs: Mapping[int, tuple[Array, Array]]
     has_outlier: bool
 
 
@@ -203,14 +201,6 @@ def _with_machine_priors(
 
 def _regressor_of_machine(step: MeasuredStep) -> StepTimeRegressor:
     return StepTimeRegressor(priors=priors_of(step))
-
-
-def _source_jobs(
-    jobs: Sequence[Job[Any]], splits: Sequence[Split]
-) -> dict[int, tuple[Array, Array]]:
-    """(X, y) of the jobs that splits transfer from, by place."""
-    places = {split.source_job for split in splits if split.source_job is not None}
-    return {place: (jobs[place].X(), jobs[place].y()) for place in places}
 
 
 def _chunks(splits: Sequence[Split]) -> Iterator[Sequence[Split]]:
@@ -260,10 +250,7 @@ def _run_split(task: _Task, split: Split) -> Run:
 
 def _fitted(task: _Task, split: Split, y: Array) -> Any:
     regressor: Any = task.regressor()
-    X, times = task.X[split.train], y[split.train]
-    if split.source_job is not None and hasattr(regressor, "fit_from"):
-        return regressor.fit_from(task.source_jobs[split.source_job], X, times)
-    return regressor.fit(X, times)
+    return regressor.fit(task.X[split.train], y[split.train])
 
 
 def _outlier_changes(task: _Task, split: Split, predicted_s: Array) -> tuple[float, float]:

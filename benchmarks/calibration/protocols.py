@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from calibration.tables import Job
 from estimator.calibrate.observation_files import MeasuredStep
-from estimator.calibrate.performance_model import BATCH, NODES, RANKS
+from estimator.calibrate.performance_model import BATCH, RANKS
 
 Indices = NDArray[np.intp]
 
@@ -27,16 +27,12 @@ WORKERS_SEEN = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Training and test rows of a job; `k` observations, draw number `draw`.
-
-    `source_job` is the place, in the list that was given, of a job to transfer from.
-    """
+    """Training and test rows of a job; `k` observations, draw number `draw`."""
 
     k: int | None
     draw: int
     train: Indices
     test: Indices
-    source_job: int | None = None
 
 
 def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
@@ -131,34 +127,7 @@ def workers(job: Job[Any]) -> list[Split]:
     return [_split(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
 
 
-def transfer(jobs: Sequence[Job[Any]]) -> list[tuple[int, Split]]:
-    """(job, split) pairs: each model of the first job's GPU transferred to every other GPU.
-
-    Training rows are the model's on the first GPU (`source_job`), and of the new GPU those on a
-    single device and one random row on several nodes; tests on the other rows on several devices.
-    """
-    source_gpu = jobs[0].gpu
-    sources = {job.model: index for index, job in enumerate(jobs) if job.gpu == source_gpu}
-    found = []
-    for index, job in enumerate(jobs):
-        if job.gpu == source_gpu or job.model not in sources:
-            continue
-        ranks, across = job.X()[:, RANKS], np.flatnonzero(job.X()[:, NODES] > 1)
-        alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
-        for draw in range(DRAWS if len(across) > 1 else 0):
-            seen = np.random.default_rng(draw).choice(across, 1)
-            split = Split(
-                k=1,
-                draw=draw,
-                train=np.concatenate([alone, seen]),
-                test=np.setdiff1d(several, seen),
-                source_job=sources[job.model],
-            )
-            found.append((index, split))
-    return found
-
-
-# Every protocol that looks at one job at a time, and whether it takes k.
+# Every protocol, and whether it takes k.
 PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
     "k-shot": k_shot,
     "online": online,
@@ -169,15 +138,12 @@ PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
     "workers": workers,
 }
 PROTOCOLS_WITH_K = ("k-shot", "online")
-NAMES = (*PROTOCOLS, "transfer")
 
 
 def all_splits(
     jobs: Sequence[Job[Any]], protocol: str, ks: Sequence[int] | None = None
 ) -> list[tuple[int, Split]]:
     """(place of the job in `jobs`, split) of every job that has rows enough for the protocol."""
-    if protocol == "transfer":
-        return transfer(jobs)
     rule = PROTOCOLS[protocol]
     options = {"ks": ks} if ks is not None and protocol in PROTOCOLS_WITH_K else {}
     return [(index, split) for index, job in enumerate(jobs) for split in rule(job, **options)]

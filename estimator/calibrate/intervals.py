@@ -72,7 +72,7 @@ class SpreadPrior:
         return np.asarray(-(z**2)[:, None] / 2 - _SCATTER_SIGMAS / self.scatter_mean)
 
 
-# Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`).
+# Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
 SPREAD_PRIOR = SpreadPrior()
 # Beside an engine, whose errors widen intervals already, these are wide enough
 # (`benchmarks/published_accuracy.py`, after 8).

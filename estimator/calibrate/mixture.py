@@ -273,8 +273,8 @@ class MixturePrior:
     agreeing: float = 0.5
 
 
-# Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
-# performance model is centred on the engine, which alone is but a quarter of a form.
+# Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
+# The performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
     weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0},
     standard_errors=8.0,

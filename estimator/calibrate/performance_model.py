@@ -139,35 +139,6 @@ SYNC_CORRECTIONS = {
 
 ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
 
-# Parameters that transfer with a job from one kind of device to another, with the standard
-# deviation between two kinds: those of overlap, jitter and latency. The others belong to the device
-# and its network.
-_TRANSFERRED_SIGMA = {
-    "knee": 0.5,
-    "rank_latency": 0.7,
-    "jitter": 0.5,
-    "node_growth": 0.7,
-    "overlap": 0.3,
-}
-
-# How much slower two nodes are than more differs most between networks: its prior on a new one.
-_NEW_NETWORK = {"two_nodes": LogNormalPrior(median=1.15, sigma=0.28)}
-
-
-def transferred(log_parameters: Array, sigmas: Array, *, target: Priors = WEAK_PRIORS) -> Priors:
-    """Priors of a job on a new kind of device, from its fitted parameters on another.
-
-    `sigmas` are the standard deviations of `log_parameters`; `target` are the priors of any job on
-    the new device.
-    """
-    priors = dict(_NEW_NETWORK)
-    for name, between in _TRANSFERRED_SIGMA.items():
-        place = PARAMETERS.index(name)
-        sigma = min(math.hypot(float(sigmas[place]), between), WEAK_PRIORS.by_name[name].sigma)
-        priors[name] = LogNormalPrior(median=math.exp(log_parameters[place]), sigma=sigma)
-    return target.updated(**priors)
-
-
 RANKS, NODES, BATCH, ACCUMULATION, LARGEST_NODE = range(5)
 _AT = {name: column for column, name in enumerate(PARAMETERS)}
 # d log(·) / d log(parameter) by parameter; 0 for those that are left out.

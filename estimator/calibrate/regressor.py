@@ -46,7 +46,6 @@ from estimator.calibrate.intervals import (
     ENGINE_SPREAD_PRIOR,
     SPREAD_PRIOR,
     Spread,
-    SpreadPrior,
 )
 from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior, training_data
 from estimator.calibrate.performance_model import (
@@ -65,7 +64,6 @@ from estimator.calibrate.performance_model import (
     ModelValues,
     Priors,
     evaluate_model,
-    transferred,
 )
 from estimator.errors import WorkloadError
 
@@ -268,9 +266,8 @@ class StepTimeRegressor:
         *,
         priors: Priors | None = None,
         peers: Sequence[Array] = (),
-        spread_prior: SpreadPrior | None = None,
     ) -> None:
-        self.priors, self.peers, self.spread_prior = priors, peers, spread_prior
+        self.priors, self.peers = priors, peers
 
     @one_thread
     def fit(
@@ -340,19 +337,6 @@ class StepTimeRegressor:
             engine_log_s=engine_log_s,
         )
 
-    def fit_from(
-        self, source: tuple[ArrayLike, ArrayLike], X: ArrayLike, y: ArrayLike
-    ) -> StepTimeRegressor:
-        """Learn the same job on a new kind of device, transferring what `source`'s rows tell."""
-        known = StepTimeRegressor().fit(*source)
-        variances = np.diag(known.posterior_.parameter_covariance)
-        priors = transferred(
-            known.log_parameters_,
-            known.prior_sigmas_ * np.sqrt(variances),
-            target=self.priors or WEAK_PRIORS,
-        )
-        return StepTimeRegressor(priors=priors).fit(X, y)
-
     def model(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> ModelValues:
         """The fitted performance model at rows, without its residuals there."""
         return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
@@ -363,7 +347,7 @@ class StepTimeRegressor:
         left_out, distinct = self.mixture_.left_out, len(self.mixture_.rows_)
         of_errors = left_out.log_ratio, left_out.variance
         usual = SPREAD_PRIOR if self._observed[2] is None else ENGINE_SPREAD_PRIOR
-        return Spread(*of_errors, distinct, self.peers, self.spread_prior or usual)
+        return Spread(*of_errors, distinct, self.peers, usual)
 
     def _spread_variance(self, rows: Array, variance: Array) -> Array:
         """The variance of rows whose predictive one is given, with the job's spread.

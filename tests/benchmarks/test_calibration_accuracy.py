@@ -91,7 +91,7 @@ def test_json_holds_every_case_alone_on_stdout(command: Command, table: Path) ->
         ("model,gpus,local_batch,step_time_s\nm,1,8,0\n", ()),
         ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ()),
         ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--protocol", "workers")),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\nm,1,16,2\n", ("--protocol", "transfer")),
+        ("model,gpus,local_batch,step_time_s\nm,1,8,1\nm,1,16,2\n", ("--protocol", "few-shot")),
         ("model,gpus,local_batch,step_time_s\nm,1,8,1\nm,1,16,2\n", ("--k", "some")),
         ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--protocol", "cv", "--k", "1")),
         ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--data", "missing.csv")),

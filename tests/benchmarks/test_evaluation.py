@@ -165,25 +165,6 @@ def test_pairs_ask_which_placement_is_faster() -> None:
     assert (row.close, row.close_right) == (6, 6)
 
 
-def test_a_regressor_that_can_transfer_learns_from_the_other_device_too() -> None:
-    class Carrying(Oracle):
-        def fit_from(self, source: tuple[Any, Any], X: Any, y: Any) -> Oracle:
-            assert len(source[1]) == 15
-            # 3 single-device rows and one on several nodes.
-            assert len(y) == 4
-            return self.fit(X, y)
-
-        def predict(self, X: Any) -> Any:
-            return 2 * super().predict(X)
-
-    jobs = [make_job(), make_job(gpu="A100")]
-    evaluation = evaluate(jobs, "transfer", methods={"calibrated": Carrying, "pollux": Oracle})
-    rows = {row.method: row for row in overall(scores_of(evaluation))}
-    assert rows["calibrated"].mape_ratio == pytest.approx(1)
-    assert rows["pollux"].mape_ratio == pytest.approx(0, abs=1e-6)
-    assert evaluation.skipped == ()
-
-
 def test_a_table_with_too_few_rows_is_refused() -> None:
     job = make_job()
     single = Job(label=job.label, gpu=job.gpu, model=job.model, steps=job.steps[:1])

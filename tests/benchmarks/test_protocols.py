@@ -90,18 +90,6 @@ def test_every_fold_and_every_batch_is_tested_once_a_draw_and_not_trained_on() -
     assert all(len(set(batches[split.test])) == 1 for split in of_job("batch"))
 
 
-def test_transfer_trains_on_one_row_on_several_nodes_of_the_new_device() -> None:
-    jobs = [make_job("T4"), make_job("A100")]
-    found = all_splits(jobs, "transfer")
-    assert {(index, split.source_job) for index, split in found} == {(1, 0)}
-    assert len(found) == DRAWS
-    for _, split in found:
-        several = [index for index in split.train if RANKS[index] > 1]
-        assert len(several) == 1
-        assert len(JOB.steps[several[0]].node_sizes) > 1
-        assert (RANKS[split.test] > 1).all()
-
-
 def test_asynchronous_workers_train_on_powers_of_two() -> None:
     steps = tuple(
         WorkerStep(source="s", gpu="K80", model="m", workers=n, parameter_servers=1, step_time_s=1)

@@ -1,4 +1,4 @@
-"""Priors name each parameter of the model once, and transfer to a new kind of device."""
+"""Priors name each parameter of the model once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.performance_model import (
-    PARAMETERS,
     WEAK_PRIORS,
     LogNormalPrior,
     Priors,
-    transferred,
 )
 from estimator.errors import WorkloadError
 
@@ -28,16 +26,3 @@ def test_a_prior_that_names_no_parameter_is_refused() -> None:
 def test_a_prior_needs_a_positive_median_and_sigma(median: float, sigma: float) -> None:
     with pytest.raises(WorkloadError, match="positive"):
         LogNormalPrior(median=median, sigma=sigma)
-
-
-def test_a_new_device_keeps_the_jobs_overlap_and_not_the_old_networks_speed() -> None:
-    fitted = WEAK_PRIORS.log_medians() + 1.0
-    priors = transferred(fitted, np.full(len(PARAMETERS), 0.1)).by_name
-    assert priors["overlap"].median == pytest.approx(np.e * WEAK_PRIORS.by_name["overlap"].median)
-    assert priors["inter_node"] == WEAK_PRIORS.by_name["inter_node"]
-
-
-def test_a_new_device_keeps_the_prior_of_its_own_network() -> None:
-    fast = WEAK_PRIORS.updated(inter_node=LogNormalPrior(median=0.01, sigma=1.1))
-    priors = transferred(WEAK_PRIORS.log_medians(), np.full(len(PARAMETERS), 0.1), target=fast)
-    assert priors.by_name["inter_node"].median == 0.01
