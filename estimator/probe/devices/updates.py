@@ -236,11 +236,12 @@ def fit_update(
     (1.0, 1.0, 0.01)
     """
     import numpy as np
+    from scipy.optimize import nnls
 
     rows = np.array([(1.0, tensors, parameters) for tensors, parameters, _ in points])
     seconds = np.array([measured for _, _, measured in points])
     scale = rows.max(axis=0)
-    costs = _nonnegative(rows / scale / seconds[:, None]) / scale
+    costs = nnls(rows / scale / seconds[:, None], np.ones(len(rows)))[0] / scale
     errors = np.abs(rows @ costs / seconds - 1.0)
     return float(costs[0]), float(costs[1]), float(costs[2]), float(np.median(errors))
 
@@ -253,23 +254,3 @@ def fit_lanes(lanes: Sequence[tuple[float, float, float, float]]) -> tuple[float
     launch_s, per_tensor_s, _, _ = fit_update([(t, n, host_s) for t, n, host_s, _ in lanes])
     *_, per_parameter_s, _ = fit_update([(t, n, device_s) for t, n, _, device_s in lanes])
     return launch_s, per_tensor_s, per_parameter_s
-
-
-def _nonnegative(rows: Any) -> Any:
-    """Coefficients ≥ 0 for which rows @ coefficients is closest to 1.
-
-    With few columns every choice of those that are not 0 can be tried, and the probe, which runs
-    where little is installed, needs no solver.
-    """
-    import numpy as np
-
-    columns, ones = rows.shape[1], np.ones(len(rows))
-    best, least = np.zeros(columns), float(len(rows))
-    for chosen in range(1, 1 << columns):
-        kept = [column for column in range(columns) if chosen >> column & 1]
-        found = np.linalg.lstsq(rows[:, kept], ones, rcond=None)[0]
-        missed = float(((rows[:, kept] @ found - ones) ** 2).sum())
-        if found.min() >= 0 and missed < least:
-            best, least = np.zeros(columns), missed
-            best[kept] = found
-    return best

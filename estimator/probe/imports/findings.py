@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from estimator.errors import ImportedFileError, ProfileError, quoted
@@ -284,32 +285,26 @@ def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
     first = profiles[0]
     for other in profiles[1:]:
         _check_same_devices(first, other)
+
+    def values(name: str) -> Iterator[Any]:
+        return (getattr(profile, name) for profile in profiles)
+
+    merged: dict[str, Any] = {
+        **{name: _best(values(name)) for name in _LISTS},
+        **{name: _first(_best([filter(None, values(name))])) for name in _SINGLES},
+        **{name: _filled(values(name)) for name in ("software", "hardware")},
+        **{name: _first(values(name)) for name in ("canary_s", "rank_jitter_ratio")},
+    }
     return replace(
         first,
         devices=tuple(
             _merged_device([profile.devices[i] for profile in profiles])
             for i in range(len(first.devices))
         ),
-        links=_best((p.links for p in profiles), _link_key),
-        network=_best((p.network for p in profiles), _link_key),
-        pairs=_best_of(p.pairs for p in profiles),
-        collectives=_best((p.collectives for p in profiles), _collective_key),
-        overlaps=_best((p.overlaps for p in profiles), _overlap_key),
         kernels=_merged_kernels(profiles),
-        contentions=_best((p.contentions for p in profiles), _contention_key),
-        host=_best_of(p.host for p in profiles),
-        memory=_best_of(p.memory for p in profiles),
-        input=_best_of(p.input for p in profiles),
-        updates=_best((p.updates for p in profiles), _update_key),
-        software=_filled(p.software for p in profiles),
-        hardware=_filled(p.hardware for p in profiles),
-        canary_s=_first(p.canary_s for p in profiles),
-        rank_jitter_ratio=_first(p.rank_jitter_ratio for p in profiles),
-        kernels_timed_ratio=max(
-            (p.kernels_timed_ratio for p in profiles if p.kernels_timed_ratio is not None),
-            default=None,
-        ),
-        missing=tuple(dict.fromkeys(text for p in profiles for text in p.missing)),
+        kernels_timed_ratio=max(filter(None, values("kernels_timed_ratio")), default=None),
+        missing=tuple(dict.fromkeys(chain(*values("missing")))),
+        **merged,
     )
 
 
@@ -322,9 +317,9 @@ def add_imports(profile: MachineProfile, found: Imported) -> MachineProfile:
     return replace(
         profile,
         devices=tuple(_informed(device, found) for device in profile.devices),
-        links=_best(_links(profile, found), _link_key),
-        network=_best((profile.network, found.network), _link_key),
-        collectives=_best((profile.collectives, found.collectives), _collective_key),
+        links=_best(_links(profile, found)),
+        network=_best((profile.network, found.network)),
+        collectives=_best((profile.collectives, found.collectives)),
         hardware=_filled((profile.hardware, found.hardware)),
     )
 
@@ -383,9 +378,9 @@ def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
     return MachineProfile(
         name=name,
         devices=tuple(devices),
-        links=_best((found.links,), _link_key),
-        network=_best((found.network,), _link_key),
-        collectives=_best((found.collectives,), _collective_key),
+        links=_best((found.links,)),
+        network=_best((found.network,)),
+        collectives=_best((found.collectives,)),
         hardware=found.hardware,
         missing=("kernels, host and updates: not in the imported files",),
         provenance=Provenance(source="imported", note=formats),
@@ -483,13 +478,12 @@ def _merged_device(same: Sequence[Device]) -> Device:
 def _merged_kernels(profiles: Sequence[MachineProfile]) -> tuple[KernelCost, ...]:
     """The best group of each operator and dtype, with the calls that only its equals timed."""
     merged = []
-    for best in _best((p.kernels for p in profiles), _kernel_key):
+    for best in _best(p.kernels for p in profiles):
         alike = [
             cost
             for profile in profiles
             for cost in profile.kernels
-            if _kernel_key(cost) == _kernel_key(best)
-            and cost.provenance.source == best.provenance.source
+            if _key(cost) == _key(best) and cost.provenance.source == best.provenance.source
         ]
         points = {
             repr(sorted(point.call.items())): point
@@ -500,19 +494,31 @@ def _merged_kernels(profiles: Sequence[MachineProfile]) -> tuple[KernelCost, ...
     return tuple(merged)
 
 
-def _best(groups: Iterable[Sequence[Entry]], key: Callable[[Entry], Hashable]) -> tuple[Entry, ...]:
+# The fields that tell two entries of a list apart; of those not named there is one.
+_KEYS: Mapping[type, tuple[str, ...]] = {
+    Link: ("kind", "locality", "pinned", "flows", "ring_devices", "peer_to_peer"),
+    CollectiveCost: ("op", "backend", "group_size", "nodes", "hosts"),
+    OverlapCost: ("compute", "backend", "group_size", "nodes", "size_bytes"),
+    KernelCost: ("target", "dtype"),
+    Contention: ("bound", "devices_busy"),
+    UpdateCost: ("optimizer", "form", "device", "dtype"),
+}
+_LISTS = ("links", "network", "collectives", "overlaps", "contentions", "updates")
+_SINGLES = ("pairs", "host", "memory", "input")
+
+
+def _key(entry: Any) -> tuple[Any, ...]:
+    return tuple(getattr(entry, name) for name in _KEYS.get(type(entry), ()))
+
+
+def _best(groups: Iterable[Iterable[Entry]]) -> tuple[Entry, ...]:
     """One entry for each key, in the order in which keys are met."""
-    found: dict[Hashable, Entry] = {}
-    for entry in (entry for group in groups for entry in group):
-        known = found.get(key(entry))
+    found: dict[tuple[Any, ...], Entry] = {}
+    for entry in chain.from_iterable(groups):
+        known = found.get(_key(entry))
         if known is None or _is_better(entry, known):
-            found[key(entry)] = entry
+            found[_key(entry)] = entry
     return tuple(found.values())
-
-
-def _best_of(entries: Iterable[Entry | None]) -> Entry | None:
-    present = [entry for entry in entries if entry is not None]
-    return next(iter(_best((present,), lambda _: None)), None)
 
 
 def _is_better(entry: Any, known: Any) -> bool:
@@ -533,27 +539,3 @@ def _filled(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _first(values: Iterable[Entry | None]) -> Entry | None:
     return next((value for value in values if value is not None), None)
-
-
-def _link_key(link: Link) -> Hashable:
-    return link.kind, link.locality, link.pinned, link.flows, link.ring_devices, link.peer_to_peer
-
-
-def _collective_key(cost: CollectiveCost) -> Hashable:
-    return cost.op, cost.backend, cost.group_size, cost.nodes, cost.hosts
-
-
-def _overlap_key(cost: OverlapCost) -> Hashable:
-    return cost.compute, cost.backend, cost.group_size, cost.nodes, cost.size_bytes
-
-
-def _kernel_key(cost: KernelCost) -> Hashable:
-    return cost.target, cost.dtype
-
-
-def _contention_key(cost: Contention) -> Hashable:
-    return cost.bound, cost.devices_busy
-
-
-def _update_key(cost: UpdateCost) -> Hashable:
-    return cost.optimizer, cost.form, cost.device, cost.dtype
