@@ -14,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+from estimator.probe.devices.inventory import pinned
 from estimator.waits.hooks import ScriptEndsError, Watched, install
 from estimator.waits.runs import STOPPED
 
@@ -23,8 +24,6 @@ def main() -> None:
     options = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
     script = options["script"]
     os.chdir(options["folder"])
-    if options["cores"]:
-        os.sched_setaffinity(0, options["cores"])
     watched = Watched(
         steps=options["steps"],
         warmup=options["warmup"],
@@ -42,7 +41,8 @@ def main() -> None:
     sys.argv = [script, *options["arguments"]]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        with pinned(options["cores"]):
+            runpy.run_path(script, run_name="__main__")
     except ScriptEndsError:
         # Nothing of the script is left to do, and process groups may wait for each other.
         os._exit(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from estimator.errors import ModelError
+from estimator.probe.devices.inventory import pinned, usable_threads
 from estimator.waits.hooks import active, leading_size
 from estimator.workload.loader import Loader
 
@@ -65,13 +65,11 @@ def measure_loader(loader: DataLoader[Any], *, batches: int = 8) -> Loader:
     left as they were. Raises ModelError for a loader without a batch.
     """
     states = torch.random.get_rng_state(), random.getstate()
-    threads = torch.get_num_threads()
-    if loader.num_workers:
-        torch.set_num_threads(1)  # as DataLoader does in its workers
     try:
-        return _measured(loader, batches)
+        # As many threads as DataLoader's workers have.
+        with pinned(threads=1 if loader.num_workers else None):
+            return _measured(loader, batches)
     finally:
-        torch.set_num_threads(threads)
         torch.random.set_rng_state(states[0])
         random.setstate(states[1])
 
@@ -174,7 +172,7 @@ def _handing_over(loader: DataLoader[Any], batches: int, made_s: float) -> tuple
     processes = getattr(taken, "_workers", ())
     try:
         next(taken)
-        at_once = max(loader.num_workers / len(os.sched_getaffinity(0)), 1.0)
+        at_once = max(loader.num_workers / len(usable_threads()), 1.0)
         time.sleep(_AHEAD * made_s * at_once * ((loader.prefetch_factor or 2) + 1))
         each_s = []
         before_s = _worked_s(processes)

@@ -20,6 +20,7 @@ from typing import Any
 from estimator.errors import AllocationError, ModelError, UnknownMachineError
 from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation
+from estimator.probe.devices.inventory import usable_threads
 
 
 def cores_of(text: str) -> tuple[tuple[int, ...], ...]:
@@ -50,7 +51,7 @@ def cores_of(text: str) -> tuple[tuple[int, ...], ...]:
 def _shared_evenly(wanted: int, text: str) -> tuple[tuple[int, ...], ...]:
     from torch import cuda  # a probed machine needs no look at what there is
 
-    accelerators, cores = cuda.device_count(), sorted(os.sched_getaffinity(0))
+    accelerators, cores = cuda.device_count(), sorted(usable_threads())
     if wanted > (accelerators or len(cores)):
         raise AllocationError(
             f"'{text}' asks for {wanted} devices of this machine, which has "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,39 @@ def usable_threads() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
+
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextlib.contextmanager
+def pinned(cores: Collection[int] = (), *, threads: int | None = None) -> Iterator[None]:
+    """Within the block compute on `cores`, where any are given, and with so many threads.
+
+    So do processes started within it, and libraries loaded within it.
+    """
+    usable, before = usable_threads(), {name: os.environ.get(name) for name in _THREADS}
+    can_pin = bool(cores) and hasattr(os, "sched_setaffinity")
+    if can_pin:
+        os.sched_setaffinity(0, cores)
+    if threads is not None:
+        import torch
+
+        known = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        os.environ.update(dict.fromkeys(_THREADS, str(threads)))
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(known)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        if can_pin:
+            os.sched_setaffinity(0, usable)
 
 
 def _read(path: Path) -> str:

@@ -23,7 +23,7 @@ from estimator.probe.devices.interference import (
     disturbed_canary_ratio,
     read_cpu_times,
 )
-from estimator.probe.devices.inventory import read_cpu
+from estimator.probe.devices.inventory import pinned, read_cpu
 
 _CANARY_SIDE, _CANARY_WARM_UPS = 512, 3
 
@@ -41,20 +41,12 @@ def slowdown_ratio(profile: MachineProfile) -> float | None:
     None where this process cannot tell: the profile is of GPUs or of another machine, or has no
     canary.
     """
-    import torch
-
     cores, cpu = profile.devices[0].cores, read_cpu()
     is_here = profile.hardware.get("cpu") == cpu.model and set(cores) <= set(cpu.cores)
     if not hasattr(os, "sched_setaffinity") or profile.canary_s is None or not cores or not is_here:
         return None
-    usable, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    try:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+    with pinned(cores, threads=len(cores)):
         return canary_s(CpuBackend()) / profile.canary_s
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, usable)
 
 
 Emit = Callable[[dict[str, Any]], None]

@@ -27,6 +27,7 @@ from typing import Any
 from estimator import errors
 from estimator.errors import EstimatorError, ProbeError, cause
 from estimator.machines.profile import Device
+from estimator.probe.devices.inventory import pinned
 
 _connection: socket.socket | None = None
 
@@ -111,11 +112,9 @@ def _be_rank(link_number: int, log: int) -> None:
             place = json.loads(stream.readline())
             sys.path[:] = place["path"]
             os.chdir(place["folder"])
-            threads = _pin(place["cores"])
-            import torch
-
-            torch.set_num_threads(threads)
-            with _process_group(place):
+            # Without cores (accelerators) one thread, as torchrun sets it for its workers.
+            threads = max(1, len(place["cores"]))
+            with pinned(place["cores"], threads=threads), _process_group(place):
                 # One call after the other, until there are no more.
                 for line in stream:
                     call = json.loads(line)
@@ -131,17 +130,6 @@ def _die_with_parent() -> None:
 
         # PR_SET_PDEATHSIG (prctl(2)): a rank does not outlive the server, however that ends.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _pin(cores: Sequence[int]) -> int:
-    """Bind this process to `cores`; the number of threads it shall compute with."""
-    # Without cores (accelerators) one thread, as torchrun sets it for its workers.
-    threads = max(1, len(cores))
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(threads)
-    return threads
 
 
 @contextlib.contextmanager

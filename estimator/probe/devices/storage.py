@@ -16,6 +16,7 @@ from pathlib import Path
 
 from estimator.errors import ProbeError
 from estimator.probe.devices.backend import Backend
+from estimator.probe.devices.inventory import pinned
 from estimator.probe.devices.jobs import Emit
 
 _PAGE = mmap.PAGESIZE
@@ -97,17 +98,12 @@ MOST_RESIDENT_RATIO = 0.05
 
 def measure_input(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Emit bytes, pixels and tokens per second, each as it is known, of this process's cores."""
-    import torch
-
-    torch.set_num_threads(1)  # as DataLoader does in its workers
-    each_s = budget_s / 4
-    emit(copied(each_s))
-    emit(tokens_made(each_s))
-    for part in (jpeg_decoded, files_read):
-        try:
-            emit(part(each_s))
-        except (ProbeError, ImportError, OSError) as error:
-            emit({"missing": [f"input: {error}"]})
+    with pinned(threads=1):  # as DataLoader does in its workers
+        for part in (copied, tokens_made, jpeg_decoded, files_read):
+            try:
+                emit(part(budget_s / 4))
+            except (ProbeError, ImportError, OSError) as error:
+                emit({"missing": [f"input: {error}"]})
 
 
 def files_read(budget_s: float) -> dict[str, float]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.probe.devices.inventory import (
     Cpu,
     core_groups,
+    pinned,
     read_cpu,
     read_gpus,
+    usable_threads,
     visible_handles,
 )
 
@@ -299,3 +303,18 @@ def test_no_driver_means_no_gpu() -> None:
 def test_a_broken_driver_is_said_aloud() -> None:
     with pytest.raises(ProbeError, match="does not answer \\(version mismatch\\); run nvidia-smi"):
         read_gpus(FakeNvml(FakeNvmlError("version mismatch")))
+
+
+def test_cores_and_threads_hold_within_a_block_and_are_as_before_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    before = usable_threads(), torch.get_num_threads(), dict(os.environ)
+    core = min(usable_threads())
+    with pinned([core], threads=1):
+        assert (usable_threads(), torch.get_num_threads()) == ({core}, 1)
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
+    assert (usable_threads(), torch.get_num_threads(), dict(os.environ)) == before
+    with pinned():
+        assert (usable_threads(), torch.get_num_threads(), dict(os.environ)) == before
