@@ -173,6 +173,8 @@ _MOST_POINTS = 2000
 _UNJUDGED_ERROR = 0.5
 # A family fitted in another dtype errs this many times as much: its rates are those of other units.
 _OTHER_DTYPE_ERROR_RATIO = 2.0
+# By which family's kernels one is predicted that the probe does not time.
+_STAND_INS = {"fourier": "other"}
 
 
 # Matmuls of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
@@ -470,6 +472,8 @@ class KernelFits:
         """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
         key, error = (family, dtype), 1.0
         if key not in self._keys:
+            families = {known for known, _ in self._keys}
+            family = family if family in families else _STAND_INS.get(family, family)
             same_family = [known for known in self._keys if known[0] == family]
             if not same_family:
                 return None, 1.0

@@ -270,3 +270,21 @@ def test_several_calls_take_what_each_takes_alone() -> None:
         if one and other:
             assert other.warm_s == pytest.approx(one.warm_s, rel=1e-12)
             assert other.cold_s == pytest.approx(one.cold_s, rel=1e-12)
+
+
+def test_a_family_that_no_probe_times_is_predicted_by_its_stand_in() -> None:
+    rows = TensorSpec((64, 512))
+    ordered = [
+        (
+            OpCall(
+                "aten.sort.default", (TensorSpec((count, 512)),), (), (TensorSpec((count, 512)),)
+            ),
+            s,
+        )
+        for count, s in ((16, 1e-5), (64, 4e-5), (256, 1.6e-4))
+    ]
+    spectrum = TensorSpec((64, 257), "complex64")
+    transform = OpCall("aten._fft_r2c.default", (rows, (1,), 0, True), (), (spectrum,))
+    predicted = KernelFits(_profile(ordered)).predict(transform)
+    assert predicted is not None
+    assert predicted.source == "fitted"

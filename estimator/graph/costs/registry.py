@@ -29,6 +29,7 @@ Family = Literal[
     "fill",
     "pooling",
     "loss",
+    "fourier",
     "view",
     "step",
     "other",

@@ -133,6 +133,18 @@ def test_a_fourier_transform_takes_five_n_log_n() -> None:
     call = OpCall("aten._fft_c2c.default", (signal, (1,), 0, True), (), (signal,))
     # Three transforms of 8 points: log2 8 = 3.
     assert op_cost(call).flops == 3 * 5 * 8 * 3
+    # Three rows of 8 real numbers to 5 complex ones, and back: half the work.
+    real, half = spec(3, 8), spec(3, 5, dtype="complex64")
+    there = OpCall("aten._fft_r2c.default", (real, (1,), 0, True), (), (half,))
+    back = OpCall("aten._fft_c2r.default", (half, (1,), 0, 8), (), (real,))
+    for call in (there, back):
+        assert op_cost(call) == OpCost(3 * 2.5 * 8 * 3, *_sizes(call))
+        features = features_of(call)
+        assert (features.family, features.dims) == ("fourier", (3.0, 8.0))
+
+
+def _sizes(call: OpCall) -> tuple[float, float]:
+    return float(call.inputs[0].nbytes), float(call.outputs[0].nbytes)
 
 
 def test_index_tensors_choose_as_many_rows_as_they_broadcast_to() -> None:
