@@ -13,7 +13,6 @@ from typing import Any
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import known_machines, load_profile
 from estimator.machines.profile import (
-    Contention,
     Device,
     HostCost,
     InputCost,
@@ -52,8 +51,6 @@ class Findings:
     updates: list[UpdateCost] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     steps: dict[str, ClusterFindings] = field(default_factory=dict)
-    contentions: list[Contention] = field(default_factory=list)
-    rank_jitter_ratio: float | None = None
     memory_resident: bool | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     sustained: dict[str, Any] = field(default_factory=dict)
@@ -94,9 +91,15 @@ class Findings:
         )
 
     def all_of(self, what: str) -> tuple[Any, ...]:
-        """The links, collectives, overlaps or sentences on what is missing, of all parts."""
+        """The findings of that name of all parts."""
         steps = (getattr(found, what) for found in self.steps.values())
         return (*getattr(self, what, ()), *itertools.chain(*steps))
+
+    @property
+    def rank_jitter_ratio(self) -> float | None:
+        """How unlike equal ranks run; None where that was not measured."""
+        ratios = (found.rank_jitter_ratio for found in self.steps.values())
+        return next((ratio for ratio in ratios if ratio is not None), None)
 
     def _take_kernel(self, message: Mapping[str, Any]) -> None:
         if "call" in message:

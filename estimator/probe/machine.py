@@ -217,7 +217,7 @@ class _Probe:
             collectives=findings.all_of("collectives"),
             overlaps=findings.all_of("overlaps"),
             kernels=findings.kernel_costs(),
-            contentions=tuple(findings.contentions),
+            contentions=findings.all_of("contentions"),
             host=findings.host_cost(),
             memory=findings.memory_cost(hardware, self.devices[0]),
             input=findings.input_cost(),
@@ -255,13 +255,13 @@ class _Probe:
         """In order of importance; alone on the machine first, then with all devices busy."""
         parts = [
             _MachinePart("kernels, host and updates", 0.76, self._one_device, itemised=True),
-            _MachinePart("first touch", 0.02, self._first_touch),
-            _MachinePart("input", 0.02, self._input),
+            self._cpu_part("first touch", "memory:measure_first_touch"),
+            self._cpu_part("input", "storage:measure_input"),
         ]
         if len(self.devices) > 1:
             parts += [
                 _MachinePart("collectives", 0.11, self._in_step("collectives")),
-                _MachinePart("contention", 0.06, self._watched(self._contention)),
+                _MachinePart("contention", 0.06, self._in_step("contention")),
                 _MachinePart("overlap", 0.12, self._in_step("overlap")),
                 _MachinePart("copies", 0.04, self._in_step("copies")),
             ]
@@ -269,13 +269,9 @@ class _Probe:
             parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
         return parts
 
-    def _watched(self, measure: Callable[[float], None]) -> Callable[[float], None]:
-        """A part that is measured again, from its beginning, where others disturbed it."""
-
-        return lambda budget_s: self.watch.run(partial(measure, budget_s))
-
     def _in_step(self, step: str) -> Callable[[float], None]:
-        return self._watched(partial(self._run_step, step))
+        """A part that is measured again, from its beginning, where others disturbed it."""
+        return lambda budget_s: self.watch.run(partial(self._run_step, step, budget_s))
 
     def _take(self, part: str, message: dict[str, Any]) -> None:
         self.findings.take(part, message)
@@ -341,21 +337,15 @@ class _Probe:
             # The canary of one kind of device says nothing of another's.
             self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
 
-    def _first_touch(self, budget_s: float) -> None:
-        job = PinnedJob(
-            part="first touch",
-            function="estimator.probe.devices.memory:measure_first_touch",
-            budget_s=budget_s,
-        )
-        self._run_jobs(self._cpu_device(), [job])
+    def _cpu_part(self, part: str, function: str) -> _MachinePart:
+        """A part of one job on the CPU."""
 
-    def _input(self, budget_s: float) -> None:
-        job = PinnedJob(
-            part="input",
-            function="estimator.probe.devices.storage:measure_input",
-            budget_s=budget_s,
-        )
-        self._run_jobs(self._cpu_device(), [job])
+        def run(budget_s: float) -> None:
+            path = f"estimator.probe.devices.{function}"
+            job = PinnedJob(part=part, function=path, budget_s=budget_s)
+            self._run_jobs(self._cpu_device(), [job])
+
+        return _MachinePart(part, 0.02, run)
 
     def _updates_on_cpu(self, budget_s: float) -> None:
         jobs = [
@@ -368,13 +358,6 @@ class _Probe:
     def _cpu_device(self) -> Device:
         """Device 0 where devices are core groups, else all cores as one."""
         return self.devices[0] if self.devices[0].cores else core_groups(self.cpu, 1)[0]
-
-    def _contention(self, budget_s: float) -> None:
-        from estimator.probe.devices.contention import probe_contention
-
-        found = probe_contention(self.devices, budget_s=budget_s, at=self.findings.at)
-        self.findings.contentions = list(found.contentions)
-        self.findings.rank_jitter_ratio = found.rank_jitter_ratio
 
     def _run_step(self, step: str, budget_s: float) -> None:
         """One of the steps that all devices run together; what it found so far is kept."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from estimator.machines.profile import (
     CollectiveCost,
+    Contention,
     Device,
     DeviceKind,
     Link,
@@ -232,6 +233,8 @@ class ClusterFindings:
     pairs: PairMatrix | None = None
     collectives: list[CollectiveCost] = field(default_factory=list)
     overlaps: list[OverlapCost] = field(default_factory=list)
+    contentions: list[Contention] = field(default_factory=list)
+    rank_jitter_ratio: float | None = None
     missing: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -251,6 +254,8 @@ class ClusterFindings:
             pairs=self.pairs,
             collectives=tuple(self.collectives),
             overlaps=tuple(self.overlaps),
+            contentions=tuple(self.contentions),
+            rank_jitter_ratio=self.rank_jitter_ratio,
             missing=tuple(self.missing),
             provenance=Provenance(source="measured", at=self.at, samples=0),
         )
@@ -267,6 +272,8 @@ class ClusterFindings:
             pairs=profile.pairs,
             collectives=list(profile.collectives),
             overlaps=list(profile.overlaps),
+            contentions=list(profile.contentions),
+            rank_jitter_ratio=profile.rank_jitter_ratio,
             missing=list(profile.missing),
             remarks=list(data["remarks"]),
         )

@@ -35,6 +35,7 @@ from estimator.probe.cluster.findings import (
 from estimator.probe.cluster.group import Group, group_of_node, run_in_world
 from estimator.probe.cluster.signed_store import dist
 from estimator.probe.devices.backend import open_backend
+from estimator.probe.devices.contention import rank_jitter_ratio, summarise, time_contention
 from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.ranks import report
 from estimator.probe.links.collectives import (
@@ -606,9 +607,25 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     return ""
 
 
+def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+    """What calls take with 2 and with all devices of this node busy, beside what they do alone."""
+    counts = sorted({2, len(group.world.members)})
+    for count in counts:
+
+        def measure(handle: Any) -> Iterator[Any]:
+            return time_contention(kind=group.kind, group=handle, budget_s=seconds / len(counts))
+
+        if reports := group.measured(range(count), measure):
+            plan.findings.contentions += summarise(reports, at=plan.findings.at)
+            plan.findings.rank_jitter_ratio = rank_jitter_ratio(reports)
+            plan.keep()
+    return ""
+
+
 # What is measured of one node alone, by the name of its part of the probe.
 NODE_STEPS = {
     "collectives": collectives_of_node,
+    "contention": contention_of_node,
     "overlap": overlap_of_node,
     "copies": links_of_node,
 }

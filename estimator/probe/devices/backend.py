@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind
@@ -40,47 +40,6 @@ def _nothing(_number: int) -> None:
     pass
 
 
-class Backend(Protocol):
-    """How to time a call on one device and how to make tensors there."""
-
-    kind: DeviceKind
-    index: int
-
-    @property
-    def device(self) -> Any:
-        """The torch.device that tensors are made on."""
-
-    def synchronize(self) -> None:
-        """Wait until all work issued so far is done."""
-
-    def time_calls(
-        self,
-        call: Callable[[int], object],
-        *,
-        repeats: int,
-        before: Callable[[int], object] = _nothing,
-    ) -> list[float]:
-        """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
-
-    def time_sequence(
-        self,
-        call: Callable[[int], object],
-        *,
-        count: int,
-        after: Callable[[int], object] = _nothing,
-    ) -> list[float]:
-        """Device seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
-
-    def last_level_cache_bytes(self) -> int:
-        """Size of the cache that must be flushed before a read is cold."""
-
-    def warm_up(self, seconds: float) -> None:
-        """Work until the clocks are where sustained work keeps them."""
-
-    def is_lost(self) -> bool:
-        """Whether this process cannot use the device any more."""
-
-
 class CpuBackend:
     """Times calls with perf_counter; the calling process is expected to be pinned already."""
 
@@ -95,6 +54,7 @@ class CpuBackend:
 
     @property
     def device(self) -> Any:
+        """The torch.device that tensors are made on."""
         import torch
 
         return torch.device("cpu")
@@ -109,6 +69,7 @@ class CpuBackend:
         repeats: int,
         before: Callable[[int], object] = _nothing,
     ) -> list[float]:
+        """Seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
         clock, seconds = self._clock, []
         for number in range(repeats):
             before(number)
@@ -125,6 +86,7 @@ class CpuBackend:
         count: int,
         after: Callable[[int], object] = _nothing,
     ) -> list[float]:
+        """Seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
         clock, seconds = self._clock, []
         for number in range(count):
             begin = clock()
@@ -134,12 +96,14 @@ class CpuBackend:
         return seconds
 
     def last_level_cache_bytes(self) -> int:
+        """Size of the cache that must be flushed before a read is cold."""
         from estimator.probe.devices.inventory import read_cpu
 
         caches = read_cpu(self._root).cache_bytes
         return max(caches.values(), default=32 << 20)
 
     def warm_up(self, seconds: float) -> None:
+        """Work until the clocks are where sustained work keeps them."""
         import torch
 
         block = torch.randn(256, 256)
@@ -148,6 +112,7 @@ class CpuBackend:
             torch.mm(block, block)
 
     def is_lost(self) -> bool:
+        """Whether this process cannot use the device any more."""
         return False
 
 
@@ -175,11 +140,13 @@ class CudaBackend:
 
     @property
     def device(self) -> Any:
+        """The torch.device that tensors are made on."""
         import torch
 
         return torch.device("cuda", self.index)
 
     def synchronize(self) -> None:
+        """Wait until all work issued so far is done."""
         self._cuda.synchronize()
 
     def time_calls(
@@ -189,6 +156,7 @@ class CudaBackend:
         repeats: int,
         before: Callable[[int], object] = _nothing,
     ) -> list[float]:
+        """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
         begin = self._clock()
         before(0)
         call(0)
@@ -206,6 +174,7 @@ class CudaBackend:
         count: int,
         after: Callable[[int], object] = _nothing,
     ) -> list[float]:
+        """Device seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
         seconds: list[float] = []
         for flight in _flights(count):
             flown, host_s = self._fly(call, flight, self._sequence_host_s, after=after)
@@ -262,10 +231,12 @@ class CudaBackend:
         return event
 
     def last_level_cache_bytes(self) -> int:
+        """Size of the cache that must be flushed before a read is cold."""
         facts = self._cuda.get_device_properties(self.index)
         return int(getattr(facts, "L2_cache_size", 0)) or 64 << 20
 
     def warm_up(self, seconds: float) -> None:
+        """Work until the clocks are where sustained work keeps them."""
         import torch
 
         block = torch.randn(4096, 4096, device=self.device)
@@ -291,6 +262,10 @@ class CudaBackend:
         except RuntimeError:
             return True
         return False
+
+
+# How to time a call on one device and how to make tensors there.
+Backend = CpuBackend | CudaBackend
 
 
 # Cycles of a GPU in which the host queues some tens of calls of NCCL.

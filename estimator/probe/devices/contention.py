@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from estimator.machines.profile import Contention, Device, DeviceKind, Provenance
+from estimator.machines.profile import Contention, DeviceKind, Provenance
 from estimator.probe.devices.backend import (
     Backend,
     filling_side,
@@ -37,39 +36,6 @@ _ROUNDS, _MATMUL_ROUNDS = 3, 10
 _SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 0.004, 0.08
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContentionFindings:
-    """Contentions by bound and number of busy devices, and how unlike equal ranks run."""
-
-    contentions: tuple[Contention, ...] = ()
-    rank_jitter_ratio: float | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
-
-
-def probe_contention(
-    devices: Sequence[Device], *, budget_s: float, at: str = ""
-) -> ContentionFindings:
-    """Time the same calls alone and with 2 and all devices busy; raises ProbeError."""
-    from estimator.probe.devices.ranks import run_on_devices
-
-    if len(devices) < 2:
-        return ContentionFindings()
-    counts = sorted({2, len(devices)})
-    contentions: list[Contention] = []
-    spreads: list[float] = []
-    for count in counts:
-        results = run_on_devices(
-            devices[:count],
-            f"{__name__}:measure_rank",
-            {"budget_s": budget_s / len(counts), "kind": devices[0].kind},
-            timeout_s=60.0 + 4.0 * budget_s,
-            world=True,
-        )
-        contentions += summarise(results, at=at)
-        spreads.append(_rank_jitter_ratio(results))
-    return ContentionFindings(contentions=tuple(contentions), rank_jitter_ratio=spreads[-1])
-
-
 def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -> list[Contention]:
     """Contentions from what each rank measured: the mean over ranks of busy / alone.
 
@@ -91,7 +57,7 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
     ]
 
 
-def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+def rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     """One standard deviation of a rank's time beside the others, over many windows of matmuls.
 
     A step lasts as long as many windows, whose noise it averages; what it waits for are ranks that
@@ -107,37 +73,36 @@ def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     return statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else 0.0
 
 
-def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One rank's part: each case alone, one rank after the other, then all at once; interleaved."""
+def time_contention(*, kind: DeviceKind, group: Any, budget_s: float) -> Iterator[dict[str, Any]]:
+    """One rank's part: each case alone, one rank after the other, then all of `group` at once."""
     import torch
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
-    kind: DeviceKind = arguments["kind"]
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     if kind == "cpu":
         keep_memory_resident()
     rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES[kind])) * _ROUNDS
-    window_s = arguments["budget_s"] / (rounds * (world_size + 1))
+    window_s = budget_s / (rounds * (world_size + 1))
     window_s = min(_LONGEST_WINDOW_S, max(_SHORTEST_WINDOW_S, window_s))
-    found: list[dict[str, Any]] = []
-    end = time.monotonic() + arguments["budget_s"]
-    for bound, size, call in _cases(backend):
+    end = time.monotonic() + budget_s
+    for number, (bound, size, call) in enumerate(_cases(backend)):
         # All ranks stop at the same case.
-        over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
-        dist.all_reduce(over)
+        over = torch.tensor([float(number and time.monotonic() > end)], device=backend.device)
+        dist.all_reduce(over, group=group)
         if over.item():
-            break
+            return
         backend.time_calls(call, repeats=1)
         alone: list[float] = []
         busy: list[float] = []
         windows: list[float] = []
         for _ in range(_MATMUL_ROUNDS if bound == "compute" else _ROUNDS):
             for turn in range(world_size):
-                dist.barrier()
+                dist.barrier(group)
                 if turn == rank:
                     alone += _window(backend, call, window_s)
-            dist.barrier()
+            dist.barrier(group)
             together = _window(backend, call, window_s)
             busy += together
             windows.append(statistics.fmean(together))
@@ -147,8 +112,7 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
             "alone_s": statistics.median(alone),
             "busy_s": statistics.median(busy),
         }
-        found.append({**entry, "windows_s": windows} if bound == "compute" else entry)
-    return found
+        yield {**entry, "windows_s": windows} if bound == "compute" else entry
 
 
 def _window(backend: Any, call: Callable[[int], object], window_s: float) -> list[float]:

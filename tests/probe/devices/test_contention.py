@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from estimator.kernels.contention import slowdown_ratio
-from estimator.machines.profile import Contention, Device, Provenance
-from estimator.probe.devices.contention import _rank_jitter_ratio, probe_contention, summarise
+from estimator.machines.profile import Contention, Provenance
+from estimator.probe.devices.contention import rank_jitter_ratio, summarise
 from tests.conftest import make_small_profile
 
 
@@ -26,21 +26,16 @@ def test_each_rank_is_compared_with_itself_alone() -> None:
     assert compute.points[0][1] == pytest.approx(1.05)
 
 
-def test_one_device_has_nothing_to_contend_with() -> None:
-    alone = Device(kind="cpu", index=0, name="core", memory_bytes=1, cores=(0,))
-    assert probe_contention([alone], budget_s=1.0).contentions == ()
-
-
 def test_only_what_sets_ranks_apart_for_many_windows_is_their_jitter() -> None:
     # Noise from window to window, and a machine that slows down for all, are none.
     one, two = (
         [{"windows_s": [0.9, 1.1, 1.0, 1.5, 1.0]}],
         [{"windows_s": [1.1, 0.9, 1.0, 1.0, 1.5]}],
     )
-    assert _rank_jitter_ratio([one, two]) == 0.0
+    assert rank_jitter_ratio([one, two]) == 0.0
     # Medians of 1.0 and 1.1: of two values one standard deviation is their distance over √2.
     slow = [{"windows_s": [1.1, 1.2, 1.1, 1.0, 1.1]}]
-    assert _rank_jitter_ratio([one, slow]) == pytest.approx(0.1 / 2**0.5 / 1.05)
+    assert rank_jitter_ratio([one, slow]) == pytest.approx(0.1 / 2**0.5 / 1.05)
 
 
 def test_what_falls_with_the_bytes_moved_is_noise_of_the_measurement() -> None:

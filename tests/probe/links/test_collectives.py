@@ -116,6 +116,14 @@ def test_core_groups_of_a_node_are_joined_by_one_loopback() -> None:
     assert link.points[0][0] == 1024
 
 
+def test_two_core_groups_contend_for_what_they_share() -> None:
+    found = step_of_node("contention", 0.5)
+    # As far as the time goes; what most of a step runs comes first.
+    assert "compute" in {cost.bound for cost in found.contentions}
+    assert {cost.devices_busy for cost in found.contentions} == {2}
+    assert found.rank_jitter_ratio is not None
+
+
 def test_overlap_compares_together_with_apart_round_by_round() -> None:
     # Compute 10 s, all-reduce 4 s, together 13 s: 3 of the 4 s are exposed; beside compute the
     # all-reduce takes 8 s instead of 4. The second rank is never the last and does not count.
