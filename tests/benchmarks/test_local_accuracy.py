@@ -1,4 +1,4 @@
-"""The accuracy benchmark's bookkeeping, with training and estimation replaced by known answers."""
+"""Steps and memory of models on this machine or its GPU: the bookkeeping, with known answers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from typing import Any
 import drawn_models
 import local_accuracy
 import pytest
+import torch
 from canaries import judged, quiet_steps
+from gpu_accuracy import assemble, figures, gpu_cases
+from gpu_steps import Case as GpuCase
 from local_cases import Case
+from memory_accuracy import Case as MemoryCase
+from memory_accuracy import boundary
+from memory_steps import measured_step
 from options import Options
 from records import Records
+from torch import Tensor, nn
 
 from estimator.errors import TrainingError
-from estimator.machines.profile import Device, MachineProfile, Provenance
+from estimator.graph.memory.step import memory_alone
+from estimator.graph.trace.trace import trace_graph
+from estimator.graph.trace.training_call import TrainingCall
+from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
+from estimator.tensors import OpCall, TensorSpec
 
 MODELS = """
 def small(batch=4): ...
@@ -210,3 +221,98 @@ def test_records_survive_a_torn_line(tmp_path: Path) -> None:
     records = Records(path)
     records.add({"kind": "measurement", "key": "b", "step_s": 2.0})
     assert [record["key"] for record in Records(path).of("measurement")] == ["a", "b"]
+
+
+class Residual(nn.Module):
+    """One whose backward pass adds gradients up: autograd does so in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = batch + torch.tanh(layer(batch))
+        return batch.square().mean()
+
+
+def test_every_operator_is_found_in_a_real_step_with_the_level_predicted_for_it() -> None:
+    model, batch = Residual(), torch.randn(512, 64)
+    call = TrainingCall.of(model, batch, lambda output, _batch: output)
+    graph = trace_graph(model, batch, loss=lambda output, _batch: output, optimizer="sgd")
+    curve = memory_alone(graph.at()).curve()
+    step = measured_step(model, call, torch.optim.SGD(model.parameters(), lr=0.1), graph)
+    assert sorted(step.begin_ns) == list(range(len(graph.ops)))
+    # Before the first operator the profile shows its result already.
+    pairs = step.beside(curve.total)[1:]
+    assert max(abs(mine - theirs) for mine, theirs in pairs) < 0.001 * step.peak_bytes
+
+
+def test_at_the_boundary_what_is_right_lies_within_a_tenth_of_the_batch() -> None:
+    small = MemoryCase(
+        model="m",
+        optimizer="sgd",
+        batch_per_gpu=10,
+        checkpoints=False,
+        predicted_bytes=1_000,
+        measured_bytes=1_000,
+        curve_ratio=1.0,
+    )
+    large = replace(small, batch_per_gpu=20, predicted_bytes=2_000, measured_bytes=2_000)
+    # 100 bytes more per sample: at batch 10 a tenth of the batch is 100 bytes.
+    assert boundary([small, large]) == (2, 2)
+    assert boundary([replace(small, predicted_bytes=1_101), large]) == (1, 2)
+    assert boundary([replace(small, predicted_bytes=900), large]) == (1, 2)
+    # Another optimizer is another step: nothing to compare with.
+    assert boundary([small, replace(large, optimizer="adamw")]) == (0, 0)
+
+
+MEASURED = Provenance(source="measured")
+
+
+def test_the_cases_are_those_of_the_issue() -> None:
+    cases = gpu_cases()
+    assert len({case.key for case in cases}) == len(cases) <= 75
+    assert len({case.workload for case in cases}) >= 16
+    eager = [case for case in cases if case.execution == "eager" and case.precision != "tf32"]
+    for workload in {case.workload for case in cases}:
+        own = {(case.batch, case.precision) for case in eager if case.workload == workload}
+        assert len(own) == 4  # two batch sizes, two precisions
+    compiled = [case for case in cases if case.execution == "compiled"]
+    assert [case.precision for case in compiled] == ["bf16-amp"] * 4
+    assert sum(case.precision == "tf32" for case in cases) == 3
+
+
+def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    done, lost, later = (GpuCase(workload=w, batch=2, precision="fp32") for w in "abc")
+    said = {"low_s": 0.9, "high_s": 1.1, "bottleneck": "the host", "op_time_in_grid_ratio": 0.0}
+    for case in (done, lost):
+        records.add(
+            {"kind": "prediction", "key": case.key, "method": "probe", "predicted_s": 1.0, **said}
+            | {"peak_memory_bytes": 90 << 20}
+        )
+    records.add(
+        {"kind": "measurement", "key": done.key, "step_s": 1.25, "steps_s": [1.25] * 15}
+        | {"host_s": 1.2, "peak_bytes": 110 << 20, "allocated_before_bytes": 10 << 20}
+    )
+    records.add({"kind": "failure", "key": lost.key, "reason": "OutOfMemoryError: no"})
+    line = TensorSpec((8,))
+    call = OpCall("aten.relu.default", (line,), outputs=(line,))
+    kernel = KernelCost(
+        target=call.target,
+        dtype="float32",
+        points=(KernelPoint(call=call.encode(), warm_s=1e-6, cold_s=1e-6),),
+        provenance=MEASURED,
+    )
+    card = Device(kind="cuda", index=0, name="NVIDIA H100", memory_bytes=80 << 30)
+    profile = MachineProfile(name="m", devices=(card,), kernels=(kernel,), provenance=MEASURED)
+    found = {case["id"]: case for case in assemble([done, lost, later], profile, records)}
+    assert found[f"{done.key}-probe"]["status"] == "ok"
+    assert found[f"{done.key}-probe"]["peak_measured_bytes"] == 100 << 20
+    assert found[f"{done.key}-measured"]["status"] == "no_prediction"
+    assert found[f"{lost.key}-probe"]["reason"] == "OutOfMemoryError: no"
+    assert found[f"{later.key}-probe"]["status"] == "not_measured"
+    (figure,) = figures(list(found.values()))
+    # 90 of 100 MiB.
+    assert figure["value"] == pytest.approx(0.1)

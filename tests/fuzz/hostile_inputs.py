@@ -102,10 +102,10 @@ def profile(chance: random.Random) -> HostileInput:
     name = "store/machines/local.json"
     words = chance.choice(
         (
-            ("profile", "show", "local"),
-            ("profile", "compare", "local", "h100-sxm"),
-            ("profile", "merge", name, name, "--out", "out.json"),
-            ("profile", "list"),
+            ("machines", "show", "local"),
+            ("machines", "compare", "local", "h100-sxm"),
+            ("machines", "merge", name, name, "--out", "out.json"),
+            ("machines", "list"),
             (*ESTIMATE, "--json"),
             ("sweep", "job.json", "--on", "1..2x1..2:local"),
             ("estimate", "whole.graph", "--on", "2x2:local"),
@@ -127,7 +127,7 @@ def imports(chance: random.Random) -> HostileInput:
         content = damaged_text(text, chance)
     words = chance.choice((("--name", "new"), ("--into", "local"), ("--out", "out.json"), ()))
     return HostileInput(
-        words=("profile", "import", sample.name, *words), files={sample.name: content}
+        words=("machines", "import", sample.name, *words), files={sample.name: content}
     )
 
 
@@ -333,7 +333,7 @@ def environment(chance: random.Random) -> HostileInput:
     names = ("ESTIMATOR_HOME", "COLUMNS", "LINES", "HOME", "XDG_DATA_HOME", "TERM", "RANK", "TZ")
     values = (*NUMBERS, "/dev/null", "/dev/zero", "job.json", "/nowhere/at/all", ".", "\x1b[31m")
     drawn = {chance.choice(names): chance.choice(values) for _ in range(chance.choice((1, 2)))}
-    words = chance.choice((ESTIMATE, ("profile", "list"), ("calibrate", "show"), ("--help",)))
+    words = chance.choice((ESTIMATE, ("machines", "list"), ("calibrate", "show"), ("--help",)))
     return HostileInput(words=words, files=job_file(), environment=drawn)
 
 

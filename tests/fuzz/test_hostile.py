@@ -252,9 +252,9 @@ def test_what_is_no_regular_file_is_read_by_no_command(
     graph = tmp_path / "net.graph"
     perceptron([64] * 3, batch=8).save(graph)
     for words in (
-        ("profile", "show", path),
-        ("profile", "merge", path, "--out", tmp_path / "o.json"),
-        ("profile", "import", path, "--name", "new"),
+        ("machines", "show", path),
+        ("machines", "merge", path, "--out", tmp_path / "o.json"),
+        ("machines", "import", path, "--name", "new"),
         ("estimate", path, "--on", "1x1:local"),
         ("estimate", "hf:gpt2", "--on", "1x1:local", "--cluster", path),
         ("estimate", "hf:gpt2", "--on", "1x1:local", "--calibration", path),
