@@ -21,7 +21,9 @@ EstimatorError
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -245,3 +247,26 @@ def one_line(text: str, most: int = 200) -> str:
     """
     flat = " ".join(text.split())
     return flat if len(flat) <= most else flat[: most - 3] + "..."
+
+
+_NUMBERS = frozenset((bool, int, float, type(None)))
+
+
+def unprintable(data: Any) -> str | None:
+    """A text in JSON values that would move a terminal's cursor, or None."""
+    level = [data]
+    while level:
+        within: list[Iterable[Any]] = []
+        for value in level:
+            if isinstance(value, str):
+                if not value.isprintable():
+                    return value
+            elif isinstance(value, (list, tuple)):
+                within.append(value)
+            elif isinstance(value, Mapping):
+                within += value, value.values()
+        # Most values are numbers: those go no further.
+        level = [
+            each for each in itertools.chain.from_iterable(within) if type(each) not in _NUMBERS
+        ]
+    return None

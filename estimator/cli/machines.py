@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _machine_name(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
-    from estimator.machines.profile import check_machine_name
+    from estimator.machines.catalogue import check_machine_name
 
     return None if name is None else check_machine_name(name)
 

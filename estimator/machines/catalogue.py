@@ -283,3 +283,12 @@ def _read_profile(path: Path) -> MachineProfile:
             f"{path} is damaged ({error}); run 'estimator probe' to write a new one"
         ) from None
     return MachineProfile.from_dict(data, origin=str(path))
+
+
+def check_machine_name(name: str) -> str:
+    """The name of a machine type, if it can stand in an allocation; raises ProfileError."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+        raise ProfileError(
+            f"{quoted(name)} cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
+        )
+    return name

@@ -16,8 +16,8 @@ import click
 
 from estimator.errors import EstimatorError, ProbeError, sentence, spelt_out
 from estimator.files import check_writable, home
-from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import MachineProfile, check_machine_name
+from estimator.machines.catalogue import check_machine_name, load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import Place, discover
