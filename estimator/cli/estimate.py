@@ -332,7 +332,7 @@ def validate(
     """
     from estimator.graph.files import is_saved_graph, is_summary_file
     from estimator.report.sections import validation_sections
-    from estimator.validate.validation import validate as run_all
+    from estimator.validate.training import validate as run_all
 
     request = Request(**options)
     if is_saved_graph(request.model) or is_summary_file(request.model):

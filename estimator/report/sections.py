@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from estimator.machines.prices import PriceList
     from estimator.placement.allocation import Allocation
     from estimator.report.pictures import Track
-    from estimator.validate.validation import Validation
+    from estimator.validate.training import Validation
 
 # Smaller parts of a step are shown only where everything is.
 _LEAST_SHARE = 0.01
@@ -482,7 +482,7 @@ def cost_section(
     rows: Sequence[SweepRow], prices: PriceList, *, samples: float | None = None
 ) -> Section:
     """What training costs on each allocation of a sweep, instances paid whole."""
-    from estimator.advise.rent.billing import hourly_usd, paid_usd
+    from estimator.advise.rent.offers import hourly_usd, paid_usd
 
     amount = samples or _SAMPLES
     cells: list[tuple[str, ...]] = []

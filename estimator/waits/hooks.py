@@ -3,18 +3,26 @@
 Installed in the process that runs the script: on DataLoader's iterator, on what `watch_loader`
 wraps, and after the step of the first optimizer. After the steps asked for it writes a record and
 ends the script.
+
+``python -m estimator.waits.hooks OPTIONS`` runs a script so, as its own main program; the options
+are one JSON object in URL-safe base64. The record goes to stdout, which also comes back from
+another node.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
+import runpy
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +30,8 @@ from torch import profiler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from estimator.waits.runs import FILES_LOG, RECORD_MARK
+from estimator.probe.devices.inventory import pinned
+from estimator.waits.runs import FILES_LOG, RECORD_MARK, STOPPED
 
 ACTIVITY = profiler.ProfilerActivity.CUDA
 # Real batches whose copies stand for all of them.
@@ -219,3 +228,40 @@ def _log_files(log: str) -> None:
             os.write(stream, os.path.abspath(details[0]).encode(errors="surrogateescape") + b"\n")
 
     sys.addaudithook(opened)
+
+
+def run_script() -> None:
+    """Run the script to the last step asked for, or to its end."""
+    options = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
+    script = options["script"]
+    os.chdir(options["folder"])
+    watched = Watched(
+        steps=options["steps"],
+        warmup=options["warmup"],
+        is_synthetic=options["is_synthetic"],
+        is_profiled=options["is_profiled"],
+        out=os.dup(1),  # also where the script puts another in its place
+    )
+    install(watched)
+
+    def stop(*_: object) -> None:
+        watched.write()
+        os._exit(STOPPED)
+
+    signal.signal(signal.SIGTERM, stop)
+    sys.argv = [script, *options["arguments"]]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        with pinned(options["cores"]):
+            runpy.run_path(script, run_name="__main__")
+    except ScriptEndsError:
+        # Nothing of the script is left to do, and process groups may wait for each other.
+        os._exit(0)
+    watched.write()
+
+
+if __name__ == "__main__":
+    # The module that the script's own imports find, not a second one of its name.
+    from estimator.waits import hooks
+
+    hooks.run_script()

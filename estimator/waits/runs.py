@@ -172,7 +172,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     # ssh has a shell read its words, other launchers do not: one word that neither changes.
     packed = base64.urlsafe_b64encode(json.dumps(options).encode()).decode()
-    command = [sys.executable, "-m", "estimator.waits.child", packed]
+    command = [sys.executable, "-m", "estimator.waits.hooks", packed]
     if prefix:
         # What a remote shell starts has no environment of ours.
         command = ["env", *(f"{name}={value}" for name, value in own.items()), *command]

@@ -20,7 +20,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Interference, MachineProfile
 from estimator.probe.devices.inventory import read_cpu
-from estimator.validate.validation import Validation
+from estimator.validate.training import Validation
 from tests.integrations.trace_flaws import trace_flaws
 from tests.synthetic import perceptron
 
@@ -607,7 +607,7 @@ def test_validate_says_which_prediction_missed(
         times_s = {near: 1.2 * near.step_time_s, far: 1.5 * far.high_s}
         return [Validation(predicted=each, runs_s=(times_s[each],) * 3) for each in predictions]
 
-    monkeypatch.setattr("estimator.validate.validation.validate", validate)
+    monkeypatch.setattr("estimator.validate.training.validate", validate)
     answer = command("validate", tiny, "--on", "1x1:local", "--on", "1x2:local")
     assert answer.code == 1
     assert "what was measured on 1x2:local is outside the interval" in answer.err

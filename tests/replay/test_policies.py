@@ -19,9 +19,9 @@ from estimator.errors import AllocationError, WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
-from estimator.replay.policies.gavel import time_shares
 from estimator.replay.policies.goodput import assigned, batches
 from estimator.replay.policies.ones import Ones, reordered
+from estimator.replay.policies.queues import time_shares
 from estimator.replay.speeds import (
     CalibratedSpeeds,
     EngineSpeeds,

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from estimator import estimate
-from estimator.advise.rent.billing import hourly_usd
-from estimator.advise.rent.offers import offers
+from estimator.advise.rent.offers import hourly_usd, offers
 from estimator.advise.scaling import sweep
 from estimator.errors import PriceError, StoreError
 from estimator.estimates.estimate import Estimate

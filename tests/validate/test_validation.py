@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from estimator.validate.validation import Validation, noise_of, validate
+from estimator.validate.training import Validation, noise_of, validate
 
 
 def prediction(name: str, step_time_s: float = 1.0) -> Any:

@@ -12,16 +12,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from estimator.advise.layouts.search import best_layouts
-from estimator.advise.rent.billing import hourly_usd, paid_usd
 from estimator.advise.rent.transient import Spot
 from estimator.coefficients import Calibration
-from estimator.errors import AllocationError, WorkloadError, quoted
+from estimator.errors import AllocationError, PriceError, WorkloadError, quoted
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.table import EstimateTable, estimate_many
 from estimator.estimates.table.table import TableOptions
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
-from estimator.machines.prices import PriceList
+from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
 from estimator.workload import MOST_BATCH
@@ -534,3 +533,26 @@ def rent(
     return choose(
         found.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=found.left_out
     )
+
+
+def paid_usd(
+    prices: PriceList, allocation: Allocation, duration_s: float, *, spot: bool = False
+) -> float:
+    """What all instances of an allocation cost for a time, as it is billed; raises PriceError."""
+    each = _instances(prices, allocation, spot)
+    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
+
+
+def hourly_usd(prices: PriceList, allocation: Allocation, *, spot: bool = False) -> float:
+    """The rate of all instances of an allocation; raises PriceError."""
+    each = _instances(prices, allocation, spot)
+    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
+
+
+def _instances(
+    prices: PriceList, allocation: Allocation, spot: bool
+) -> Iterator[tuple[int, Price]]:
+    for group in allocation.groups:
+        if group.machine is None:
+            raise PriceError(f"'{group}' names a host, which has no price; name its machine type")
+        yield group.nodes, prices.price(group.machine, group.devices_per_node, spot=spot)

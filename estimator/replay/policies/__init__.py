@@ -16,7 +16,7 @@ _HOMES = {
     "afs": ("elastic", "Afs"),
     "optimus": ("elastic", "Optimus"),
     "tiresias": ("queues", "Tiresias"),
-    "gavel": ("gavel", "Gavel"),
+    "gavel": ("queues", "Gavel"),
     "pollux": ("goodput", "Pollux"),
     "sia": ("goodput", "Sia"),
     "ones": ("ones", "Ones"),

@@ -1,4 +1,6 @@
-"""Queues: first in first out, shortest remaining time first, and Tiresias-L (NSDI 2019)."""
+"""Policies that give the counts asked for: first in first out, shortest remaining time first,
+Tiresias-L (NSDI 2019) and Gavel (OSDI 2020): shares of time on unlike devices, met by rounds.
+"""
 
 from __future__ import annotations
 
@@ -91,3 +93,85 @@ class Tiresias:
             view.jobs, key=lambda each: bisect_right(QUEUES_AT_DEVICE_S, each.attained_device_s)
         )
         return grant_requests(order, view)
+
+
+# The paper's round, section 5.
+GAVEL_ROUND_S = 360.0
+
+Shares = dict[str, dict[str, float]]
+
+
+class Gavel:
+    """Highest total throughput over that on the reference machine, at the counts asked for.
+
+    max Σ X_jg · T_jg / T_j,ref, Σ_g X_jg ≤ 1, Σ_j n_j · X_jg ≤ N_g, X ≥ 0; the reference is the
+    cluster's first machine type on which the job fits. In each round jobs go by X_jg over the
+    rounds had on g so far; what is left goes to whoever waits, on the type that is fastest for him.
+    """
+
+    interval_s = GAVEL_ROUND_S
+    moves_jobs = True
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[str, str], int] = {}
+        self._shares: Shares = {}
+        self._solved_for: tuple[object, ...] = ()
+
+    def plan(self, view: View) -> dict[str, Grant]:
+        """This round's jobs, each on one machine type."""
+        machines = view.nodes.machines
+        free = {machine: view.nodes.total(machine) for machine in machines}
+        asked = {each.job.name: view.request(each.job) for each in view.jobs}
+        rates = {
+            each.job.name: {m: view.rate(each.job, asked[each.job.name], m) for m in free}
+            for each in view.jobs
+        }
+        solved_for = tuple(asked), tuple(free.items()), tuple(map(str, rates.values()))
+        if solved_for != self._solved_for:
+            self._shares = time_shares(rates, asked, free)
+            self._solved_for = solved_for
+        wanted = [(name, m) for name in asked for m in machines if self._shares[name][m] > 1e-6]
+        wanted.sort(key=lambda pair: -self._priority(*pair))
+        rest = [(name, m) for name in asked for m in sorted(free, key=lambda m: -rates[name][m])]
+        held = {each.job.name: each.grant.machine for each in view.jobs if each.grant}
+        rest.sort(key=lambda pair: held.get(pair[0]) != pair[1])
+        grants: dict[str, Grant] = {}
+        for name, machine in (*wanted, *rest):
+            if name not in grants and free[machine] >= asked[name] and rates[name][machine] > 0:
+                free[machine] -= asked[name]
+                grants[name] = Grant(asked[name], machine)
+                self._rounds[name, machine] = self._rounds.get((name, machine), 0) + 1
+        return grants
+
+    def _priority(self, name: str, machine: str) -> float:
+        return self._shares[name][machine] / (self._rounds.get((name, machine), 0) + 1)
+
+
+def time_shares(
+    rates: dict[str, dict[str, float]], asked: dict[str, int], devices: dict[str, int]
+) -> Shares:
+    """The linear program's X: the share of its time that each job spends on each machine type."""
+    import numpy as np  # queues need neither
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array, vstack
+
+    jobs, machines = list(rates), list(devices)
+    if not jobs:
+        return {}
+    columns = len(jobs) * len(machines)
+    reference = [next((rate for rate in rates[job].values() if rate > 0), 1.0) for job in jobs]
+    gain = [rates[job][m] / ref for job, ref in zip(jobs, reference) for m in machines]
+    column, ones = np.arange(columns), np.ones(columns)
+    counts = np.repeat([float(asked[job]) for job in jobs], len(machines))
+    per_job = csr_array((ones, (column // len(machines), column)), shape=(len(jobs), columns))
+    per_type = csr_array((counts, (column % len(machines), column)), shape=(len(machines), columns))
+    limits = [*ones[: len(jobs)], *map(float, devices.values())]
+    found = linprog(
+        -np.array(gain),
+        A_ub=vstack([per_job, per_type]),
+        b_ub=limits,
+        bounds=(0, 1),
+        method="highs",
+    )
+    shares = found.x.reshape(len(jobs), len(machines)).tolist()
+    return {job: dict(zip(machines, row, strict=True)) for job, row in zip(jobs, shares)}
