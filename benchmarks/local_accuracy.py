@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from canaries import judged, note_canary
+from canaries import note_canary
 from local_cases import OPTIMIZER, PRECISION, STRATEGY, Case, assemble, draw_cases, read_cases
 from options import Options, local_machine
 from records import Progress, Record, Records
@@ -225,9 +225,7 @@ def run(options: Options) -> Mapping[str, Any]:
         records = Records(options.work / "drawn.jsonl")
         cases = draw_cases(DRAWN, DRAWN_SEED, records)
         seen = [{**case, "source": "drawn"} for case in drawn_accuracy(cases, profile, records)]
-        quiet = [{**case, "source": "drawn, quiet steps"} for case in judged(seen)]
-        by = ("source", "method")
-        rows += [row for pool in (seen, quiet) for row in summarise(pool, by, bounds=DRAWN_BOUNDS)]
+        rows += summarise(seen, by=("source", "method"), bounds=DRAWN_BOUNDS)
         answer += [*seen, closer(seen), *figures(seen)]
     return {"cases": answer, "summary": rows}
 

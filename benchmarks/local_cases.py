@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaries import case_canaries, quiet_steps
+from canaries import case_canaries
 from options import Options
 from records import Record, Records, measured_fields
 
@@ -115,7 +115,6 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
     if prediction.get("predicted_s") is None:
         measured.update(status="no_prediction", reason=prediction["reason"])
     measured_at = measured["measured_at"]
-    canaries = case_canaries(case.key, profile, records)
     kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
     return {
         "id": f"{case.key}-{method}",
@@ -135,8 +134,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "draw": 0,
         **{name: prediction.get(name) for name in kept},
         **measured,
-        "canaries": canaries,
-        **quiet_steps(case.key, method, canaries, records),
+        "canaries": case_canaries(case.key, profile, records),
         "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
         "predicted_at": prediction.get("at"),
         "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,

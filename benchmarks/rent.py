@@ -4,8 +4,7 @@ Tables are `pollux_t4`, `sia_hetero` and `cmdare_workers`. Choices: the cheapest
 measured configuration within a time, for 50 budgets of each model, chosen by step times that were
 predicted after single devices and six steps on several; what costs the same within the noise of
 repeated measurements counts as the same. Workers: steps of 3, 5, 6 and 7 asynchronous workers,
-fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of thousands
-of GPUs.
+fitted on 1, 2, 4 and 8. Then closed forms against training that is played.
 """
 
 from __future__ import annotations
@@ -30,16 +29,11 @@ from estimator.advise.rent.transient import (
     Revocations,
     TransientCluster,
     Worker,
-    best_interval_s,
     checkpoint_s,
-    daly_interval_s,
     expected_time_s,
-    goodput_ratio,
-    young_interval_s,
 )
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.machines.typical import RANK_JITTER_RATIO
 
 BUDGETS = 50
 # Second measurements that are drawn.
@@ -255,7 +249,7 @@ def asynchronous_workers(folder: Path) -> Record:
 
 
 def played() -> Iterator[Record]:
-    """Closed forms against training that is played, and intervals against a search."""
+    """Closed forms against training that is played."""
     for mtbf_h in (0.5, 2.0, 12.0, 72.0):
         costs = {"checkpoint_s": 60.0, "restart_s": 300.0, "mtbf_s": mtbf_h * HOUR}
         interval_s = 1000.0
@@ -276,7 +270,6 @@ def played() -> Iterator[Record]:
         mean = float(np.mean([simulated_asynchronous_s(cluster, steps, seed=n) for n in range(40)]))
         label = f"asynchronous, {count} workers revoked {per_hour:g} times an hour"
         yield _off(f"{label}, servers take {most:g} steps/s", expected, mean)
-    yield from intervals()
 
 
 def _off(label: str, expected_s: float, played_s: float) -> Record:
@@ -285,66 +278,9 @@ def _off(label: str, expected_s: float, played_s: float) -> Record:
     return {"id": f"{label}: closed form off by", "value": float(off), "bound": 0.01, **about}
 
 
-def intervals() -> Iterator[Record]:
-    """The chosen checkpoint interval against the best of a search over training that is played."""
-    for mtbf_h, cost_s in ((1.0, 30.0), (6.0, 120.0), (24.0, 600.0)):
-        mtbf_s = mtbf_h * HOUR
-        asked = cost_s, mtbf_s
-        chosen_s = best_interval_s(*asked)
-        work_s = 200 * mtbf_s
-        # The same failures for every interval: what differs is the interval.
-        found_s, best_s = _searched(work_s, *asked)
-        above = _mean_played_s(work_s, chosen_s, *asked) / best_s - 1
-        names = "young_s", "daly_s", "chosen_s", "found_s"
-        times = young_interval_s(*asked), daly_interval_s(*asked), chosen_s, found_s
-        name = f"checkpoints of {cost_s:g} s, a failure every {mtbf_h:g} h: above the best interval"
-        yield {"id": name, "value": above, "bound": 0.01, **dict(zip(names, times, strict=True))}
-
-
-def _searched(work_s: float, cost_s: float, mtbf_s: float) -> tuple[float, float]:
-    """The best interval and its mean time: of 61 up to two failures apart, then between its two.
-
-    It knows nothing of any closed form, and may take what these failures happen to favour.
-    """
-    low_s, high_s = cost_s, 2 * mtbf_s
-    tried: dict[float, float] = {}
-    for count in (61, 21):
-        grid = np.geomspace(low_s, high_s, count).tolist()
-        tried |= {each: _mean_played_s(work_s, each, cost_s, mtbf_s) for each in grid}
-        at = grid.index(min(grid, key=tried.__getitem__))
-        low_s, high_s = grid[max(at - 1, 0)], grid[min(at + 1, count - 1)]
-    best = min(tried, key=tried.__getitem__)
-    return best, tried[best]
-
-
-def _mean_played_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    costs = {"checkpoint_s": cost_s, "restart_s": 300.0, "mtbf_s": mtbf_s}
-    return float(simulated_times_s(work_s, interval_s, **costs, runs=2_000).mean())
-
-
-def goodputs() -> Iterator[Record]:
-    """Shares of time that count on thousands of GPUs, of which the slowest is waited for."""
-    # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024).
-    device_mtbf_h = 16384 * 54 * 24 / 419
-    draw = np.random.default_rng(0)
-    for gpus in (1000, 2000, 4000, 8000, 16000):
-        mtbf_s = device_mtbf_h / gpus * HOUR
-        interval_s = best_interval_s(30.0, mtbf_s)
-        costs = {"checkpoint_s": 30.0, "restart_s": 600.0, "mtbf_s": mtbf_s}
-        ratio = goodput_ratio(**costs)
-        both = goodput_ratio(ranks=gpus, jitter_ratio=RANK_JITTER_RATIO, **costs)
-        work_s = 1000 * interval_s
-        alone_s = float(simulated_times_s(work_s, interval_s, **costs, runs=200).mean())
-        slowest = np.mean([draw.normal(1.0, RANK_JITTER_RATIO, gpus).max() for _ in range(200)])
-        shown = {"failures_ratio": ratio, "both_ratio": both}
-        off = abs(both / (work_s / alone_s / float(slowest)) - 1)
-        yield {"id": f"{gpus:,} GPUs: goodput off by", "value": off, "bound": 0.01, **shown}
-
-
 def run(options: Options) -> Iterator[Record]:
     """Every figure; a quick run plays no training."""
     yield from choices(list(measured_models(options.data)))
     yield asynchronous_workers(options.data)
     if not options.quick:
         yield from played()
-        yield from goodputs()

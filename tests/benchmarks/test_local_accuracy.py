@@ -11,7 +11,6 @@ import drawn_models
 import local_accuracy
 import pytest
 import torch
-from canaries import judged, quiet_steps
 from gpu_accuracy import assemble, figures, gpu_cases
 from gpu_steps import Case as GpuCase
 from local_cases import Case
@@ -121,6 +120,20 @@ def test_a_case_that_cannot_train_stays_and_counts_as_an_error_of_100_percent(
     assert (row.failed, row.worst_ratio) == (1, 1.0)
 
 
+def test_a_whole_run_ends_with_the_drawn_models_in_rows_of_their_own(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_one(*_: Any) -> list[Case]:
+        return [Case(file="m.py", model="one", batch=2, ranks=1)]
+
+    monkeypatch.setattr(local_accuracy, "METHODS", ("probe", "measured"))
+    monkeypatch.setattr(local_accuracy, "read_cases", of_one)
+    monkeypatch.setattr(local_accuracy, "draw_cases", of_one)
+    answer = local_accuracy.run(Options(work=tmp_path, data=tmp_path))
+    sources = [row.group.get("source") for row in answer["summary"]]
+    assert sources == [None, None, "drawn", "drawn"]
+
+
 def test_timed_operators_are_closer_than_the_probe_alone_on_some_models(
     trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,47 +142,6 @@ def test_timed_operators_are_closer_than_the_probe_alone_on_some_models(
     # timed. The model that cannot be trained counts as 100 % off with both.
     found = drawn(tmp_path, "good", "broken")
     assert local_accuracy.closer(found)["value"] == 0.5
-
-
-def test_a_model_is_judged_by_its_quiet_steps(
-    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The canary took 1.0 s at the probe. Around the first, the second and the fifth step it takes
-    as long; the third ends and the fourth begins beside one of 1.2 s. The quiet steps took 1.0,
-    1.02 and 1.04 s, 1.02 s in the median. Beside the timed operators it took 1.15 s, beyond the
-    10 % of the rule."""
-    predict, measure = local_accuracy.predict_apart, local_accuracy.measure
-    profile = replace(local_accuracy.local_machine(tmp_path), canary_s=1.0)
-    beside = {
-        "steps_s": [1.0, 1.02, 1.5, 1.6, 1.04],
-        "canaries_s": [1.0, 1.0, 1.0, 1.2, 1.0, 1.0],
-    }
-
-    def predict_apart(case: Any, method: str, *rest: Any) -> Any:
-        found, reason = predict(case, method, *rest)
-        slow_s = 1.15 if method == "measured" else None
-        return [{**record, "canary_s": slow_s} for record in found], reason
-
-    monkeypatch.setattr(local_accuracy, "METHODS", ("probe", "measured"))
-    monkeypatch.setattr(local_accuracy, "local_machine", lambda *_: profile)
-    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
-    monkeypatch.setattr(
-        local_accuracy, "measure", lambda *given, **more: {**measure(*given, **more), **beside}
-    )
-    probe, timed = drawn(tmp_path, "one")
-    assert (probe["quiet_steps"], probe["steps"], probe["quiet_step_s"]) == (6, 10, 1.02)
-    assert timed["quiet_step_s"] is None
-    (quiet,) = judged([probe, timed])
-    assert (quiet["method"], quiet["measured_s"]) == ("probe", 1.02)
-
-
-def test_two_quiet_steps_are_too_few_to_be_judged_by(tmp_path: Path) -> None:
-    records = Records(tmp_path / "records.jsonl")
-    run = {"steps_s": [1.0, 1.0, 9.0], "canaries_s": [1.0, 1.0, 1.0, 1.2]}
-    records.add({"kind": "measurement", "key": "one", **run})
-    canaries = {"probe_s": 1.0, "timing_s": None, "training_s": 1.0}
-    found = quiet_steps("one", "probe", canaries, records)
-    assert found == {"steps": 3, "quiet_steps": 2, "quiet_step_s": None}
 
 
 def test_a_drawn_model_trains_straight_after_its_operators_were_timed(
