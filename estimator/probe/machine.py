@@ -57,6 +57,8 @@ _GPU_JOBS = {
     "copies alone": ("links.copies:measure_host_copies", 0.03),
     **{part: _JOBS[part] for part in ("host", "cold reads", "updates", "kernels")},
 }
+# What all devices measure together (`cluster.steps.NODE_STEPS`).
+_STEPS = (("collectives", 0.11), ("contention", 0.06), ("overlap", 0.12), ("copies", 0.04))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +261,7 @@ class _Probe:
             self._cpu_part("input", "storage:measure_input"),
         ]
         if len(self.devices) > 1:
-            parts += [
-                _MachinePart("collectives", 0.11, self._in_step("collectives")),
-                _MachinePart("contention", 0.06, self._in_step("contention")),
-                _MachinePart("overlap", 0.12, self._in_step("overlap")),
-                _MachinePart("copies", 0.04, self._in_step("copies")),
-            ]
+            parts += [_MachinePart(step, share, self._in_step(step)) for step, share in _STEPS]
         if self.devices[0].kind == "cuda":
             parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
         return parts

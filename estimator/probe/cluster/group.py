@@ -58,16 +58,16 @@ class Group:
         return self._handles[ranks]
 
     def measured(
-        self, ranks: Sequence[int], measure: Callable[[Any], Iterable[Any]]
+        self, ranks: Sequence[int], measure: Callable[..., Iterable[Any]]
     ) -> list[list[Any]]:
-        """What each of `ranks` found in `measure`, called with their group; [] but at home.
+        """What each of `ranks` found in ``measure(kind=…, group=…)``; [] but at home.
 
         They begin together, as each counts the time that it has from there on.
         """
         group, key = self.handle(ranks), self._next_key()
         if self.rank in ranks:
             dist.barrier(group)
-            self.store.post(f"{key}/{self.rank}", list(measure(group)))
+            self.store.post(f"{key}/{self.rank}", list(measure(kind=self.kind, group=group)))
         if not self.is_home:
             return []
         return [self._awaited(f"{key}/{rank}") for rank in ranks]

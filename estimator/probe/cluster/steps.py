@@ -171,13 +171,13 @@ _CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
 
 def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> str:
     """How long one device of each node takes for the same matmul."""
-    reports = group.measured(group.world.firsts, partial(_time_canary, group.kind))
+    reports = group.measured(group.world.firsts, _time_canary)
     taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
     plan.findings.remarks += slow_nodes(taken_s)
     return ""
 
 
-def _time_canary(kind: DeviceKind, _handle: Any) -> list[float]:
+def _time_canary(*, kind: DeviceKind, **_more: Any) -> list[float]:
     """On average and not in the middle: a node whose CPU time is rationed computes at full speed
     most of the time, and not at all in between.
     """
@@ -270,16 +270,8 @@ def _pairs(
     seconds: float,
 ) -> dict[tuple[int, int], Mapping[str, Any]]:
     """What the senders of `pairs` of positions in `ranks` report, by (from, to)."""
-
-    def measure(handle: Any) -> Iterator[Any]:
-        return time_pairs(
-            pairs,
-            kind=group.kind,
-            group=handle,
-            sizes_bytes=sizes_bytes,
-            budget_s=MEASURING_RATIO * seconds,
-        )
-
+    budget_s = MEASURING_RATIO * seconds
+    measure = partial(time_pairs, pairs, sizes_bytes=sizes_bytes, budget_s=budget_s)
     reports = group.measured(ranks, measure)
     return {
         (message["from"], message["to"]): message for messages in reports for message in messages
@@ -295,16 +287,8 @@ def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> str:
         # The process group counts its ranks in order, whichever sends.
         order = sorted(ranks)
         flows = [(order.index(ranks[n]), order.index(ranks[n + count])) for n in range(count)]
-
-        def measure(handle: Any, flows: Any = flows) -> Iterator[Any]:
-            return time_flows(
-                flows,
-                kind=group.kind,
-                group=handle,
-                sizes_bytes=FLOW_SIZES_BYTES,
-                budget_s=MEASURING_RATIO * seconds / len(cases),
-            )
-
+        budget_s = MEASURING_RATIO * seconds / len(cases)
+        measure = partial(time_flows, flows, sizes_bytes=FLOW_SIZES_BYTES, budget_s=budget_s)
         reports = group.measured(order, measure)
         messages = [message for mine in reports for message in mine]
         if messages:
@@ -456,16 +440,16 @@ def _collectives(
     groups: Sequence[Sequence[int]] = (),
 ) -> None:
     """Time collectives over `ranks`, or over several `groups` of them at the same time."""
-    world = group.world
+    world, rank = group.world, group.rank
     handles = {tuple(own): group.handle(own) for own in groups}
 
-    def measure(meeting: Any) -> Iterator[Any]:
-        own = next((handle for own, handle in handles.items() if group.rank in own), meeting)
+    def measure(*, kind: DeviceKind, group: Any) -> Iterator[Any]:
+        own = next((handle for own, handle in handles.items() if rank in own), group)
         return time_collectives(
             parts,
-            kind=group.kind,
+            kind=kind,
             group=own,
-            meeting=meeting,
+            meeting=group,
             sizes_bytes=sizes_bytes,
             budget_s=MEASURING_RATIO * seconds,
         )
@@ -530,11 +514,7 @@ def _overlaps(
     compute_ratio: float,
     budget_s: float,
 ) -> None:
-    def measure(handle: Any) -> Iterator[Any]:
-        return time_overlaps(
-            cases, kind=group.kind, group=handle, compute_ratio=compute_ratio, budget_s=budget_s
-        )
-
+    measure = partial(time_overlaps, cases, compute_ratio=compute_ratio, budget_s=budget_s)
     world = group.world
     nodes = len(set(world.hosts(ranks)))
     plan.findings.overlaps += [
@@ -577,13 +557,13 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     everything = range(len(devices))
     own_s = seconds / 2
 
-    def over_the_host(handle: Any) -> list[Any]:
+    def over_the_host(*, group: Any, **_: Any) -> list[Any]:
         import torch
 
         backend = open_backend("cuda", torch.cuda.current_device())
 
         def meet() -> None:
-            dist.barrier(handle)
+            dist.barrier(group)
             backend.synchronize()
 
         return host_copies(backend, torch, meet=meet, budget_s=own_s)
@@ -597,7 +577,7 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     plan.keep()
     # One process copies from any device to any other.
     indices = [device.index for device in devices]
-    (copied,) = group.measured((0,), lambda _: time_peer_copies(indices, budget_s=own_s)) or [[]]
+    (copied,) = group.measured((0,), lambda **_: time_peer_copies(indices, budget_s=own_s)) or [[]]
     pairs = {
         (one["from"], one["to"]): [(size, taken_s) for size, taken_s in one["points"]]
         for one in copied
@@ -610,11 +590,8 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
 def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     """What calls take with 2 and with all devices of this node busy, beside what they do alone."""
     counts = sorted({2, len(group.world.members)})
+    measure = partial(time_contention, budget_s=seconds / len(counts))
     for count in counts:
-
-        def measure(handle: Any) -> Iterator[Any]:
-            return time_contention(kind=group.kind, group=handle, budget_s=seconds / len(counts))
-
         if reports := group.measured(range(count), measure):
             plan.findings.contentions += summarise(reports, at=plan.findings.at)
             plan.findings.rank_jitter_ratio = rank_jitter_ratio(reports)

@@ -468,25 +468,3 @@ def _counted_run(modules: frozenset[str]) -> Iterator[None]:
 def _close_servers() -> None:
     for server in _servers:
         server.close()
-
-
-def pretouch_memory(size_bytes: int, *, timeout_s: float = 120.0) -> float:
-    """Touch that much memory once in a throw-away process; the seconds it took.
-
-    A virtual machine's memory gets its real pages when it is first touched after boot, several
-    times slower than ever after; measurements should not be the first. Where the host takes free
-    pages back (free page reporting of the virtio balloon, within seconds) this holds only briefly.
-    """
-    anywhere = Device(kind="cpu", index=0, name="any core", memory_bytes=max(1, size_bytes))
-    (seconds,) = run_on_devices(
-        [anywhere], f"{__name__}:_touch", {"size_bytes": size_bytes}, timeout_s=timeout_s
-    )
-    return float(seconds)
-
-
-def _touch(rank: int, world_size: int, arguments: Mapping[str, Any]) -> float:
-    from estimator.probe.devices.backend import touch_memory
-
-    start = time.perf_counter()
-    touch_memory(int(arguments["size_bytes"]))
-    return time.perf_counter() - start

@@ -25,13 +25,13 @@ SECRET = b"0123456789abcdef" * 2
 def _steps(group: Group) -> None:
     """Ranks 0 and 1 are busy for a while, then all three measure."""
 
-    def work(_handle: Any) -> list[str]:
+    def work(**_: Any) -> list[str]:
         time.sleep(1.0)
         return ["worked"]
 
     busy = group.measured((0, 1), work)
     # One clock for all processes of a host.
-    begun = group.measured((0, 1, 2), lambda _handle: [time.monotonic()])
+    begun = group.measured((0, 1, 2), lambda **_: [time.monotonic()])
     assert group.agreed("home" if group.is_home else None) == "home"
     report({"busy": busy, "begun": begun})
 
