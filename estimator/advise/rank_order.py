@@ -135,7 +135,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairMatrix:
 
 def hop_seconds(pairs: PairMatrix, size_bytes: float) -> Array:
     """Seconds that an all-reduce takes if every hop is like this one; inf on the diagonal."""
-    rounds, share = (of["all_reduce"](len(pairs.hosts)) for of in (RING_ROUNDS, RING_SHARE))
+    rounds, share = (tables["all_reduce"](len(pairs.hosts)) for tables in (RING_ROUNDS, RING_SHARE))
     return _link_seconds(pairs, rounds, share * size_bytes)
 
 
@@ -164,13 +164,13 @@ def _filled(rows: tuple[tuple[float | None, ...], ...]) -> Array:
 def shared_uplinks(hosts: Sequence[str], size_bytes: float, cluster: Cluster) -> tuple[Uplink, ...]:
     """The uplinks of switches above some, not all, of the hosts, and the seconds of one flow."""
     share = RING_SHARE["all_reduce"](len(hosts))
-    found = []
+    shared = []
     for name, switch in cluster.switches.items():
         below = np.array([name in cluster.switches_above(host) for host in hosts])
         if switch.uplink_bytes_per_s is not None and below.any() and not below.all():
             rate = cluster.payload_bytes_per_s(switch.uplink_bytes_per_s)
-            found.append(Uplink(below, share * size_bytes / rate))
-    return tuple(found)
+            shared.append(Uplink(below, share * size_bytes / rate))
+    return tuple(shared)
 
 
 def ring_seconds(hops: Array, tour: Tour, uplinks: Sequence[Uplink] = ()) -> float:
@@ -417,15 +417,15 @@ def _rounds(pairs: PairMatrix, size_bytes: float, algorithm: str) -> list[_Round
         return [_Round(*ends, _link_seconds(pairs, levels, size_bytes / 2))]
     # Ranks beyond a power of two give theirs to one of the others first (MPICH).
     power = 1 << (count.bit_length() - 1)
-    spare, found = np.arange(power, count), []
+    spare, rounds = np.arange(power, count), []
     if len(spare):
-        whole = _link_seconds(pairs, 1, size_bytes)
-        found = [_Round(spare, spare - power, whole), _Round(spare - power, spare, whole)]
+        seconds = _link_seconds(pairs, 1, size_bytes)
+        rounds = [_Round(spare, spare - power, seconds), _Round(spare - power, spare, seconds)]
     for level in range(power.bit_length() - 1):
         # Halves are reduced at a distance that doubles, and gathered the same way back.
         half = _link_seconds(pairs, 2, 2 * size_bytes / (2 << level))
-        found.append(_Round(ranks[:power], ranks[:power] ^ (1 << level), half))
-    return found
+        rounds.append(_Round(ranks[:power], ranks[:power] ^ (1 << level), half))
+    return rounds
 
 
 def _parent(rank: int, count: int) -> int:
@@ -437,7 +437,7 @@ def _parent(rank: int, count: int) -> int:
 
 def _rounds_seconds(rounds: Sequence[_Round], orders: Indices) -> Array:
     """Seconds of each order of hosts: every round waits for its slowest link."""
-    sent = [each.seconds[orders[:, each.senders], orders[:, each.receivers]] for each in rounds]
+    sent = [one.seconds[orders[:, one.senders], orders[:, one.receivers]] for one in rounds]
     return np.asarray(np.sum([seconds.max(axis=1) for seconds in sent], axis=0))
 
 

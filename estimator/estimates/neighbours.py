@@ -53,15 +53,15 @@ def link_ratios(jobs: Sequence[Sender]) -> list[float]:
         uses = np.array([[job.crossed.get(hop, (0.0, 0))[1] for job in some] for hop in hops])
         alone = np.array([job.bytes_per_s for job in some])
         limits = np.array(list(hops.values())), uses.astype(np.float64), alone
-        found = np.ones(len(some))
+        link_shares = np.ones(len(some))
         for _ in range(_MOST_ROUNDS):
-            each = [job.timing(float(r)) for job, r in zip(some, found, strict=True)]
-            busy = np.array([min(sends_s / step_s, 1.0) for sends_s, step_s in each])
-            last, found = found, _mean_ratios(busy, *limits)
+            timings = [job.timing(float(r)) for job, r in zip(some, link_shares, strict=True)]
+            busy = np.array([min(sends_s / step_s, 1.0) for sends_s, step_s in timings])
+            last, link_shares = link_shares, _mean_ratios(busy, *limits)
             # Slower jobs send for longer, which slows others: from all at their own rates down.
-            if np.abs(found - last).max() < _SETTLED:
+            if np.abs(link_shares - last).max() < _SETTLED:
                 break
-        for number, ratio in zip(together, found.tolist(), strict=True):
+        for number, ratio in zip(together, link_shares.tolist(), strict=True):
             ratios[number] = ratio
     return ratios
 
@@ -103,16 +103,16 @@ def fair_rates(active: Flags, rates: Array, uses: Array, alone: Array) -> Array:
     `rates` are those of the hops, `uses` how often each job crosses each of them, `alone` the most
     that a job sends.
     """
-    found, left = np.zeros(active.shape), np.tile(rates, (len(active), 1))
+    shares, left = np.zeros(active.shape), np.tile(rates, (len(active), 1))
     rising = active.copy()
     while rising.any():
         flows = rising @ uses.T
         room = np.divide(left, flows, out=np.full(left.shape, math.inf), where=flows > 0)
-        own = np.where(rising, alone - found, math.inf)
+        own = np.where(rising, alone - shares, math.inf)
         step = np.minimum(room.min(axis=1, initial=math.inf), own.min(axis=1))
         step = np.where(rising.any(axis=1), step, 0.0)
-        found += step[:, None] * rising
+        shares += step[:, None] * rising
         left -= step[:, None] * flows
         full = left <= (1.0 - _FULL) * rates
-        rising &= (found < _FULL * alone) & ~((full @ uses) > 0)
-    return found
+        rising &= (shares < _FULL * alone) & ~((full @ uses) > 0)
+    return shares

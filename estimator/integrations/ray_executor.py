@@ -24,5 +24,5 @@ class RayExecutor(Executor):
 
     def submit(self, call: Callable[..., Any], /, *words: Any, **more: Any) -> Future[Any]:
         """The future of a call on one of Ray's workers."""
-        found: Future[Any] = self._ray.remote(call).remote(*words, **more).future()
-        return found
+        future: Future[Any] = self._ray.remote(call).remote(*words, **more).future()
+        return future

@@ -87,16 +87,16 @@ def cold_ratios(
     touches, ops = known.touches, len(graph.ops)
     size = known.storage_bytes(bound).astype(np.float64)[touches.storage]
     per_op = np.bincount(touches.op, weights=size, minlength=ops)
-    of, own_size = np.zeros(ops, dtype=np.intp), size
+    owners, own_size = np.zeros(ops, dtype=np.intp), size
     if blocks is not None:
         is_shared = _touched_by_several(touches, blocks)
-        of, own_size = blocks, np.where(is_shared, 0.0, size)
+        owners, own_size = blocks, np.where(is_shared, 0.0, size)
     own: Array = np.bincount(touches.op, weights=own_size, minlength=ops).astype(np.float64)
-    total = np.bincount(of, weights=own)[of]
+    total = np.bincount(owners, weights=own)[owners]
     new_is_cold = eviction.at(total.astype(np.float64))
     # First use in the step: parameters, buffers and inputs were last used a step ago.
     is_first = touches.previous < 0
-    before = _before(own, of)
+    before = _before(own, owners)
     between = before[touches.op] - before[touches.previous]
     distance = np.where(is_first, total[touches.op], between)
     written_cold = np.where(is_first, new_is_cold[touches.op], 0.0)
@@ -117,18 +117,18 @@ def cold_ratios(
 def _before(per_op: Array, blocks: Indices) -> Array:
     """Bytes that ops of its block touch before each op, but for a sum of the block's own."""
     order = np.argsort(blocks, kind="stable")
-    found = np.zeros(len(per_op))
-    found[order] = np.concatenate([np.zeros(1), np.cumsum(per_op[order])[:-1]])
-    return found
+    before = np.zeros(len(per_op))
+    before[order] = np.concatenate([np.zeros(1), np.cumsum(per_op[order])[:-1]])
+    return before
 
 
 def _touched_by_several(touches: Touches, blocks: Indices) -> NDArray[np.bool_]:
     """For each touch whether ops of several blocks touch the same."""
-    of = blocks[touches.op]
+    owners = blocks[touches.op]
     count = int(touches.storage.max(initial=-1)) + 1
     first, last = np.full(count, len(blocks)), np.full(count, -1)
-    np.minimum.at(first, touches.storage, of)
-    np.maximum.at(last, touches.storage, of)
+    np.minimum.at(first, touches.storage, owners)
+    np.maximum.at(last, touches.storage, owners)
     return np.asarray((first != last)[touches.storage])
 
 

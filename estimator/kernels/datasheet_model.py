@@ -101,10 +101,10 @@ def chip_of(device: Device, dtype: str) -> Chip:
 
 def assumed_of(device: Device) -> list[str]:
     """In words, what `chip_of` takes of a device that does not say it."""
-    found = [said for name, said in _SAID.items() if _given(device, name) is None]
+    assumed = [words for name, words in _SAID.items() if _given(device, name) is None]
     if architecture_of(device) is None:
-        found.append(f"a process of {_ASSUMED_NM:g} nm and today's tensor cores")
-    return found
+        assumed.append(f"a process of {_ASSUMED_NM:g} nm and today's tensor cores")
+    return assumed
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> float:
@@ -295,10 +295,10 @@ class MemoryBoundModel:
     def share(self, keys: tuple[str, ...], row_length: float) -> float:
         """The share for the first of `keys` that is known; that of "other" where none is."""
         known = (*keys, "other")
-        found = next(self.shares[key] for key in known if key in self.shares)
-        if isinstance(found, float | int):
-            return float(found)
-        lengths, shares = zip(*found, strict=True)
+        share = next(self.shares[key] for key in known if key in self.shares)
+        if isinstance(share, float | int):
+            return float(share)
+        lengths, shares = zip(*share, strict=True)
         return float(np.interp(np.log(max(row_length, 1.0)), np.log(lengths), shares))
 
 
@@ -384,11 +384,11 @@ def implicit_matmuls(
         inputs, outputs = (math.ceil(count / _CHANNELS) * _CHANNELS for count in (inputs, outputs))
     if not is_backward:
         return [(groups, images * applied, outputs, inputs * kernel)]
-    found = [(groups, outputs, inputs * kernel, images * applied)]
+    matmuls = [(groups, outputs, inputs * kernel, images * applied)]
     if gradients > 1.5:
         met = outputs * kernel * applied / in_positions
-        found.append((groups, images * in_positions, inputs, max(met, 1.0)))
-    return found
+        matmuls.append((groups, images * in_positions, inputs, max(met, 1.0)))
+    return matmuls
 
 
 # Fused attention works on blocks of so many queries, and on head sizes in steps (Dao,

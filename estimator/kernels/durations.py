@@ -114,7 +114,7 @@ class CallCosts:
             [features_of(call) if run else None for call, run in zip(calls, runs, strict=True)]
         )
         moved = np.array([_moved_bytes(call) for call in calls], dtype=np.float64)
-        flops = np.array([each.cost.flops if each else 0.0 for each in features])
+        flops = np.array([feature.cost.flops if feature else 0.0 for feature in features])
         intensity = flops / np.maximum(moved, 1.0)
         share = np.minimum(intensity / _COMPUTE_BOUND_FLOPS_PER_BYTE, 1.0)
         return cls(
@@ -233,15 +233,15 @@ def least_device_s(
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     cached_bytes = _cached_bytes(profile, fits)
     timed = _timed(graph, costs, fits, profile)
-    of = structure.call_of
+    call_of = structure.call_of
     eviction = _eviction(profile, cached_bytes)
     cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
-    cold = eviction.beyond_repeated(cold, costs.moved_bytes[of])
-    warm_s = np.array([each.warm_s for each in timed])[of]
-    more_s = np.array([each.cold_s for each in timed])[of] - warm_s
+    cold = eviction.beyond_repeated(cold, costs.moved_bytes[call_of])
+    warm_s = np.array([prediction.warm_s for prediction in timed])[call_of]
+    more_s = np.array([prediction.cold_s for prediction in timed])[call_of] - warm_s
     seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
     slowdown = _slowdowns(costs, profile, devices_busy, cached_bytes)
-    return np.where(structure.is_view, 0.0, seconds * slowdown[of])
+    return np.where(structure.is_view, 0.0, seconds * slowdown[call_of])
 
 
 def _slowdowns(
@@ -287,47 +287,49 @@ def _kernel_seconds(
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     cached_bytes = _cached_bytes(profile, fits)
     eviction = _eviction(profile, cached_bytes)
-    of, is_view = structure.call_of, structure.is_view
+    call_of, is_view = structure.call_of, structure.is_view
     cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure)
-    cold = eviction.beyond_repeated(cold, costs.moved_bytes[of])
+    cold = eviction.beyond_repeated(cold, costs.moved_bytes[call_of])
     timed = _timed(graph, costs, fits, profile)
-    seconds = _blend(timed, of, cold)
-    errors = np.array([each.relative_error for each in timed])[of]
+    seconds = _blend(timed, call_of, cold)
+    errors = np.array([prediction.relative_error for prediction in timed])[call_of]
     if timings := graph.timings_on(profile.name):
         ratios, halves = _measured_ratios(structure, costs, timings, timed, fits, cold)
         seconds, errors = seconds * ratios, errors * halves
     errors = np.where(is_view, 0.0, errors)
-    sources = ["view" if view else timed[n].source for view, n in zip(is_view, of, strict=True)]
+    sources = [
+        "view" if view else timed[n].source for view, n in zip(is_view, call_of, strict=True)
+    ]
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
     return KernelSeconds(
         alone_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
         sources=tuple(sources),
-        in_grid=in_grid[of] & ~is_view,
+        in_grid=in_grid[call_of] & ~is_view,
         shared_error=fits.shared_error,
         cached_bytes=cached_bytes,
     )
 
 
-def _blend(timed: Sequence[KernelPrediction], of: Indices, cold: Array) -> Array:
+def _blend(timed: Sequence[KernelPrediction], call_of: Indices, cold: Array) -> Array:
     """Seconds of each op, between its call's with inputs in cache and from memory."""
-    warm_s = np.array([each.warm_s for each in timed])
-    more_s = np.array([each.cold_s for each in timed]) - warm_s
-    return np.asarray(warm_s[of] + cold * more_s[of])
+    warm_s = np.array([prediction.warm_s for prediction in timed])
+    more_s = np.array([prediction.cold_s for prediction in timed]) - warm_s
+    return np.asarray(warm_s[call_of] + cold * more_s[call_of])
 
 
 def _timed(
     graph: OpGraph, costs: CallCosts, fits: KernelFits | Roofline, profile: MachineProfile
 ) -> list[KernelPrediction]:
     """What each distinct call takes: as measured, as predicted, or as a copy of its bytes."""
-    found = []
+    kept = []
     predictions = fits.predict_each(costs.calls, costs.features)
     timings = graph.timings_on(profile.name)
     for call, predicted, runs in zip(costs.calls, predictions, costs.runs, strict=True):
         timing = timings.get(call) if timings else None
         if timing is not None:
             seconds = timing.seconds
-            found.append(
+            kept.append(
                 KernelPrediction(
                     warm_s=seconds,
                     cold_s=seconds,
@@ -336,10 +338,10 @@ def _timed(
                 )
             )
         elif predicted is None and not runs:
-            found.append(_NO_KERNEL)
+            kept.append(_NO_KERNEL)
         else:
-            found.append(predicted or _as_copy(call, fits, profile))
-    return found
+            kept.append(predicted or _as_copy(call, fits, profile))
+    return kept
 
 
 def _as_copy(
@@ -384,8 +386,8 @@ def _measured_ratios(
         traced.append(
             fitted or KernelPrediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source="")
         )
-    of = structure.call_of
-    return measured_s[of] / _blend(traced, of, cold), left[of]
+    call_of = structure.call_of
+    return measured_s[call_of] / _blend(traced, call_of, cold), left[call_of]
 
 
 class KernelGroups(NamedTuple):
@@ -410,11 +412,11 @@ def kernel_groups(structure: GraphStructure, sources: Sequence[str]) -> KernelGr
     ops = structure.graph.ops
     families = [family_of(ops[op].call.target) for op in structure.first_op]
     numbers: dict[tuple[str, str], int] = {}
-    of = [
+    group_of = [
         0 if source == "view" else numbers.setdefault((families[call], source), len(numbers) + 1)
         for call, source in zip(structure.call_of.tolist(), sources, strict=True)
     ]
-    return KernelGroups(tuple(numbers), np.array(of, dtype=np.intp))
+    return KernelGroups(tuple(numbers), np.array(group_of, dtype=np.intp))
 
 
 # Forward passes of BERT, GPT-2 and OPT on P4, P100, T4, V100 and A100, carried from one to another
@@ -481,21 +483,21 @@ def summary_assumptions(
 ) -> list[str]:
     """What a summary's graph takes for granted on this machine, batch and strategy."""
     graph, batch = bound.graph, bound.batch
-    found = []
+    listed = []
     if strategy.keeps.parameters == "shard":
-        found.append(f"FSDP gathers {BLOCK_TENSORS} parameter tensors at a time")
+        listed.append(f"FSDP gathers {BLOCK_TENSORS} parameter tensors at a time")
     if not graph.has_step_times or batch is None:
-        return found
+        return listed
     line = StepPart.of(graph.ops[0].call).line
     if not line.low_batch <= batch <= line.high_batch:
         timed = dict.fromkeys((line.low_batch, line.high_batch))
-        found.append(
+        listed.append(
             f"steps were timed at batch {' to '.join(map(str, timed))} and are taken to follow the "
             f"same line at batch {batch}"
         )
     if profile.name != graph.timed_on:
-        found.append(
+        listed.append(
             f"steps were timed on '{graph.timed_on}' and take {_peak_ratio(graph, profile):.3g} "
             f"times as long on '{profile.name}', by the ratio of the devices' peaks"
         )
-    return found
+    return listed

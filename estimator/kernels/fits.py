@@ -296,10 +296,10 @@ class FamilyFit:
 
     def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
         """How close each call (row) stands to each probed point (column)."""
-        places = np.array([coordinates(each) for each in some])
+        places = np.array([coordinates(features) for features in some])
         gaps = self.coordinates - places[:, None]
         distance = (gaps * gaps).sum(axis=2)
-        targets = np.array([self._number_of_target.get(each.target, -1) for each in some])
+        targets = np.array([self._number_of_target.get(features.target, -1) for features in some])
         distance += np.where(self._target_of == targets[:, None], 0.0, _OTHER_TARGET**2)
         variants = np.array([self._number_of_variant.get(kind, -1) for kind in kinds])
         distance += np.where(self._variant_of == variants[:, None], 0.0, _OTHER_VARIANT**2)
@@ -315,8 +315,8 @@ class FamilyFit:
         weights = self._weights(some, kinds)
         if without_own:
             np.fill_diagonal(weights, 0.0)
-        rows = np.array([terms(each, kind) for each, kind in zip(some, kinds, strict=True)])
-        targets = [each.target for each in some]
+        rows = np.array([terms(features, kind) for features, kind in zip(some, kinds, strict=True)])
+        targets = [features.target for features in some]
         warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
         total = weights.sum(axis=1) + _PRIOR_WEIGHT
         warm = warm * np.exp(weights @ self.warm_residual / total)
@@ -434,19 +434,19 @@ class KernelFits:
         self, calls: Sequence[OpCall], features: Sequence[Features | None]
     ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
-        found: list[KernelPrediction | None] = [None] * len(calls)
+        predictions: list[KernelPrediction | None] = [None] * len(calls)
         alike: defaultdict[tuple[str, str], list[tuple[int, Features, str]]] = defaultdict(list)
-        for number, (call, each) in enumerate(zip(calls, features, strict=True)):
+        for number, (call, feature) in enumerate(zip(calls, features, strict=True)):
             known = self.exact.get(call)
             if known is not None:
                 warm_s, cold_s = known
-                found[number] = KernelPrediction(
+                predictions[number] = KernelPrediction(
                     warm_s=warm_s, cold_s=cold_s, relative_error=_TIMED_ERROR, source="measured"
                 )
-            elif each is not None:
-                each = self._as_probed(each)
-                kind = variant(call, each, self.threads)
-                alike[each.family, each.dtype].append((number, each, kind))
+            elif feature is not None:
+                feature = self._as_probed(feature)
+                kind = variant(call, feature, self.threads)
+                alike[feature.family, feature.dtype].append((number, feature, kind))
         for (family, dtype), some in alike.items():
             fit, error = self._fit_of(family, dtype)
             if fit is None:
@@ -455,10 +455,10 @@ class KernelFits:
             warm, cold = fit.predict_each(given, kinds)
             error *= fit.relative_error
             for number, warm_s, cold_s in zip(numbers, warm.tolist(), cold.tolist(), strict=True):
-                found[number] = KernelPrediction(
+                predictions[number] = KernelPrediction(
                     warm_s=warm_s, cold_s=cold_s, relative_error=error, source="fitted"
                 )
-        return found
+        return predictions
 
     def _as_probed(self, features: Features) -> Features:
         """The features of what runs here in place of what was traced."""

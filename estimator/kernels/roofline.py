@@ -51,10 +51,10 @@ _FULL_HEAD, _LATENT_HEAD = 128.0, 192.0
 
 @lru_cache(maxsize=1)
 def _published() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(
+    published: Mapping[str, Any] = json.loads(
         (shipped_data("fits") / "attention.json").read_text(encoding="utf-8")
     )
-    return found
+    return published
 
 
 def has_rates(device: Device) -> bool:
@@ -81,7 +81,7 @@ def cudnn_seconds(features: Features, device: Device) -> float:
         if "fp8" in variant and not (architecture == "gh100" and side):
             # On Hopper a backward pass in FP8 is slower than one in bf16.
             kind = "latent fp8" if kind == "latent" else "fp8"
-        rates = [each[side] for each in kinds.get(kind, kinds["bfloat16"])]
+        rates = [rates_of_kind[side] for rates_of_kind in kinds.get(kind, kinds["bfloat16"])]
         rate = float(np.interp(np.log(keys), np.log(published["tokens"]), rates))
         if size < _FULL_HEAD:
             rate *= published["half_head_ratio"][architecture][side]
@@ -136,25 +136,25 @@ class Roofline:
         self, calls: Sequence[OpCall], features: Sequence[Features | None]
     ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
-        found: list[KernelPrediction | None] = [None] * len(calls)
+        predictions: list[KernelPrediction | None] = [None] * len(calls)
         alike: defaultdict[tuple[Family, str, str], list[int]] = defaultdict(list)
-        for number, each in enumerate(features):
-            if each is not None:
-                own = PREFIX if each.target.startswith(PREFIX) else ""
-                alike[each.family, self._computed_in(each), own].append(number)
+        for number, feature in enumerate(features):
+            if feature is not None:
+                own = PREFIX if feature.target.startswith(PREFIX) else ""
+                alike[feature.family, self._computed_in(feature), own].append(number)
         errors, speedup = self.kernel_model.errors, self.kernel_model.memory_bound.cache_speedup
         for (family, dtype, _), numbers in alike.items():
-            some = [each for number in numbers if (each := features[number]) is not None]
+            some = [feature for number in numbers if (feature := features[number]) is not None]
             seconds = _COMPUTED.get(family, Roofline._memory_bound_s)
             warm_s, cold_s = (
                 seconds(self, some, self._chip_in(dtype), cached) for cached in (speedup, 1.0)
             )
             error = errors.get(family, errors["other"])
             for number, warm, cold in zip(numbers, warm_s, cold_s, strict=True):
-                found[number] = KernelPrediction(
+                predictions[number] = KernelPrediction(
                     warm_s=warm, cold_s=max(cold, warm), relative_error=error, source="datasheet"
                 )
-        return found
+        return predictions
 
     def _computed_in(self, features: Features) -> str:
         """In which dtype a call's matmuls are, as the kernel model tells them apart."""
@@ -177,7 +177,9 @@ class Roofline:
 
     def _matmuls_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         kernel_model = self._matmuls
-        batch, rows, columns, inner = np.array([each.dims[:4] for each in some], dtype=float).T
+        batch, rows, columns, inner = np.array(
+            [features.dims[:4] for features in some], dtype=float
+        ).T
 
         def seconds_of(unaligned: Sequence[bool]) -> NDArray[np.float64]:
             return matmul_seconds(
@@ -187,28 +189,32 @@ class Roofline:
                 rows=rows,
                 columns=columns,
                 inner=inner,
-                moved_bytes=[each.cost.moved_bytes for each in some],
+                moved_bytes=[features.cost.moved_bytes for features in some],
                 unaligned=unaligned,
                 cached=cached,
             )
 
-        unaligned_bytes = [sum(unaligned_matrices_bytes(each)) for each in some]
+        unaligned_bytes = [sum(unaligned_matrices_bytes(features)) for features in some]
         seconds = seconds_of([size > 0 for size in unaligned_bytes])
         if self._pads_matmuls:
             copies_s = 2 * np.array(unaligned_bytes) / (self._bytes_per_s * cached)
             seconds = np.minimum(seconds, seconds_of([False] * len(some)) + copies_s)
         # A gradient of several matmuls is costed as one; its flops say how many there are.
-        flops = np.array([each.cost.flops for each in some])
+        flops = np.array([features.cost.flops for features in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
-        found: list[float] = (kernel_model.start_s + seconds * np.maximum(times, 1.0)).tolist()
-        return found
+        seconds_each: list[float] = (
+            kernel_model.start_s + seconds * np.maximum(times, 1.0)
+        ).tolist()
+        return seconds_each
 
     def _attentions_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         kernel_model = self.kernel_model.attention
         if some[0].target.startswith(PREFIX) and has_rates(self._device):
             device = self._device
-            return [kernel_model.start_s + cudnn_seconds(each, device) for each in some]
-        heads, queries, _, head_size = np.array([each.dims[:4] for each in some], dtype=float).T
+            return [kernel_model.start_s + cudnn_seconds(features, device) for features in some]
+        heads, queries, _, head_size = np.array(
+            [features.dims[:4] for features in some], dtype=float
+        ).T
         seconds = attention_seconds(
             kernel_model,
             chip,
@@ -216,17 +222,17 @@ class Roofline:
             heads=heads,
             queries=queries,
             head_size=head_size,
-            flops=[each.cost.flops for each in some],
-            moved_bytes=[each.cost.moved_bytes for each in some],
-            is_backward=[phase_of(each) == "backward" for each in some],
-            waits=["cudnn_attention" not in each.target for each in some],
+            flops=[features.cost.flops for features in some],
+            moved_bytes=[features.cost.moved_bytes for features in some],
+            is_backward=[phase_of(features) == "backward" for features in some],
+            waits=["cudnn_attention" not in features.target for features in some],
             cached=cached,
         )
-        found: list[float] = (kernel_model.start_s + seconds).tolist()
-        return found
+        seconds_each: list[float] = (kernel_model.start_s + seconds).tolist()
+        return seconds_each
 
     def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
-        return [self._convolution_s(each, cached) for each in some]
+        return [self._convolution_s(features, cached) for features in some]
 
     def _convolution_s(self, features: Features, cached: float) -> float:
         kind, compute_s = self.convolution(features)
@@ -270,7 +276,7 @@ class Roofline:
         return float(seconds.sum())
 
     def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
-        return [self._recurrent_s(each, chip, cached) for each in some]
+        return [self._recurrent_s(features, chip, cached) for features in some]
 
     def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
         """cuDNN multiplies all inputs at once, but states step by step, reading weights again.
@@ -326,8 +332,8 @@ class Roofline:
     ) -> list[float]:
         return [
             self.kernel_model.memory_bound.start_s
-            + max(each.cost.flops / flops_per_s, self._memory_bound_one_s(each, cached))
-            for each in some
+            + max(features.cost.flops / flops_per_s, self._memory_bound_one_s(features, cached))
+            for features in some
         ]
 
     def _memory_bound_one_s(self, features: Features, cached: float) -> float:

@@ -38,16 +38,16 @@ def with_limit(profile: MachineProfile, limit: str) -> MachineProfile:
     peaks themselves; memory keeps its rate. Raises ProfileError for a machine whose kernels were
     measured, and for a limit above what the device has.
     """
-    found = _LIMIT.fullmatch(limit)
-    if found is None:
+    match = _LIMIT.fullmatch(limit)
+    if match is None:
         raise ProfileError(f"limit {quoted(limit)} is unknown; write one such as 500W or 1410MHz")
     if profile.kernels or profile.kind != "cuda":
         raise ProfileError(
             f"'{profile.name}' was measured as it runs; set the limit there and run 'estimator "
             "probe' again"
         )
-    value = float(found[1])
-    limited = _at_power if found[2] == "W" else _at_clock
+    value = float(match[1])
+    limited = _at_power if match[2] == "W" else _at_clock
     devices = tuple(limited(device, value) for device in profile.devices)
     return replace(profile, name=f"{profile.name}@{limit}", devices=devices)
 
@@ -153,12 +153,12 @@ def _folder_names() -> tuple[str, str]:
 
 def known_machines() -> dict[str, Path]:
     """Every machine that can be named, with its file; the user's own hide shipped ones."""
-    found: dict[str, Path] = {}
+    machine_paths: dict[str, Path] = {}
     for folder in machine_folders():
         paths = sorted(folder.glob("*.json"), key=lambda path: path.stem) if folder.is_dir() else ()
         for path in paths:
-            found.setdefault(path.stem, path)
-    return found
+            machine_paths.setdefault(path.stem, path)
+    return machine_paths
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
@@ -247,10 +247,10 @@ def _close_to(text: str) -> str:
     """What to do about a name that no machine has: those it may have meant, at most five."""
     from difflib import get_close_matches
 
-    known, asked = list(known_machines()), text[:MOST_QUOTED].lower()
-    within = [name for name in known if asked and asked in name]
-    within.sort(key=lambda name: (not name.startswith(asked), len(name)))
-    alike = get_close_matches(asked, known, n=_MOST_NAMED)
+    known, wanted = list(known_machines()), text[:MOST_QUOTED].lower()
+    within = [name for name in known if wanted and wanted in name]
+    within.sort(key=lambda name: (not name.startswith(wanted), len(name)))
+    alike = get_close_matches(wanted, known, n=_MOST_NAMED)
     close = list(dict.fromkeys([*within, *alike]))[:_MOST_NAMED]
     everything = "run 'estimator machines list' for all that are known"
     return f"close to it are {', '.join(close)}; {everything}" if close else everything
@@ -258,10 +258,10 @@ def _close_to(text: str) -> str:
 
 def _file_state(path: str) -> _FileState | None:
     try:
-        found = os.stat(path)
+        state = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return state.st_mtime_ns, state.st_size, state.st_ino
 
 
 def _read_profile(path: Path) -> MachineProfile:

@@ -49,24 +49,26 @@ def compare_profiles(first: MachineProfile, second: MachineProfile) -> tuple[Com
 
     Kernels are compared call by call: a quantity is the time of one operator on one set of shapes.
     """
-    theirs = {(each.group, each.name): each.value for each in _quantities(second)}
+    theirs = {(quantity.group, quantity.name): quantity.value for quantity in _quantities(second)}
     return tuple(
         Compared(
-            group=each.group,
-            name=each.name,
-            unit=each.unit,
-            first=each.value,
-            second=theirs[each.group, each.name],
+            group=quantity.group,
+            name=quantity.name,
+            unit=quantity.unit,
+            first=quantity.value,
+            second=theirs[quantity.group, quantity.name],
         )
-        for each in _quantities(first)
-        if (each.group, each.name) in theirs
+        for quantity in _quantities(first)
+        if (quantity.group, quantity.name) in theirs
     )
 
 
 def only_in(first: MachineProfile, second: MachineProfile) -> tuple[Quantity, ...]:
     """Every positive quantity of the first profile that the second says nothing about."""
-    theirs = {(each.group, each.name) for each in _quantities(second)}
-    return tuple(each for each in _quantities(first) if (each.group, each.name) not in theirs)
+    theirs = {(quantity.group, quantity.name) for quantity in _quantities(second)}
+    return tuple(
+        quantity for quantity in _quantities(first) if (quantity.group, quantity.name) not in theirs
+    )
 
 
 def median_difference_ratio(rows: Sequence[Compared]) -> float:
@@ -96,14 +98,18 @@ def disturbed_groups(profile: MachineProfile) -> tuple[str, ...]:
     if profile.interference is None or not profile.interference.matters:
         return ()
     measured: dict[str, Any] = {
-        part: tuple(each for each in getattr(profile, part) if _is_measured(each))
+        part: tuple(entry for entry in getattr(profile, part) if _is_measured(entry))
         for part in ("links", "network", "collectives", "updates", "kernels")
     } | {
-        part: each if (each := getattr(profile, part)) and _is_measured(each) else None
+        part: entry if (entry := getattr(profile, part)) and _is_measured(entry) else None
         for part in ("host", "memory", "input")
     }
-    found = _quantities(replace(profile, **measured))
-    return tuple(dict.fromkeys(_family(each.group) for each in found if each.unit != "bytes"))
+    quantities = _quantities(replace(profile, **measured))
+    return tuple(
+        dict.fromkeys(
+            _family(quantity.group) for quantity in quantities if quantity.unit != "bytes"
+        )
+    )
 
 
 def _is_measured(part: Any) -> bool:
@@ -119,16 +125,18 @@ def compare_several(profiles: Mapping[str, MachineProfile]) -> tuple[GroupRatio,
     """Every machine beside the usual one of three or more, group by group."""
     taken = [
         {
-            (each.group, each.name): 1 / each.value if each.unit.endswith("_per_s") else each.value
-            for each in _quantities(profile)
-            if each.unit != "bytes"
+            (quantity.group, quantity.name): 1 / quantity.value
+            if quantity.unit.endswith("_per_s")
+            else quantity.value
+            for quantity in _quantities(profile)
+            if quantity.unit != "bytes"
         }
         for profile in profiles.values()
     ]
     groups: dict[str, list[list[float]]] = {}
     for key in taken[0]:
-        if all(key in each for each in taken):
-            values = [each[key] for each in taken]
+        if all(key in machine for machine in taken):
+            values = [machine[key] for machine in taken]
             usual = statistics.median(values)
             groups.setdefault(_family(key[0]), []).append([value / usual for value in values])
     return tuple(

@@ -165,12 +165,12 @@ def _check_known(machine: str, where: str) -> None:
 
 def _machines_by_instance() -> dict[str, str]:
     """Machine types of SkyPilot's own files, which name instances only."""
-    found = {}
+    machines = {}
     for name in known_machines():
         instance = named_profile(name).hardware.get("instance_type")
         if isinstance(instance, str):
-            found[instance] = name
-    return found
+            machines[instance] = name
+    return machines
 
 
 def _price(machine: str, row: Mapping[str, str], where: str) -> Price:

@@ -88,15 +88,15 @@ def read_architectures(path: Path) -> Mapping[str, Architecture]:
     """The architectures of a file; raises ProfileError where one of them cannot be."""
     name = "the file"
     try:
-        found = {}
+        architectures = {}
         for name, row in json.loads(path.read_text(encoding="utf-8")).items():
-            found[name] = Architecture(**row)
+            architectures[name] = Architecture(**row)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ProfileError(
             f"{path} does not say what architectures are ({name}: {error}); install the package "
             "again or correct the file"
         ) from None
-    return found
+    return architectures
 
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s

@@ -48,7 +48,7 @@ def read_trace(path: Path) -> list[TracedJob]:
     """
     try:
         is_philly = path.suffix == ".json"
-        found = list(_philly(parse_json(read_text(path))) if is_philly else _csv(path))
+        read = list(_philly(parse_json(read_text(path))) if is_philly else _csv(path))
     except OSError as error:
         raise WorkloadError(
             f"cannot read the trace {path} ({error.strerror}); check the path"
@@ -58,7 +58,7 @@ def read_trace(path: Path) -> list[TracedJob]:
             f"{path} is no trace that is known ({cause(error)}); give Philly's JSON or a "
             "CSV of Helios, Alibaba PAI or Pollux"
         ) from None
-    jobs = [job for job in found if job.devices >= 1 and job.run_s != 0]
+    jobs = [job for job in read if job.devices >= 1 and job.run_s != 0]
     if not jobs:
         raise WorkloadError(f"{path} has no job with devices and a run time; give another trace")
     first = min(job.arrival_s for job in jobs)
@@ -134,8 +134,8 @@ _FORMS: tuple[tuple[frozenset[str], Callable[[Row], TracedJob]], ...] = (
 
 def _seconds(text: str) -> float:
     """A time stamp such as ``2017-10-09 10:33:15``, of UTC unless it says otherwise, in seconds."""
-    found = datetime.fromisoformat(text)
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
@@ -169,11 +169,11 @@ def drawn_jobs(
     share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
     counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
     run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
-    found = []
+    drawn = []
     for number in range(jobs):
         models = graphs[kinds[int(rng.integers(len(kinds)))]]
         graph = models[int(rng.integers(len(models)))]
-        found.append(
+        drawn.append(
             job_of_run_time(
                 graph,
                 nodes,
@@ -184,7 +184,7 @@ def drawn_jobs(
                 speeds=speeds,
             )
         )
-    return found
+    return drawn
 
 
 def job_of_run_time(

@@ -33,7 +33,7 @@ class AllocationShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return sum(self.per_node) + sum(each.ranks for each in self.also)
+        return sum(self.per_node) + sum(shape.ranks for shape in self.also)
 
     def __str__(self) -> str:
         if self.also:
@@ -305,7 +305,7 @@ class Nodes:
         by_machine: dict[str, dict[int, int]] = {}
         for index in sorted(given):
             by_machine.setdefault(self.nodes[index].machine, {})[index] = given[index]
-        first, *others = (self._shape_of_one(*each) for each in by_machine.items())
+        first, *others = (self._shape_of_one(*group) for group in by_machine.items())
         return first._replace(also=tuple(others))
 
     def allocation(self, given: Mapping[int, int]) -> str:

@@ -295,10 +295,10 @@ class Replay:
         """Jobs to move so that the granted devices are on one node, where that can be."""
         if not self.policy.moves_jobs or self.nodes.rule == "spread":
             return []
-        whole = min(grant.count, self.nodes.per_node(grant.machine))
-        if self.nodes.most_free_on_a_node(grant.machine) >= whole:
+        on_one_node = min(grant.count, self.nodes.per_node(grant.machine))
+        if self.nodes.most_free_on_a_node(grant.machine) >= on_one_node:
             return []
-        return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
+        return self.nodes.in_the_way(on_one_node, grant.machine, frozenset(settled))
 
     def _view(self) -> View:
         now = self._env.now
@@ -516,13 +516,13 @@ class Outcome:
 
 def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
     """Sum a replay up; all jobs have ended."""
-    jct = np.array([each.completion_s for each in ran])
-    makespan_s = max(each.finish_s for each in ran) - min(each.job.arrival_s for each in ran)
-    held_s = sum(s.shape.ranks * (s.end_s - s.start_s) for each in ran for s in each.segments)
+    jct = np.array([job.completion_s for job in ran])
+    makespan_s = max(job.finish_s for job in ran) - min(job.job.arrival_s for job in ran)
+    held_s = sum(s.shape.ranks * (s.end_s - s.start_s) for job in ran for s in job.segments)
     offered_s = sum(node.devices for node in nodes.nodes) * makespan_s
     fairness = finish_time_fairness(ran, nodes, true)
-    trained = sum(each.job.samples for each in ran)
-    lost = sum(segment.lost_samples for each in ran for segment in each.segments)
+    trained = sum(job.job.samples for job in ran)
+    lost = sum(segment.lost_samples for job in ran for segment in job.segments)
     return Outcome(
         jobs=len(ran),
         average_jct_s=float(jct.mean()),
@@ -531,11 +531,11 @@ def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
         p99_jct_s=float(np.quantile(jct, 0.99)),
         makespan_s=makespan_s,
         utilization_ratio=held_s / offered_s if offered_s else 0.0,
-        average_queue_s=float(np.mean([each.waited_s for each in ran])),
+        average_queue_s=float(np.mean([job.waited_s for job in ran])),
         average_fairness=float(fairness.mean()),
         worst_unfairness=float(fairness.max()),
         unfair_ratio=float((fairness > 1).mean()),
-        restarts_per_job=float(np.mean([len(each.segments) - 1 for each in ran])),
+        restarts_per_job=float(np.mean([len(job.segments) - 1 for job in ran])),
         lost_samples_ratio=lost / trained,
     )
 
@@ -547,22 +547,22 @@ def schedule_of(ran: Sequence[Ran], outages: Sequence[tuple[int, float, float]])
     index; the job trains from `trains_from_s` on.
     """
     lives = []
-    for each in ran:
+    for job in ran:
         grants = [
             {
                 "allocation": str(segment.shape),
                 "nodes": {str(index): count for index, count in segment.given.items()},
-                "global_batch": segment.global_batch or each.job.global_batch,
+                "global_batch": segment.global_batch or job.job.global_batch,
                 **{name: getattr(segment, name) for name in _GRANT_FIELDS},
             }
-            for segment in each.segments
+            for segment in job.segments
         ]
         lives.append(
             {
-                "name": each.job.name,
-                "arrival_s": each.job.arrival_s,
-                "finish_s": each.finish_s,
-                "waited_s": each.waited_s,
+                "name": job.job.name,
+                "arrival_s": job.job.arrival_s,
+                "finish_s": job.finish_s,
+                "waited_s": job.waited_s,
                 "moves": max(len(grants) - 1, 0),
                 "grants": grants,
             }
@@ -578,7 +578,7 @@ def schedule_of(ran: Sequence[Ran], outages: Sequence[tuple[int, float, float]])
 def held_over_time(ran: Sequence[Ran]) -> dict[float, int]:
     """Devices that all jobs hold, from each time on at which that changes."""
     changes: dict[float, int] = {}
-    for segment in (segment for each in ran for segment in each.segments):
+    for segment in (segment for job in ran for segment in job.segments):
         for at, sign in ((segment.start_s, 1), (segment.end_s, -1)):
             changes[at] = changes.get(at, 0) + sign * segment.shape.ranks
     times = sorted(changes)
@@ -594,26 +594,26 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
     N is the mean number of unfinished jobs over the job's life; its share counts down to the next
     count that a job uses, and is at most what the job asked for.
     """
-    starts = np.array([each.job.arrival_s for each in ran])
-    ends = np.array([each.finish_s for each in ran])
+    starts = np.array([job.job.arrival_s for job in ran])
+    ends = np.array([job.finish_s for job in ran])
     sizes = {machine: nodes.size(machine) for machine in nodes.machines}
     total = sum(sizes.values())
-    found = []
-    for each, start, end in zip(ran, starts, ends, strict=True):
+    fairness = []
+    for job, start, end in zip(ran, starts, ends, strict=True):
         overlap = np.minimum(ends, end) - np.maximum(starts, start)
         # A job may be too short for the digits that a late arrival leaves of a second.
         unfinished = np.maximum(overlap, 0.0).sum() / (end - start) if end > start else 1.0
-        share = max(min(int(total / unfinished), each.job.devices), 1)
-        counts = each.job.counts(max(sizes.values()))
+        share = max(min(int(total / unfinished), job.job.devices), 1)
+        counts = job.job.counts(max(sizes.values()))
         # Where that few do not fit, the fewest that do.
         at_most = max(bisect.bisect_right(counts, share), 1)
         for count in counts[at_most - 1 :]:
             fastest_s = min(
-                true.step_times_s(each.job, [nodes.packed(machine, count)])[0]
+                true.step_times_s(job.job, [nodes.packed(machine, count)])[0]
                 for machine, size in sizes.items()
                 if count <= size
             )
             if math.isfinite(fastest_s):
                 break
-        found.append((end - start) / (each.job.samples * fastest_s / each.job.global_batch))
-    return np.array(found)
+        fairness.append((end - start) / (job.job.samples * fastest_s / job.job.global_batch))
+    return np.array(fairness)

@@ -112,8 +112,8 @@ class TrueSpeeds:
 
     def _allocation_factor(self, job: Job, shape: AllocationShape) -> float:
         seed = [self._seed, self._numbers[job.name]]
-        for each in (shape, *shape.also):
-            seed += [len(each.machine), *each.machine.encode(), *each.per_node]
+        for part in (shape, *shape.also):
+            seed += [len(part.machine), *part.machine.encode(), *part.per_node]
         return float(
             np.exp(self._allocation_spread * np.random.default_rng(seed).standard_normal())
         )
@@ -157,7 +157,7 @@ class SharedLinks:
 
     def slowdowns(self, running: Mapping[str, RunningJob]) -> dict[str, float]:
         """By what factor the steps of each job are longer than alone."""
-        found = dict.fromkeys(running, 1.0)
+        shared = dict.fromkeys(running, 1.0)
         senders = {
             name: self._sender(name, *job) for name, job in running.items() if len(job[1]) > 1
         }
@@ -172,8 +172,8 @@ class SharedLinks:
                     sender.timing(ratio)[1] / sender.timing(1.0)[1]
                     for (_, sender), ratio in zip(some, ratios, strict=True)
                 ]
-            found.update(zip(sorted(together), self._known[key], strict=True))
-        return found
+            shared.update(zip(sorted(together), self._known[key], strict=True))
+        return shared
 
     def _sender(
         self, name: str, job: Job, given: Mapping[int, int], global_batch: int | None
@@ -275,7 +275,7 @@ class CalibratedSpeeds:
         if step in seen:
             return ()
         seen[step] = step_s
-        predicted = [self._predict(job, each) for each in seen]
+        predicted = [self._predict(job, step) for step in seen]
         self._fitted[workload, shape.machine] = StepCorrections(
             shape.machine, DEFAULT.content(job.graph)
         ).fit(predicted, list(seen.values()), weights=[_STEADY] * len(seen), others=[])

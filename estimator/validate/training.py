@@ -339,10 +339,10 @@ class Training:
 
     def _micro_batch(self) -> None:
         with self._autocast():
-            found, self.trains_itself = self.call.trained(self.model, self.batch)
+            losses, self.trains_itself = self.call.trained(self.model, self.batch)
             if self.trains_itself:
                 return
-            loss = self.call.loss_of(self.model, found, self.batch)
+            loss = self.call.loss_of(self.model, losses, self.batch)
         if self.accumulation_steps > 1:
             loss = loss / self.accumulation_steps
         self.mark("forward")

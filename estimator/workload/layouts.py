@@ -108,10 +108,10 @@ class Layout:
 
     def data_axes(self, ranks: int, strategy: Strategy) -> tuple[int, int]:
         """(dp_replicate, dp_shard) of so many ranks; raises StrategyError where none fit."""
-        each = self.tp * self.cp * self.pp
-        dp = ranks // each if self.dp is None else self.dp
-        if dp * each != ranks:
-            some = f"a multiple of {each}" if self.dp is None else f"{dp * each}"
+        model_ranks = self.tp * self.cp * self.pp
+        dp = ranks // model_ranks if self.dp is None else self.dp
+        if dp * model_ranks != ranks:
+            some = f"a multiple of {model_ranks}" if self.dp is None else f"{dp * model_ranks}"
             raise StrategyError(
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
@@ -183,7 +183,7 @@ def _read(text: str) -> Layout:
     except ValueError as error:
         raise StrategyError(f"layout {quoted(text)}: {error}") from None
     tp, cp, ep, pp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "pp"))
-    found = Layout(
+    layout = Layout(
         tp=tp,
         cp=cp,
         ep=ep,
@@ -198,9 +198,9 @@ def _read(text: str) -> Layout:
         sums_experts="all-reduce" in flags,
         cut=cut,
     )
-    if why := _reason_against(found, has_schedule=schedule is not None):
+    if why := _reason_against(layout, has_schedule=schedule is not None):
         raise StrategyError(f"layout {quoted(text)}: {why}")
-    return found
+    return layout
 
 
 def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
@@ -248,9 +248,9 @@ def layers_of(cut: tuple[str, ...]) -> tuple[int, ...]:
     if len(cut) != 1 or "|" not in cut[0]:
         return ()
     text = cut[0]
-    while len(text) <= _MOST_LAID_OUT and (found := _REPEATED.search(text)):
-        again = (found[1] or found[2] or "") * int(found[3])
-        text = text[: found.start()] + again + text[found.end() :]
+    while len(text) <= _MOST_LAID_OUT and (match := _REPEATED.search(text)):
+        again = (match[1] or match[2] or "") * int(match[3])
+        text = text[: match.start()] + again + text[match.end() :]
     stages = [sum(stage.count(kind) for kind in "tm") for stage in text.split("|")]
     if not _LAID_OUT.fullmatch(text) or not all(stages):
         raise ValueError(
@@ -262,15 +262,15 @@ def layers_of(cut: tuple[str, ...]) -> tuple[int, ...]:
 
 def _imbalance(value: str) -> float:
     try:
-        found = float(value)
+        ratio = float(value)
     except ValueError:
-        found = math.nan
-    if not 1.0 <= found <= _MOST_IMBALANCE:
+        ratio = math.nan
+    if not 1.0 <= ratio <= _MOST_IMBALANCE:
         raise ValueError(
             "imbalance is the tokens of the busiest rank over the mean, from 1 to "
             f"{_MOST_IMBALANCE:g}, found {quoted(value)}"
         )
-    return found
+    return ratio
 
 
 def _size(name: str, value: str) -> int | None:
@@ -280,9 +280,9 @@ def _size(name: str, value: str) -> int | None:
             return None
         with suppress(ValueError):
             return parse_whole(value, least=1, most=_MOST_RANKS)
-    found = f"{name}={value}" if value else name
+    knob = f"{name}={value}" if value else name
     raise ValueError(
-        f"{quoted(found)} is none of {', '.join(_AXES)} with a number from 1 (one may be *), "
+        f"{quoted(knob)} is none of {', '.join(_AXES)} with a number from 1 (one may be *), "
         f"{', '.join(_FLAGS)}, imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; "
         "write tp=2,dp=*"
     )

@@ -101,7 +101,7 @@ class Loader:
                 f"a loader is text such as sample=150kB,prep=8ms,workers=4, found {quoted(text)}; "
                 "write one or leave it out"
             )
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         try:
             for name, value in parse_knobs(text).items():
                 if name not in _PARTS:
@@ -111,12 +111,12 @@ class Loader:
                     )
                 field, read = _PARTS[name]
                 try:
-                    found[field] = read(value)
+                    options[field] = read(value)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
         except ValueError as error:
             raise WorkloadError(f"loader {quoted(text)}: {error}") from None
-        return cls(**found)
+        return cls(**options)
 
     def with_workers(self, workers: int) -> Loader:
         return replace(self, workers=workers)

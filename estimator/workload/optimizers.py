@@ -162,14 +162,14 @@ def check_optimizer(optimizer: Any) -> str:
     >>> check_optimizer("torch.optim.AdamW(lr=1e-3, fused=True)")
     'adamw-fused'
     """
-    groups, found = getattr(optimizer, "param_groups", None), optimizer
+    groups, given = getattr(optimizer, "param_groups", None), optimizer
     if isinstance(optimizer, type):
-        found = optimizer.__name__
+        given = optimizer.__name__
     elif groups is not None:
-        found = type(optimizer).__name__
+        given = type(optimizer).__name__
     name = ""
-    if isinstance(found, str):
-        name, bracket, written = found.lower().removeprefix("torch.optim.").partition("(")
+    if isinstance(given, str):
+        name, bracket, written = given.lower().removeprefix("torch.optim.").partition("(")
         if bracket:
             groups = [_options(written)]
     name = _ALIASES.get(name, name)
@@ -181,19 +181,19 @@ def check_optimizer(optimizer: Any) -> str:
         name = f"{name}-loop"
     if name not in OPTIMIZERS:
         raise StrategyError(
-            f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+            f"optimizer {quoted(given)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
         )
     return name
 
 
 def _options(written: str) -> dict[str, bool | None]:
     """Which of an optimizer's options its text sets, each once; raises StrategyError."""
-    found: dict[str, bool | None] = {}
+    options: dict[str, bool | None] = {}
     for option, to in _OPTION.findall(written):
-        if option in found:
+        if option in options:
             raise StrategyError(f"an optimizer's {option} stands twice; write it once")
-        found[option] = _IS_SET.get(to, True)
-    return found
+        options[option] = _IS_SET.get(to, True)
+    return options
 
 
 def is_muon_matrix(tensor: OptimizedTensor) -> bool:

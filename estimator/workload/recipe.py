@@ -131,7 +131,7 @@ def _value(name: str, text: str) -> str | bool | int | tuple[str, ...]:
     if choices is None and name in flags and not text:
         return True
     if choices is None or text not in choices or name == "recompute":
-        known = [*(f"{key}={'|'.join(of)}" for key, of in _CHOICES.items()), *flags]
+        known = [*(f"{key}={'|'.join(choices)}" for key, choices in _CHOICES.items()), *flags]
         known += [f"{key}=4" for key in _LAYERS]
         raise StrategyError(
             f"{quoted(f'{name}={text}' if text else name)} is no part of a recipe; choose of "

@@ -125,7 +125,7 @@ class Schedule:
         """Micro-batches of each of a rank's stages that it holds at once, before its first backward
         pass: known without their order.
         """
-        behind, each = ranks - 1 - rank, self.round_of(ranks, micro_batches)
+        behind, passes = ranks - 1 - rank, self.round_of(ranks, micro_batches)
         if self.name == "gpipe":
             return (micro_batches,)
         if self.name in _V_SHAPED:
@@ -139,10 +139,11 @@ class Schedule:
             return (begun, other) if rank < ranks // 2 else (other, begun)
         if self.name != "interleaved":
             return (min(behind + 1, micro_batches),)
-        warm_up = (self.virtual - 1) * each + 2 * behind + 1
-        whole, left = divmod(min(warm_up, self.virtual * micro_batches), self.virtual * each)
+        warm_up = (self.virtual - 1) * passes + 2 * behind + 1
+        rounds, left = divmod(min(warm_up, self.virtual * micro_batches), self.virtual * passes)
         return tuple(
-            whole * each + min(max(left - stage * each, 0), each) for stage in range(self.virtual)
+            rounds * passes + min(max(left - stage * passes, 0), passes)
+            for stage in range(self.virtual)
         )
 
     def round_of(self, ranks: int, micro_batches: int) -> int:
@@ -220,10 +221,10 @@ def _one_forward_one_backward(
 def _interleaved(
     rank: int, held: Sequence[int], ranks: int, micro_batches: int
 ) -> Iterator[Action]:
-    each = micro_batches // _rounds(ranks, micro_batches)
-    forward = _one_by_one("forward", held, micro_batches, each)
-    backward = _one_by_one("backward", held[::-1], micro_batches, each)
-    warm_up = (len(held) - 1) * each + 2 * (ranks - 1 - rank)
+    per_round = micro_batches // _rounds(ranks, micro_batches)
+    forward = _one_by_one("forward", held, micro_batches, per_round)
+    backward = _one_by_one("backward", held[::-1], micro_batches, per_round)
+    warm_up = (len(held) - 1) * per_round + 2 * (ranks - 1 - rank)
     yield from _alternating(forward, backward, warm_up=warm_up)
 
 
@@ -244,12 +245,12 @@ def _zero_bubble(
 
 
 def _one_by_one(
-    kind: Pass, stages: Sequence[int], micro_batches: int, each: int
+    kind: Pass, stages: Sequence[int], micro_batches: int, per_round: int
 ) -> Iterator[Action]:
     """Rounds of `each` micro-batches, stage after stage."""
-    for begin in range(0, micro_batches, each):
+    for begin in range(0, micro_batches, per_round):
         for stage in stages:
-            for micro_batch in range(begin, begin + each):
+            for micro_batch in range(begin, begin + per_round):
                 yield Action(kind, stage, micro_batch)
 
 

@@ -52,14 +52,14 @@ def check_count(value: object, what: str = "batch size", *, most: int = MOST_BAT
     """
     number = _whole(value)
     if number is None:
-        found = "a whole number"
+        wanted = "a whole number"
     elif number < 1:
-        found = "at least 1"
+        wanted = "at least 1"
     elif number > most:
-        found = f"at most {most:g}"
+        wanted = f"at most {most:g}"
     else:
         return number
-    raise WorkloadError(f"{what} must be {found}, found {quoted(value)}; correct it")
+    raise WorkloadError(f"{what} must be {wanted}, found {quoted(value)}; correct it")
 
 
 class ShardDtypes(NamedTuple):
@@ -233,7 +233,7 @@ def _option(
 
 
 def _options(kind: type[Strategy]) -> list[Field[Any]]:
-    return sorted(fields(kind), key=lambda each: each.metadata[_KNOB].place)
+    return sorted(fields(kind), key=lambda option: option.metadata[_KNOB].place)
 
 
 _MOST_RANKS = 999_999
@@ -521,7 +521,7 @@ def _parsed(text: str) -> Strategy:
     name, _, knobs = text.strip().partition(":")
     kind = _STRATEGIES.get(name)
     if kind is None:
-        known = dict.fromkeys(each.name for each in _STRATEGIES.values())
+        known = dict.fromkeys(strategy.name for strategy in _STRATEGIES.values())
         raise StrategyError(
             f"strategy {quoted(text)} is unknown; write one of {', '.join(known)}, or with knobs "
             "as in ddp:bucket=5MiB,view"
@@ -540,10 +540,10 @@ def _read_options(kind: type[Strategy], knobs: dict[str, str]) -> dict[str, Any]
         stands_alone = "" in options and name[:1].isdigit() and not value
         option = options.get("" if stands_alone else name) if name else None
         if option is None or not option.metadata[_KNOB].takes(value or name * stands_alone):
-            found = quoted(f"{name}={value}" if value else name)
-            forms = sorted((each.metadata[_KNOB] for each in options.values()), key=_by_form)
+            written = quoted(f"{name}={value}" if value else name)
+            forms = sorted((option.metadata[_KNOB] for option in options.values()), key=_by_form)
             raise ValueError(
-                f"{found} is no knob of {kind.name}; its knobs are "
+                f"{written} is no knob of {kind.name}; its knobs are "
                 f"{', '.join(knob.form for knob in forms)}"
             )
         if option.name in values:

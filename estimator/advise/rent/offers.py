@@ -86,13 +86,13 @@ def allocations_of(
             f"at most {max_nodes} nodes are asked for; give a number from 1 to {_MOST_NODES}"
         )
     for machine in dict.fromkeys(machines):
-        whole = len(named_profile(machine).devices)
-        powers = {1 << power for power in range(whole.bit_length())}
-        for devices in sorted(powers | {whole}):
+        all_devices = len(named_profile(machine).devices)
+        powers = {1 << power for power in range(all_devices.bit_length())}
+        for devices in sorted(powers | {all_devices}):
             yield f"1x{devices}:{machine}"
         nodes = {1 << power for power in range(1, max_nodes.bit_length())} | {max_nodes}
         for count in sorted(nodes - {1}):
-            yield f"{count}x{whole}:{machine}"
+            yield f"{count}x{all_devices}:{machine}"
     for one, other in combinations(dict.fromkeys(machines), 2) if mixed else ():
         for power in range((max_nodes // 2).bit_length()):
             of_each = (
@@ -140,16 +140,16 @@ def offers(
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
-        found = _laid_out(layouts_of, allocation, global_batch, options, executor)
+        laid_out = _laid_out(layouts_of, allocation, global_batch, options, executor)
         held = best.get(number)
-        if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
-            best[number] = found
+        if laid_out is not None and (held is None or laid_out.samples_per_s > held.samples_per_s):
+            best[number] = laid_out
     left_out = {
         str(allocation): _why_not(refused.get(number), allocation, global_batch)
         for number, allocation in enumerate(parsed)
         if number not in best
     }
-    if not best and all(math.isinf(each.peak_bytes) for each in refused.values()):
+    if not best and all(math.isinf(answer.peak_bytes) for answer in refused.values()):
         reason = next(iter(left_out.values()), "no allocation was given")
         raise WorkloadError(f"no allocation can train {graph.name}: {reason}")
     offered: list[Offer] = []
@@ -319,9 +319,9 @@ def _tables(
             yield table, rows, 1
         return
     most = {
-        number: global_batch // each.ranks
-        for number, each in enumerate(allocations)
-        if global_batch >= each.ranks
+        number: global_batch // one.ranks
+        for number, one in enumerate(allocations)
+        if global_batch >= one.ranks
     }
     if not most:
         raise WorkloadError(
@@ -394,12 +394,14 @@ def _offer(
 ) -> Offer:
     work_s = samples / best.samples_per_s
     duration_s, interval_s = work_s, None
-    low_s, high_s = (work_s * each / best.step_time_s for each in (best.low_s, best.high_s))
+    low_s, high_s = (work_s * bound_s / best.step_time_s for bound_s in (best.low_s, best.high_s))
     if revocations is not None:
         duration_s, interval_s = revocations.expected_s(work_s, allocation)
-        low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
+        low_s, high_s = (
+            revocations.expected_s(time_s, allocation)[0] for time_s in (low_s, high_s)
+        )
     usd, low_usd, high_usd = (
-        paid_usd(prices, allocation, each, spot=spot) for each in (duration_s, low_s, high_s)
+        paid_usd(prices, allocation, time_s, spot=spot) for time_s in (duration_s, low_s, high_s)
     )
     return Offer(
         allocation=str(allocation),
@@ -446,10 +448,10 @@ class Choice:
         return {
             "cheapest": self.cheapest.to_dict() if self.cheapest else None,
             "fastest": self.fastest.to_dict() if self.fastest else None,
-            "as_cheap": [each.allocation for each in self.as_cheap],
-            "as_fast": [each.allocation for each in self.as_fast],
-            "front": [each.to_dict() for each in self.front],
-            "offers": [each.to_dict() for each in self.offers],
+            "as_cheap": [offer.allocation for offer in self.as_cheap],
+            "as_fast": [offer.allocation for offer in self.as_fast],
+            "front": [offer.to_dict() for offer in self.front],
+            "offers": [offer.to_dict() for offer in self.offers],
             "left_out": dict(self.left_out),
         }
 
@@ -466,10 +468,10 @@ def choose(
         if bound is not None and not bound >= 0:
             raise WorkloadError(f"{name} is {bound:g}; give a number from 0 on, or none")
     kept = [
-        each
-        for each in offered
-        if (deadline_s is None or each.duration_s <= deadline_s)
-        and (budget_usd is None or each.usd <= budget_usd)
+        offer
+        for offer in offered
+        if (deadline_s is None or offer.duration_s <= deadline_s)
+        and (budget_usd is None or offer.usd <= budget_usd)
     ]
     front = pareto_front(kept)
     fastest, cheapest = (front[0], front[-1]) if front else (None, None)
@@ -479,14 +481,14 @@ def choose(
         cheapest=cheapest,
         fastest=fastest,
         as_cheap=tuple(
-            each
-            for each in kept
-            if cheapest and each is not cheapest and each.low_usd <= cheapest.high_usd
+            offer
+            for offer in kept
+            if cheapest and offer is not cheapest and offer.low_usd <= cheapest.high_usd
         ),
         as_fast=tuple(
-            each
-            for each in kept
-            if fastest and each is not fastest and each.low_s <= fastest.high_s
+            offer
+            for offer in kept
+            if fastest and offer is not fastest and offer.low_s <= fastest.high_s
         ),
         left_out=left_out,
     )
@@ -495,9 +497,9 @@ def choose(
 def pareto_front(offered: Sequence[Offer]) -> list[Offer]:
     """What no other offer beats in both time and cost, the fastest first; of equals, one."""
     front: list[Offer] = []
-    for each in sorted(offered, key=lambda each: (each.duration_s, each.usd)):
-        if not front or each.usd < front[-1].usd:
-            front.append(each)
+    for offer in sorted(offered, key=lambda offer: (offer.duration_s, offer.usd)):
+        if not front or offer.usd < front[-1].usd:
+            front.append(offer)
     return front
 
 
@@ -509,7 +511,7 @@ def rent(
     mixed: bool = False,
     deadline_s: float | None = None,
     budget_usd: float | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Choice:
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
@@ -529,9 +531,9 @@ def rent(
     if not machines:
         raise WorkloadError("no machine was given; name at least one")
     allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
-    found = offers(graph, allocations, **asked)
+    offered = offers(graph, allocations, **options)
     return choose(
-        found.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=found.left_out
+        offered.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=offered.left_out
     )
 
 
@@ -539,14 +541,14 @@ def paid_usd(
     prices: PriceList, allocation: Allocation, duration_s: float, *, spot: bool = False
 ) -> float:
     """What all instances of an allocation cost for a time, as it is billed; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
+    instances = _instances(prices, allocation, spot)
+    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in instances)
 
 
 def hourly_usd(prices: PriceList, allocation: Allocation, *, spot: bool = False) -> float:
     """The rate of all instances of an allocation; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
+    instances = _instances(prices, allocation, spot)
+    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in instances)
 
 
 def _instances(

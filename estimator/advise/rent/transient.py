@@ -136,8 +136,8 @@ class Spot:
 
     def __post_init__(self) -> None:
         check_times(checkpoint_s=self.checkpoint_s, restart_s=self.restart_s)
-        each = self.mtbf_s.values() if isinstance(self.mtbf_s, Mapping) else (self.mtbf_s,)
-        for mtbf_s in each:
+        means_s = self.mtbf_s.values() if isinstance(self.mtbf_s, Mapping) else (self.mtbf_s,)
+        for mtbf_s in means_s:
             check_times(mtbf_s=mtbf_s)
 
     def allocation_mtbf_s(self, allocation: Allocation) -> float:
@@ -163,14 +163,14 @@ class Spot:
         """(expected time, work between checkpoints) of training on an allocation."""
         mtbf_s = self.allocation_mtbf_s(allocation)
         interval_s = min(best_interval_s(self.checkpoint_s, mtbf_s), work_s)
-        found = expected_time_s(
+        times_s = expected_time_s(
             work_s,
             interval_s,
             checkpoint_s=self.checkpoint_s,
             restart_s=self.restart_s,
             mtbf_s=mtbf_s,
         )
-        return found, interval_s
+        return times_s, interval_s
 
 
 # Seconds of a checkpoint to cloud storage: 3.65 and 0.0199 for each MB.
@@ -230,12 +230,12 @@ class Revocations:
         """How many come in a time from an hour of the day on; raises WorkloadError."""
         _check_from(0, duration_s=duration_s, start_hour=start_hour)
         days, left_h = divmod(duration_s / 3600, 24)
-        found, hour = days * 24 * self.mean_per_s * 3600, start_hour % 24
+        events, hour = days * 24 * self.mean_per_s * 3600, start_hour % 24
         while left_h > 1e-12:
             step_h = min(math.floor(hour) + 1 - hour, left_h)
-            found += step_h * self.rate_per_hour(hour)
+            events += step_h * self.rate_per_hour(hour)
             hour, left_h = (hour + step_h) % 24, left_h - step_h
-        return found
+        return events
 
     def rate_per_hour(self, hour: float) -> float:
         """The rate at an hour of the day."""
@@ -287,11 +287,11 @@ class TransientCluster:
         renewal equation's Laplace transform at 0).
         """
         _check_from(0, steps=steps)
-        each = [worker.revocations.mean_per_s for worker in self.workers]
-        shares = [1 / (1 + per_s * self.replace_s) for per_s in each]
+        rates = [worker.revocations.mean_per_s for worker in self.workers]
+        shares = [1 / (1 + per_s * self.replace_s) for per_s in rates]
         ahead_s = [
             per_s * (self.replace_s * share) ** 2 / 2
-            for per_s, share in zip(each, shares, strict=True)
+            for per_s, share in zip(rates, shares, strict=True)
         ]
         rate, small = self._mean_steps_per_s(shares), 1e-6
         sooner = [share + small * s for share, s in zip(shares, ahead_s, strict=True)]
@@ -338,13 +338,13 @@ class TransientCluster:
 
 def _joined(there: dict[float, float], steps_per_s: float, share: float) -> dict[float, float]:
     """The odds of each sum of steps a second, with one more worker that is there for a share."""
-    found: dict[float, float] = {}
+    joined: dict[float, float] = {}
     for total, odds in there.items():
         for more, part in ((0.0, 1 - share), (steps_per_s, share)):
             # Sums of equal workers must be one sum, in whatever order they are added.
             rate = float(f"{total + more:.9g}")
-            found[rate] = found.get(rate, 0.0) + odds * part
-    return found
+            joined[rate] = joined.get(rate, 0.0) + odds * part
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

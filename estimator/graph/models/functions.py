@@ -53,8 +53,10 @@ def call_model_function(
         )
     function = _find_function(where, function_name)
     accepted = inspect.signature(function).parameters
-    asked = {"batch": batch, "seq_len": seq_len}
-    given = {name: value for name, value in asked.items() if value is not None and name in accepted}
+    options = {"batch": batch, "seq_len": seq_len}
+    given = {
+        name: value for name, value in options.items() if value is not None and name in accepted
+    }
     if weights:
         result = _call(function, text, given)
     else:
@@ -71,8 +73,8 @@ def _find_function(where: str, function_name: str) -> Callable[..., Any]:
         raise ModelError(
             f"{where} has no function '{function_name}'; {suggestion(function_name, names)}"
         )
-    found: Callable[..., Any] = function
-    return found
+    inner: Callable[..., Any] = function
+    return inner
 
 
 def suggestion(wrong: str, names: list[str]) -> str:

@@ -211,10 +211,10 @@ def _features_per_sample(model: nn.Module, pictures: Mapping[str, Tensor], sampl
         return fake
 
     with kept_as_it_was(model), quiet_fakes(), fake_mode, torch.no_grad():
-        found = put_fake_tensors(model, dtype=None, device="cpu")
-        for name, buffer in found.buffers.items():
+        fakes = put_fake_tensors(model, dtype=None, device="cpu")
+        for name, buffer in fakes.buffers.items():
             recorder.place(buffer, "buffer")
-            recorder.constants.give(buffer, found.real_buffers[name])
+            recorder.constants.give(buffer, fakes.real_buffers[name])
         given = {name: fake(name, value) for name, value in pictures.items()}
         with failed, recorder, EagerFunctions(recorder.constants):
             output: Any = model.get_image_features(**given)  # type: ignore[operator]

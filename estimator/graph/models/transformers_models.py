@@ -46,19 +46,19 @@ def read_configuration(named: str) -> tuple[str, dict[str, Any]]:
     """The type and the settings of a config.json, or of a folder with one; raises ModelError."""
     path = named if named.endswith(".json") else os.path.join(named, "config.json")
     try:
-        found = parse_json(read_text(path))
+        content = parse_json(read_text(path))
     except OSError as error:
         raise ModelError(
             f"hf:{named} cannot be read: {error.strerror or error}; name a model's config.json"
         ) from None
     except ValueError as error:
         raise ModelError(f"{path} is no JSON: {error}; name a model's config.json") from None
-    kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str):
         raise ModelError(
             f"{path} has no 'model_type', which a transformers config.json has; name such a file"
         )
-    settings = _without_notes(found)
+    settings = _without_notes(content)
     _check_sizes(kind, settings)
     return kind, settings
 
@@ -142,28 +142,28 @@ def fill_gaps(config: Any, error: BaseException | None) -> Settings:
 
 def fit_rotary_sections(model: nn.Module) -> Settings:
     """Scale the shares of rotary dimensions (time, height, width) that do not add up to them."""
-    found: Settings = {}
+    settings: Settings = {}
     for module in model.modules():
         sections = getattr(module, "mrope_section", None)
         frequencies = getattr(module, "inv_freq", None)
         if not isinstance(sections, (list, tuple)) or not isinstance(frequencies, Tensor):
             continue
-        whole, told = frequencies.numel(), sum(sections)
-        if told not in (0, whole):
-            scaled = [section * whole // told for section in sections]
-            scaled[0] += whole - sum(scaled)
-            module.mrope_section = found["mrope_section"] = scaled  # type: ignore[assignment]
-    return found
+        needed, stated = frequencies.numel(), sum(sections)
+        if stated not in (0, needed):
+            scaled = [section * needed // stated for section in sections]
+            scaled[0] += needed - sum(scaled)
+            module.mrope_section = settings["mrope_section"] = scaled  # type: ignore[assignment]
+    return settings
 
 
 def _apply(config: Any, rule: Callable[[Any], Settings]) -> Settings:
-    found: Settings = {}
+    settings: Settings = {}
     for path, part in parts_of(config):
         for name, value in rule(part).items():
             if "." not in name:
                 setattr(part, name, value)
-            found[f"{path}.{name}".lstrip(".")] = value
-    return found
+            settings[f"{path}.{name}".lstrip(".")] = value
+    return settings
 
 
 def _read(part: Any, name: str) -> Any:
@@ -177,14 +177,14 @@ def _number(part: Any, name: str) -> int | None:
 
 
 def _fill_missing(part: Any) -> Settings:
-    found: Settings = {}
+    settings: Settings = {}
     for name, fill in _FILLERS.items():
         held = getattr(part, "attribute_map", {}).get(name, name)
         if held in vars(part) and vars(part)[held] is None:
             value = fill(part)
             if value is not None:
-                found[name] = value
-    return found
+                settings[name] = value
+    return settings
 
 
 def _head_size(part: Any) -> int | None:
@@ -521,20 +521,20 @@ def _configuration(
 
 def heads_of(transformers: Any, config: Any) -> dict[str, Any]:
     """The heads that a configuration can be trained with, by name, the default one first."""
-    found = {}
+    heads = {}
     for head in HEADS:
         auto_class = getattr(transformers, f"AutoModelFor{head}", None)
         classes = {} if auto_class is None else auto_class._model_mapping
         if type(config) in classes and _takes(classes[type(config)], config):
-            found[head] = auto_class
-    return found
+            heads[head] = auto_class
+    return heads
 
 
 def _takes(model_class: Any, config: Any) -> bool:
     """Whether a class is built from this configuration, not from a part of it (its text model)."""
     classes = model_class if isinstance(model_class, (list, tuple)) else (model_class,)
     parts = {type(part) for path, part in parts_of(config) if path}
-    return any(getattr(each, "config_class", None) not in parts for each in classes)
+    return any(getattr(kind, "config_class", None) not in parts for kind in classes)
 
 
 def _find_head(transformers: Any, config: Any, kind: str, task: str | None) -> tuple[str, Any]:

@@ -120,8 +120,8 @@ def compiled_as(model: nn.Module) -> tuple[bool | Literal["blocks"] | None, str 
         return None, None
     named = dict(model.named_modules())
     lists = {name.rpartition(".")[0] for name in parts}
-    members = {f"{each}.{name}" for each in lists for name, _ in named[each].named_children()}
-    if all(isinstance(named[each], nn.ModuleList) for each in lists) and members == set(parts):
+    members = {f"{owner}.{name}" for owner in lists for name, _ in named[owner].named_children()}
+    if all(isinstance(named[owner], nn.ModuleList) for owner in lists) and members == set(parts):
         return "blocks", None
     shown = ", ".join(f"'{name}'" for name in parts[:_SHOWN])
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""

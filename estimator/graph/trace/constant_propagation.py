@@ -95,14 +95,14 @@ class Constants:
         if tensor.numel() <= MOST_ELEMENTS:
             self._note(make, [(0, tensor, None)], assumption)
 
-    def expect_check(self, tensor: Tensor, found: bool) -> None:
+    def expect_check(self, tensor: Tensor, holds: bool) -> None:
         """Expect a comparison of unknown values to find `found` everywhere, if read as a whole."""
-        tensor._expected_check = (self, found)  # type: ignore[attr-defined]
+        tensor._expected_check = (self, holds)  # type: ignore[attr-defined]
 
     def expected_check(self, tensor: Tensor) -> bool | None:
         """What a comparison is expected to find, None if the tensor is none."""
-        book, found = getattr(tensor, "_expected_check", (None, None))
-        return found if book is self else None
+        book, expected = getattr(tensor, "_expected_check", (None, None))
+        return expected if book is self else None
 
     def spoil(self, tensor: Tensor) -> None:
         """Forget a tensor and all that shares its storage: something unknown was written to it."""

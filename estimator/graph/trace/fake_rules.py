@@ -148,7 +148,7 @@ def _of_one_type(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch's fake products take factors of unlike types, which its real ones refuse."""
 
     def product(*factors: Any, **named: Any) -> Tensor:
-        kinds = [str(each.dtype).removeprefix("torch.") for each in factors]
+        kinds = [str(factor.dtype).removeprefix("torch.") for factor in factors]
         if len(set(kinds)) > 1:
             raise RuntimeError(f"a product's tensors must have one dtype, found {', '.join(kinds)}")
         return function(*factors, **named)

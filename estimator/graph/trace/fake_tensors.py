@@ -150,8 +150,8 @@ def put_fake_tensors(
 
     References to them that modules keep elsewhere (RNNs keep flat lists) are replaced as well.
     """
-    found = FakeTensors()
-    made = found.made
+    fakes = FakeTensors()
+    made = fakes.made
 
     def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
         fake = made.get(id(real))
@@ -159,9 +159,9 @@ def put_fake_tensors(
             fake = _fake(real, dtype, device, channels_last)
             if is_parameter:
                 fake = nn.Parameter(fake, requires_grad=real.requires_grad)
-                found.parameters[name] = fake
+                fakes.parameters[name] = fake
             else:
-                found.buffers[name], found.real_buffers[name] = fake, real
+                fakes.buffers[name], fakes.real_buffers[name] = fake, real
             made[id(real)] = fake
         return fake
 
@@ -174,7 +174,7 @@ def put_fake_tensors(
                     held[name] = fake_of(path, real, is_parameter=is_parameter)
     for _, module in modules:
         _replace_references(vars(module), made)
-    return found
+    return fakes
 
 
 def _fake(real: Tensor, dtype: torch.dtype | None, device: str, channels_last: bool) -> Tensor:
@@ -272,9 +272,9 @@ def check_batch(batch: Any) -> None:
                 "tensors in lists or mappings"
             )
         if isinstance(item, Mapping):
-            left += [(each, depth + 1) for each in item.values()]
+            left += [(inner, depth + 1) for inner in item.values()]
         elif isinstance(item, (list, tuple)):
-            left += [(each, depth + 1) for each in item]
+            left += [(inner, depth + 1) for inner in item]
         elif isinstance(item, Tensor):
             _check_tensor(item)
 
@@ -349,12 +349,12 @@ def value_range(tensor: Tensor) -> tuple[int | None, int | None]:
 
 def tokens_per_sample(batch: Any, samples: int | None) -> int | None:
     """The length of the first integer input of shape (samples, length)."""
-    found: list[int] = []
+    lengths: list[int] = []
 
     def check(_path: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
-            found.append(tensor.shape[1])
+            lengths.append(tensor.shape[1])
         return tensor
 
     map_tensors(batch, check)
-    return found[0] if found else None
+    return lengths[0] if lengths else None

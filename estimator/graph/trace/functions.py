@@ -385,10 +385,10 @@ class _FusedRmsNorm(torch.autograd.Function):
         input, weight, rstd = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
-            found = aten._fused_rms_norm_backward.default(
+            gradients = aten._fused_rms_norm_backward.default(
                 gradient, input, ctx.shape, rstd, weight, wanted
             )
-        return found[0], None, found[1], None
+        return gradients[0], None, gradients[1], None
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

@@ -62,29 +62,29 @@ class OptimizerUpdates:
         self.counts.update(names)
 
     def of(
-        self, parameters: Sequence[Parameter], asked: str | None
+        self, parameters: Sequence[Parameter], optimizer: str | None
     ) -> tuple[str, tuple[Parameter, ...]]:
         """(the optimizer of most elements, the parameters with what updates each).
 
         With an optimizer that is `asked` for, that updates them.
         """
         sizes: Counter[str] = Counter()
-        for each in parameters:
-            if each.name in self.optimizers:
-                sizes[self.optimizers[each.name]] += each.spec.numel
-        most = asked or max(sizes, key=lambda name: sizes[name], default=DEFAULT_OPTIMIZER)
+        for parameter in parameters:
+            if parameter.name in self.optimizers:
+                sizes[self.optimizers[parameter.name]] += parameter.spec.numel
+        most = optimizer or max(sizes, key=lambda name: sizes[name], default=DEFAULT_OPTIMIZER)
         alike = {most}
-        if asked is None and "muon" in sizes:
+        if optimizer is None and "muon" in sizes:
             # Its rule has what is left to AdamW.
             most, alike = "muon", {"muon", BESIDE_MUON}
         updated = [
             replace(
-                each,
-                optimizer=None if asked or kind in alike else kind,
-                updates=self.counts[each.name],
+                parameter,
+                optimizer=None if optimizer or kind in alike else kind,
+                updates=self.counts[parameter.name],
             )
-            for each in parameters
-            for kind in (self.optimizers.get(each.name, most),)
+            for parameter in parameters
+            for kind in (self.optimizers.get(parameter.name, most),)
         ]
         return most, tuple(updated)
 
@@ -97,7 +97,7 @@ class RecordedStep:
 
     def __init__(self, recorder: Recorder, fakes: FakeTensors) -> None:
         self._recorder, self._fakes = recorder, fakes
-        self._names = {id(each): name for name, each in fakes.parameters.items()}
+        self._names = {id(fake): name for name, fake in fakes.parameters.items()}
         # Of each parameter the gradient and the op that completed it, so far and when it was used.
         self._done: dict[str, tuple[int | None, int]] = {}
         self._used: dict[str, tuple[int | None, int]] = {}
@@ -144,17 +144,17 @@ class RecordedStep:
         a gradient after its last update is not waited for.
         """
         recorder, parameters = self._recorder, self._fakes.parameters
-        found: list[tuple[str, int, int | None, int | None]] = []
+        entries: list[tuple[str, int, int | None, int | None]] = []
         done = sorted((self._done | self._used).items(), key=lambda item: item[1][1])
         for name, (value, op) in done:
             index = recorder.index_of(parameters[name])
             assert index is not None
-            found.append((name, index, value, op))
+            entries.append((name, index, value, op))
         for name, parameter in parameters.items():
             index = recorder.index_of(parameter)
             if parameter.requires_grad and name not in self._done and index is not None:
-                found.append((name, index, None, None))
-        return tuple(found)
+                entries.append((name, index, None, None))
+        return tuple(entries)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -256,9 +256,13 @@ class RecordedStep:
             group["params"] = []
 
     def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        updated = [each for each in self._parameters(optimizer) if each.grad is not None]
+        updated = [
+            parameter for parameter in self._parameters(optimizer) if parameter.grad is not None
+        ]
         self._give_back(optimizer)
-        names = [self._names[id(each)] for each in updated if id(each) in self._names]
+        names = [
+            self._names[id(parameter)] for parameter in updated if id(parameter) in self._names
+        ]
         self.updates.add(names, optimizer)
         self._used.update((name, self._done[name]) for name in names if name in self._done)
 
@@ -297,43 +301,43 @@ class Configured:
             return None
         try:
             with standing_in(model, cls(), lambda parameter: parameter):
-                found = configure()
+                configured = configure()
         except Exception as error:  # noqa: BLE001 (code of the user, which may need its trainer)
             return cls(unknown=f"raised {type(error).__name__}: {one_line(str(error), 80)}")
-        optimizers, schedulers = _read(found)
+        optimizers, schedulers = _read(configured)
         if not optimizers:
-            return cls(unknown=f"gave {type(found).__name__}, in which no optimizer was found")
+            return cls(unknown=f"gave {type(configured).__name__}, in which no optimizer was found")
         return cls(optimizers, schedulers)
 
     def updates(self, model: nn.Module) -> OptimizerUpdates:
         """What each optimizer updates in a step whose trainer calls them."""
-        found = OptimizerUpdates()
+        updates = OptimizerUpdates()
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         for optimizer in self.optimizers:
             held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-            found.add([trained[key] for key in held if key in trained], optimizer)
+            updates.add([trained[key] for key in held if key in trained], optimizer)
         if self.unknown is not None:
-            found.add(list(trained.values()), DEFAULT_OPTIMIZER)
-            said = f"configure_optimizers() {self.unknown}: taken as {DEFAULT_OPTIMIZER}"
-            found.assumptions[said] = None
-        return found
+            updates.add(list(trained.values()), DEFAULT_OPTIMIZER)
+            remark = f"configure_optimizers() {self.unknown}: taken as {DEFAULT_OPTIMIZER}"
+            updates.assumptions[remark] = None
+        return updates
 
 
-def _read(found: Any) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
+def _read(configured: Any) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
     """(optimizers, schedulers) in the forms that Lightning takes.
 
     An optimizer; a list of them; one list of optimizers and one of schedulers; a mapping with
     "optimizer" and perhaps "lr_scheduler", or several.
     """
-    if hasattr(found, "param_groups"):
-        return (found,), ()
-    if isinstance(found, Mapping):
-        plan = found.get("lr_scheduler")
+    if hasattr(configured, "param_groups"):
+        return (configured,), ()
+    if isinstance(configured, Mapping):
+        plan = configured.get("lr_scheduler")
         plan = plan.get("scheduler") if isinstance(plan, Mapping) else plan
-        return _read(found.get("optimizer"))[0], () if plan is None else (plan,)
+        return _read(configured.get("optimizer"))[0], () if plan is None else (plan,)
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
-    for part in found if isinstance(found, (list, tuple)) else ():
+    for part in configured if isinstance(configured, (list, tuple)) else ():
         if hasattr(part, "step") and not hasattr(part, "param_groups"):
             schedulers.append(part)
             continue
@@ -368,11 +372,13 @@ class _StandIn:
 
     def toggle(self, optimizer: Optimizer) -> None:
         """Freeze what other optimizers update."""
-        own = {id(each) for each in self._held(optimizer)}
-        for each in (each for other in self.configured.optimizers for each in self._held(other)):
-            if id(each) not in own and each.requires_grad:
-                each.requires_grad_(False)
-                self.frozen.append(each)
+        own = {id(parameter) for parameter in self._held(optimizer)}
+        for parameter in (
+            parameter for other in self.configured.optimizers for parameter in self._held(other)
+        ):
+            if id(parameter) not in own and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self.frozen.append(parameter)
 
     def untoggle(self, *_optimizer: Optimizer) -> None:
         while self.frozen:
@@ -453,7 +459,7 @@ def standing_in(
         own.update(before)
 
 
-def _one_or_all(found: tuple[Any, ...]) -> Any:
-    if not found:
+def _one_or_all(losses: tuple[Any, ...]) -> Any:
+    if not losses:
         return None
-    return found[0] if len(found) == 1 else list(found)
+    return losses[0] if len(losses) == 1 else list(losses)

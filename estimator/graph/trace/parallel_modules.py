@@ -111,7 +111,7 @@ class RankRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, Tensor) and each not in _PLAIN for each in types):
+        if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
             # A subclass works first; its operators on plain tensors come here then.
             return NotImplemented
         if self._exchanging:
@@ -137,41 +137,41 @@ class RankRecorder(Recorder):
                 return original(tensor, *args, **kwargs)
             self._exchanging = True
             try:
-                found = original(tensor, *args, **kwargs)
+                exchanged_tensor = original(tensor, *args, **kwargs)
             finally:
                 self._exchanging = False
             given = signature.bind(tensor, *args, **kwargs).arguments
             along = given.get("gather_dim", given.get("scatter_dim", 0))
-            self._note(kind, tensor, found, self._axis_of(given["group"]), along=along)
-            return found
+            self._note(kind, tensor, exchanged_tensor, self._axis_of(given["group"]), along=along)
+            return exchanged_tensor
 
         return exchanged
 
     def _axis_of(self, group: Any) -> str:
-        found = self._axes.get(functional._resolve_group_name(group))
-        if found is None:
+        axis = self._axes.get(functional._resolve_group_name(group))
+        if axis is None:
             raise TraceError(
                 f"module '{self.module}' exchanges within a process group that is no axis of the "
                 "mesh of its parameters; trace it before it is divided"
             )
-        return found
+        return axis
 
     def _note(
-        self, kind: CollectiveName, given: Tensor, found: Tensor, axis: str, *, along: int
+        self, kind: CollectiveName, given: Tensor, exchanged: Tensor, axis: str, *, along: int
     ) -> None:
         """A collective, with the copy of what it sums and of parts along another dimension."""
         index, spec = self._seen(given)
         if kind == "all_reduce" or (kind == "reduce_scatter" and along):
             index = self._copied(index)
         ordered = kind == "all_gather" and along
-        result = self._spec_of(found)
-        got = self._added(index) if ordered else self._new_value(found, "activation", None)
+        result = self._spec_of(exchanged)
+        got = self._added(index) if ordered else self._new_value(exchanged, "activation", None)
         if ordered:
             self.values[got] = self.values[got]._replace(spec=result)
         call = collective_call(kind, axis, spec, result)
         self._record(call, (index,), (got,), is_view=True)
         if ordered:
-            final = self._new_value(found, "activation", None)
+            final = self._new_value(exchanged, "activation", None)
             self._record(OpCall("aten.clone.default", (result,), (), (result,)), (got,), (final,))
 
     def _copied(self, index: int) -> int:
@@ -242,23 +242,27 @@ def sharding_of(model: nn.Module, name: str) -> Sharding | None:
     groups = list(_groups(model))
     if not groups:
         return None
-    found = {_strategy(group, name) for path, group in groups if path} or {
+    strategies = {_strategy(group, name) for path, group in groups if path} or {
         _strategy(group, name) for _, group in groups
     }
-    if len(found) > 1:
-        some = ", ".join(sorted(map(str, found)))
+    if len(strategies) > 1:
+        some = ", ".join(sorted(map(str, strategies)))
         raise ModelError(
             f"{name} has modules that are sharded unlike each other ({some}); shard all of them by "
             "the same arguments"
         )
     _check_units(model, [path for path, _ in groups], name)
-    whole = {id(each.sharded_param): each for _, group in groups for each in group.fsdp_params}
+    sharded = {
+        id(parameter.sharded_param): parameter
+        for _, group in groups
+        for parameter in group.fsdp_params
+    }
     divided = {
         path: spec
         for path, parameter in model.named_parameters(remove_duplicate=False)
-        if (spec := _spec_of(whole[id(parameter)])) is not None
+        if (spec := _spec_of(sharded[id(parameter)])) is not None
     }
-    return Sharding(strategy=found.pop(), divided=divided)
+    return Sharding(strategy=strategies.pop(), divided=divided)
 
 
 def unshard(model: nn.Module) -> None:
@@ -268,8 +272,8 @@ def unshard(model: nn.Module) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     for _, group in _groups(model):
-        for each in group.fsdp_params:
-            made[id(each.sharded_param)] = _whole(each)
+        for sharded in group.fsdp_params:
+            made[id(sharded.sharded_param)] = _whole(sharded)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -288,8 +292,8 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
             # torch 2.13 keeps several to a state where it kept one.
             several = getattr(state, "_fsdp_param_groups", None)
             group = state._fsdp_param_group if several is None else None
-            for each in several if several is not None else [group] if group else []:
-                yield path, each
+            for one in several if several is not None else [group] if group else []:
+                yield path, one
 
 
 def _strategy(group: Any, name: str) -> Strategy:
@@ -371,10 +375,10 @@ class Division:
     modules: frozenset[str] = frozenset()
     strategy: Strategy | None = None
 
-    def precision(self, asked: str) -> str:
+    def precision(self, wanted: str) -> str:
         """The precision of what is gathered of a sharded model, which is otherwise as asked."""
         gathered = None if self.strategy is None else self.strategy.gathered_dtype
-        return gathered if gathered is not None and asked == "fp32" else asked
+        return gathered if gathered is not None and wanted == "fp32" else wanted
 
     def gather(self, model: nn.Module) -> None:
         """Have a model that is sharded hold whole parameters; the caller puts it back."""
@@ -449,7 +453,7 @@ def division_of(model: nn.Module, name: str) -> Division:
 
 
 def _words(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(f"dimension {each}" for each in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(f"dimension {number}" for number in range(mesh.ndim))
     sizes = (f"{name} of {size}" for name, size in zip(names, mesh.shape, strict=True))
     return f"a mesh with {' and '.join(sizes)}"
 

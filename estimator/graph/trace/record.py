@@ -68,11 +68,11 @@ class Lifetimes:
         for index, op in enumerate(ops):
             for value in (*op.inputs, *op.outputs):
                 last_use[roots[value]] = index
-        found: dict[int, list[int]] = {}
+        held: dict[int, list[int]] = {}
         for root, index in self._released.items():
             if index > last_use.get(root, index):
-                found.setdefault(index, []).append(root)
-        return {index: tuple(each) for index, each in found.items()}
+                held.setdefault(index, []).append(root)
+        return {index: tuple(values) for index, values in held.items()}
 
 
 aten = torch.ops.aten
@@ -203,12 +203,12 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return ""
         number = node._sequence_nr()
-        found = self._node_modules.get(number)
-        if found is None:
+        module = self._node_modules.get(number)
+        if module is None:
             # Among boundaries at one sequence number the last one made is in force.
-            found = self._owners[max(0, bisect_right(self._boundaries, number) - 1)]
-            self._node_modules[number] = found
-        return found
+            module = self._owners[max(0, bisect_right(self._boundaries, number) - 1)]
+            self._node_modules[number] = module
+        return module
 
     # Tensors
 
@@ -401,10 +401,10 @@ _TRAITS: dict[Any, _Traits] = {}
 
 
 def _traits_of(func: Any) -> _Traits:
-    found = _TRAITS.get(func)
-    if found is None:
-        found = _TRAITS[func] = _read_traits(func)
-    return found
+    traits = _TRAITS.get(func)
+    if traits is None:
+        traits = _TRAITS[func] = _read_traits(func)
+    return traits
 
 
 def _read_traits(func: Any) -> _Traits:
@@ -539,10 +539,10 @@ def _difference(first: Recorder, second: Recorder) -> str | None:
     for position, (one, two) in enumerate(zip(first.ops, second.ops, strict=False)):
         if not _alike(one, two):
             where = f" in module '{one.module}'" if one.module else ""
-            found = one.call.target
+            target = one.call.target
             if two.call.target != one.call.target:
-                found = f"{one.call.target} or {two.call.target}"
-            return f"operator {position}{where} depends on it ({found})"
+                target = f"{one.call.target} or {two.call.target}"
+            return f"operator {position}{where} depends on it ({target})"
     if len(first.ops) != len(second.ops) or len(first.values) != len(second.values):
         return f"{len(first.ops)} operators become {len(second.ops)} at twice the batch"
     return None
@@ -591,29 +591,29 @@ class _Pairs:
 
     def specs(self, one: TensorSpec, two: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
         key = (one, two)
-        found = self._specs.get(key)
-        if found is None:
+        known = self._specs.get(key)
+        if known is None:
             if _is_contiguous(one) and _is_contiguous(two):
                 left = TensorSpec(one.shape, one.dtype)
-                found = (left, left if two.shape == one.shape else TensorSpec(two.shape, two.dtype))
+                known = (left, left if two.shape == one.shape else TensorSpec(two.shape, two.dtype))
             else:
-                found = (one, one if two == one else two)
-            self._specs[key] = found
-        return found
+                known = (one, one if two == one else two)
+            self._specs[key] = known
+        return known
 
     def calls(self, one: OpCall, two: OpCall) -> tuple[OpCall, OpCall]:
         # Recorders keep equal calls once, and alive, so identity stands for equality.
         key = (id(one), id(two))
-        found = self._calls.get(key)
-        if found is None:
+        known = self._calls.get(key)
+        if known is None:
             arguments = self._tree(one.arguments, two.arguments)
             keywords = self._tree(one.keywords, two.keywords)
             outputs = self._tree(one.outputs, two.outputs)
             left = OpCall(one.target, arguments[0], keywords[0], outputs[0])
             right = OpCall(two.target, arguments[1], keywords[1], outputs[1])
             left = self._unique.setdefault(left, left)
-            found = self._calls[key] = (left, self._unique.setdefault(right, right))
-        return found
+            known = self._calls[key] = (left, self._unique.setdefault(right, right))
+        return known
 
     def _tree(self, one: Any, two: Any) -> tuple[Any, Any]:
         if isinstance(one, TensorSpec):

@@ -84,7 +84,7 @@ def trace_graph(
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
     (4, ['bias', 'weight'])
     """
-    asked = None if optimizer is None else check_optimizer(optimizer)
+    wanted = None if optimizer is None else check_optimizer(optimizer)
     check_precision(precision)
     _check_model(model, target, name := name or type(model).__name__)
     call = TrainingCall.of(model, batch, loss)
@@ -109,7 +109,7 @@ def trace_graph(
         tracer,
         first,
         joined,
-        optimizer=asked,
+        optimizer=wanted,
         samples=samples,
         tokens=tokens_per_sample(batch, samples),
         fixed_because=fixed_because or joined.difference,
@@ -225,7 +225,7 @@ def _held_precision(model: nn.Module, precision: str) -> tuple[str, str | None]:
 
     A model kept in half is trained as such, whether it was asked for or not.
     """
-    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if precision == "fp32" and len(kinds) == 1 and kinds <= set(_HELD_AS):
         precision = _HELD_AS[kinds.pop()]
     wide = sorted(
@@ -349,8 +349,8 @@ class _Tracer:
             if recorded.backwards:
                 return
             if not isinstance(value, Tensor) or value.numel() != 1:
-                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ModelError(f"the loss of {self.name} must be one number, found {found}")
+                shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ModelError(f"the loss of {self.name} must be one number, found {shown}")
             if not value.requires_grad:
                 raise ModelError(
                     f"the loss of {self.name} does not depend on any trainable parameter"

@@ -46,13 +46,13 @@ class Phases(nn.Module):
         """The sum of the losses that a step returned; raises ModelError."""
         if isinstance(losses, Mapping):
             losses = tuple(losses.values())
-        found = losses if isinstance(losses, (tuple, list)) else (losses,)
-        if not found or not all(isinstance(loss, Tensor) for loss in found):
+        several = losses if isinstance(losses, (tuple, list)) else (losses,)
+        if not several or not all(isinstance(loss, Tensor) for loss in several):
             raise ModelError(
                 f"step(models, batch) returned {quoted(losses)} and called no backward(); return "
                 "its loss, or one for each phase"
             )
-        total: Tensor = sum(loss.mean() for loss in found)
+        total: Tensor = sum(loss.mean() for loss in several)
         return total
 
 
@@ -61,7 +61,7 @@ def as_phases(model: Any, loss: Any) -> tuple[Any, Any]:
     several = list(model.values()) if isinstance(model, Mapping) else model
     if not isinstance(several, (list, tuple)) or isinstance(model, nn.Module):
         return model, loss
-    if not several or not all(isinstance(each, nn.Module) for each in several):
+    if not several or not all(isinstance(module, nn.Module) for module in several):
         return model, loss
     if not callable(loss) or isinstance(loss, nn.Module):
         raise ModelError(
@@ -411,11 +411,11 @@ def _is_step(loss: Loss) -> bool:
     return len(names) > 1 and names[0] in _MODEL_WORDS
 
 
-def _step_loss(found: Any) -> Any:
+def _step_loss(loss: Any) -> Any:
     """The loss of what a step returned: it alone, or first, as in (loss, outputs)."""
-    if isinstance(found, Mapping):
-        return loss_of(found)
-    return found[0] if isinstance(found, (tuple, list)) and found else found
+    if isinstance(loss, Mapping):
+        return loss_of(loss)
+    return loss[0] if isinstance(loss, (tuple, list)) and loss else loss
 
 
 def _unaccepted(model: nn.Module, batch: Mapping[Any, Any]) -> tuple[str, ...]:
@@ -424,6 +424,6 @@ def _unaccepted(model: nn.Module, batch: Mapping[Any, Any]) -> tuple[str, ...]:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
         return ()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ()
     return tuple(name for name in batch if name not in parameters)

@@ -52,10 +52,10 @@ class Comparison:
 
     def __str__(self) -> str:
         predicted = self.predicted
-        told = f"no prediction ({self.refusal})"
+        prediction = f"no prediction ({self.refusal})"
         if predicted is not None:
             interval = format_interval(predicted.step_time_s, predicted.low_s, predicted.high_s)
-            told = f"predicted {interval}"
+            prediction = f"predicted {interval}"
         seen = "too few steady steps to measure"
         if self.measured_s is not None:
             seen = f"measured {format_seconds(self.measured_s)} over {self.steps} steps"
@@ -63,7 +63,7 @@ class Comparison:
             seen += f", {format_ratio(abs(self.error_ratio))} "
             seen += "too slow" if self.error_ratio > 0 else "too fast"
         remark = f"; {self.remark}" if self.remark else ""
-        return f"{self.workload} on {self.allocation}: {told}, {seen}{remark}"
+        return f"{self.workload} on {self.allocation}: {prediction}, {seen}{remark}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
@@ -239,11 +239,11 @@ def _traced(model: Any, batch: Any, recipe: Mapping[str, Any]) -> tuple[OpGraph 
         return None, str(error)
 
 
-def _predicted(graph: OpGraph, allocation: str, **asked: Any) -> tuple[Estimate | None, str]:
+def _predicted(graph: OpGraph, allocation: str, **options: Any) -> tuple[Estimate | None, str]:
     from estimator.api import estimate
 
     try:
-        return estimate(graph, allocation, **asked), ""
+        return estimate(graph, allocation, **options), ""
     except EstimatorError as error:
         return None, str(error)
 

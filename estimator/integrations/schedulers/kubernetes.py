@@ -54,8 +54,8 @@ def filtered(args: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any
 def prioritized(args: Content, graph_of: Callable[[str], OpGraph]) -> list[dict[str, Any]]:
     """The answer to a prioritize call: 10 for the fastest node, the others in proportion."""
     pod = field(args, "pod") or {}
-    found = scores(pod, _items(args), graph_of, most=MOST_SCORE)
-    return [{"host": name, "score": round(score)} for name, score in found.items()]
+    scored = scores(pod, _items(args), graph_of, most=MOST_SCORE)
+    return [{"host": name, "score": round(score)} for name, score in scored.items()]
 
 
 def lack_of(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> str:
@@ -100,7 +100,9 @@ def _answer(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> 
 def _devices(pod: Content) -> int:
     """GPUs that the containers of a pod are limited to."""
     containers = pod.get("spec", {}).get("containers", [])
-    limits = [each.get("resources", {}).get("limits", {}).get(DEVICES, 0) for each in containers]
+    limits = [
+        container.get("resources", {}).get("limits", {}).get(DEVICES, 0) for container in containers
+    ]
     try:
         devices = sum(map(int, limits))
     except (TypeError, ValueError):
@@ -116,19 +118,19 @@ def _items(args: Content) -> list[Content]:
         raise WorkloadError(
             "the scheduler sent names of nodes only; set nodeCacheCapable: false for this extender"
         )
-    found: list[Content] = field(nodes, "items") or []
-    return found
+    items: list[Content] = field(nodes, "items") or []
+    return items
 
 
 def name_of(node: Content) -> str:
     """The name in a node's metadata."""
-    found: str = _metadata(node).get("name", "")
-    return found
+    name: str = _metadata(node).get("name", "")
+    return name
 
 
 def _metadata(thing: Content) -> Content:
-    found: Content = thing.get("metadata") or {}
-    return found
+    metadata: Content = thing.get("metadata") or {}
+    return metadata
 
 
 def field(content: Content, name: str) -> Any:
@@ -153,9 +155,9 @@ def predicate(request: Content, graph_of: Callable[[str], OpGraph]) -> dict[str,
 
 def volcano_prioritized(request: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any]:
     """The answer to a prioritize call: 100 for the fastest node, the others in proportion."""
-    nodes = [_node(each) for each in field(request, "nodes") or []]
-    found = scores(_pod(request), nodes, graph_of, most=VOLCANO_MOST_SCORE)
-    return {"nodeScore": found, "errorMessage": ""}
+    nodes = [_node(node) for node in field(request, "nodes") or []]
+    scored = scores(_pod(request), nodes, graph_of, most=VOLCANO_MOST_SCORE)
+    return {"nodeScore": scored, "errorMessage": ""}
 
 
 def _pod(request: Content) -> Content:
@@ -204,14 +206,14 @@ def _patch(job: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> list[d
         raise WorkloadError(f"the job has no annotation {MACHINE}; name its machine type there")
     trainer = (job.get("spec") or {}).get("trainer") or {}
     limits = (trainer.get("resourcesPerNode") or {}).get("limits") or {}
-    found = sizes(
+    nodes = sizes(
         graph_of(annotations[GRAPH]),
         machine,
         max_nodes=_number(annotations, MOST_NODES, trainer.get("numNodes", 1), most=_MOST),
         devices=_number(limits, DEVICES, 0, most=_MOST) or None,
         wanted_ratio=_ratio(annotations.get(WANTED, WANTED_RATIO)),
     )
-    words = repr(found.most).removeprefix("Estimate(").removesuffix(")")
+    words = repr(nodes.most).removeprefix("Estimate(").removesuffix(")")
     patch: list[dict[str, Any]] = []
     if not (job.get("spec") or {}).get("trainer"):
         patch.append({"op": "add", "path": "/spec/trainer", "value": {}})
@@ -219,7 +221,7 @@ def _patch(job: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> list[d
     path = f"/metadata/annotations/{ESTIMATE.replace('/', '~1')}"
     return [
         *patch,
-        {"op": "add", "path": "/spec/trainer/numNodes", "value": found.most_nodes},
+        {"op": "add", "path": "/spec/trainer/numNodes", "value": nodes.most_nodes},
         {"op": "add", "path": path, "value": words},
     ]
 

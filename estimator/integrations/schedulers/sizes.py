@@ -40,7 +40,7 @@ def sizes(
     max_nodes: int,
     devices: int | None = None,
     wanted_ratio: float = WANTED_RATIO,
-    **asked: Any,
+    **options: Any,
 ) -> Sizes:
     """The fewest nodes on which a step fits, and the most with `wanted_ratio` of linear speed.
 
@@ -48,36 +48,36 @@ def sizes(
     and `calibration` do. Raises WorkloadError where it fits on no number of nodes, or why none has
     an answer.
     """
-    each = devices or len(named_profile(machine).devices)
+    on_node = devices or len(named_profile(machine).devices)
     nodes = range(1, max_nodes + 1)
-    table = estimate_many(graph, [f"{count}x{each}:{machine}" for count in nodes], **asked)
+    table = estimate_many(graph, [f"{count}x{on_node}:{machine}" for count in nodes], **options)
     if not table.answered.any():
         raise WorkloadError(next(iter(table.errors.values())))
     fitting = [row for row in range(len(table)) if table.answered[row] and table.fits_code[row]]
     if not fitting:
         raise WorkloadError(
-            f"{graph.name} fits on none of 1 to {max_nodes} nodes of {each} devices of "
+            f"{graph.name} fits on none of 1 to {max_nodes} nodes of {on_node} devices of "
             f"'{machine}'; shard it (strategy fsdp) or give more nodes"
         )
     per_node = table.samples_per_s / table.nodes
     linear = per_node[fitting[0]]
     used = [row for row in fitting if per_node[row] >= wanted_ratio * linear]
-    return Sizes(machine=machine, devices=each, least=table[fitting[0]], most=table[max(used)])
+    return Sizes(machine=machine, devices=on_node, least=table[fitting[0]], most=table[max(used)])
 
 
-def nnodes(found: Sizes) -> str:
+def nnodes(elastic: Sizes) -> str:
     """What ``torchrun --nnodes`` takes: MIN:MAX, or one number where both are the same."""
-    if found.least_nodes == found.most_nodes:
-        return str(found.least_nodes)
-    return f"{found.least_nodes}:{found.most_nodes}"
+    if elastic.least_nodes == elastic.most_nodes:
+        return str(elastic.least_nodes)
+    return f"{elastic.least_nodes}:{elastic.most_nodes}"
 
 
-def torchrun(found: Sizes) -> list[str]:
+def torchrun(elastic: Sizes) -> list[str]:
     """The words of ``torchrun`` that say the size of a job."""
-    return ["torchrun", f"--nnodes={nnodes(found)}", f"--nproc-per-node={found.devices}"]
+    return ["torchrun", f"--nnodes={nnodes(elastic)}", f"--nproc-per-node={elastic.devices}"]
 
 
-def scaling_config(found: Sizes, **more: Any) -> Any:
+def scaling_config(elastic: Sizes, **more: Any) -> Any:
     """The ``ray.train.ScalingConfig`` of the most nodes: one worker a device.
 
     `more` goes to ScalingConfig, as ``placement_strategy`` does. Raises ModelError without ray.
@@ -86,5 +86,5 @@ def scaling_config(found: Sizes, **more: Any) -> Any:
         from ray.train import ScalingConfig
     except ImportError:
         raise ModelError("a ScalingConfig needs Ray Train; install 'ray[train]'") from None
-    is_gpu = found.most.plan.kinds[0].program.profile.kind == "cuda"
-    return ScalingConfig(num_workers=found.most.ranks, use_gpu=is_gpu, **more)
+    is_gpu = elastic.most.plan.kinds[0].program.profile.kind == "cuda"
+    return ScalingConfig(num_workers=elastic.most.ranks, use_gpu=is_gpu, **more)

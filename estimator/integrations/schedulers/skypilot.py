@@ -13,7 +13,7 @@ from estimator.machines.prices import PriceList
 
 
 def time_estimator(
-    graph: OpGraph, *, samples: float, nodes: int = 1, **asked: Any
+    graph: OpGraph, *, samples: float, nodes: int = 1, **options: Any
 ) -> Callable[[Any], int]:
     """A function of ``sky.Resources`` that gives the seconds of training on so many nodes.
 
@@ -25,7 +25,7 @@ def time_estimator(
     def seconds(resources: Any) -> int:
         cloud = str(getattr(resources, "cloud", None) or "")
         machine, devices = machine_of(resources.instance_type, resources.accelerators, cloud)
-        answer = estimate(graph, f"{nodes}x{devices}:{machine}", **asked)
+        answer = estimate(graph, f"{nodes}x{devices}:{machine}", **options)
         return round(answer.duration_s(samples=samples))
 
     return seconds

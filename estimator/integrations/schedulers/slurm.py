@@ -39,7 +39,7 @@ def read_sinfo(text: str) -> list[Partition]:
     >>> read_sinfo("gpu|1-00:00:00|4|gpu:a100:8(S:0-1)")[0].limit_s
     86400.0
     """
-    found = []
+    partitions = []
     for line in filter(None, map(str.strip, text.splitlines())):
         parts = line.split("|")
         if len(parts) != 4:
@@ -57,7 +57,7 @@ def read_sinfo(text: str) -> list[Partition]:
             count = parse_whole(nodes, most=_MOST_NODES)
         except ValueError as error:
             raise ImportedFileError(f"nodes of partition '{name}': {error}") from None
-        found.append(
+        partitions.append(
             Partition(
                 name=name,
                 limit_s=_limit_s(limit),
@@ -66,7 +66,7 @@ def read_sinfo(text: str) -> list[Partition]:
                 gpus=int(gpus[2]) if gpus else 0,
             )
         )
-    return found
+    return partitions
 
 
 def _limit_s(text: str) -> float:
@@ -97,15 +97,15 @@ def partition_for(
 ) -> Partition:
     """The first partition that a job may run in; raises AllocationError saying what each lacks."""
     lacks = []
-    for each in partitions:
-        if each.nodes < nodes:
-            lacks.append(f"{each.name} has {each.nodes} nodes")
-        elif each.gpus < gpus:
-            lacks.append(f"{each.name} has {each.gpus} GPUs a node")
-        elif each.limit_s < time_s:
-            lacks.append(f"{each.name} ends jobs after {time_text(each.limit_s)}")
+    for partition in partitions:
+        if partition.nodes < nodes:
+            lacks.append(f"{partition.name} has {partition.nodes} nodes")
+        elif partition.gpus < gpus:
+            lacks.append(f"{partition.name} has {partition.gpus} GPUs a node")
+        elif partition.limit_s < time_s:
+            lacks.append(f"{partition.name} ends jobs after {time_text(partition.limit_s)}")
         else:
-            return each
+            return partition
     raise AllocationError(
         f"no partition takes {nodes} nodes of {gpus} GPUs for {time_text(time_s)} "
         f"({'; '.join(lacks) or 'there is none'}); ask for less"
@@ -123,14 +123,14 @@ def job_script(
 
     `time_s` is the limit. Raises AllocationError where nodes are unlike.
     """
-    each = {group.devices_per_node for group in answer.allocation.groups}
+    counts = {group.devices_per_node for group in answer.allocation.groups}
     machines = {kind.program.profile.name for kind in answer.plan.kinds}
-    if len(each) > 1 or len(machines) > 1:
+    if len(counts) > 1 or len(machines) > 1:
         raise AllocationError(
             f"'{answer.allocation}' has unlike nodes; Slurm's --gres is one for all, so name "
             "nodes alike"
         )
-    (devices,), nodes = each, answer.allocation.nodes
+    (devices,), nodes = counts, answer.allocation.nodes
     lines = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--time={time_text(time_s)}"]
     if answer.plan.kinds[0].program.profile.kind == "cuda":
         kind = f"{partition.gpu}:" if partition is not None and partition.gpu else ""

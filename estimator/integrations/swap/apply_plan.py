@@ -68,7 +68,7 @@ def apply_plan(plan: MemoryPlan, model: nn.Module, *, host: Host | None = None) 
     device.
     """
     target = plan.graph.target
-    elsewhere = {each.device.type for each in model.parameters()} - {target}
+    elsewhere = {parameter.device.type for parameter in model.parameters()} - {target}
     if elsewhere and host is None:
         raise WorkloadError(
             f"the plan was made for a step on {target}, found parameters on {min(elsewhere)}; move "
@@ -184,17 +184,17 @@ class _FollowedOps(TorchDispatchMode):
         self.reach()
         if place in storages.repeated:
             storages.keep_call(place, func, args, kwargs)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self.place += 1
         if storages.results[place]:
-            outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
+            outputs = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, Tensor)]
             for index, number in storages.results[place]:
                 if index < len(outputs):
                     storages.register(number, outputs[index])
             del outputs
         if self.place == len(self._targets):
             storages.run(self.place)
-        return found
+        return result
 
 
 def _is_away(leaf: Any) -> bool:
@@ -243,34 +243,34 @@ class CallTimes:
 
     def retime(self, swaps: Sequence[SwapCalls]) -> None:
         """Free when copies out have ended and fetch in time, as far as the plan's peak allows."""
-        for each in swaps:
-            self._hold(each.swap.free_before, self.places[each.free], each.size_bytes)
-            self._hold(self.places[each.fetch], each.swap.fetch_before, each.size_bytes)
+        for swap in swaps:
+            self._hold(swap.swap.free_before, self.places[swap.free], swap.size_bytes)
+            self._hold(self.places[swap.fetch], swap.swap.fetch_before, swap.size_bytes)
         self._free_after_copies(swaps)
         self._fetch_before_uses(swaps)
 
     def _free_after_copies(self, swaps: Sequence[SwapCalls]) -> None:
         lane_s = 0.0
-        for each in sorted(swaps, key=lambda each: (each.send, each.swap.after)):
-            copy_s = self._problem.d2h.transfer_time_s(each.size_bytes)
-            lane_s = max(lane_s, self.call_s[each.send]) + copy_s
-            wanted = min(max(bisect_left(self.call_s, lane_s), each.free), each.fetch)
-            while wanted > each.free and not self._fits(each.free, wanted, each.size_bytes):
+        for timed in sorted(swaps, key=lambda timed: (timed.send, timed.swap.after)):
+            copy_s = self._problem.d2h.transfer_time_s(timed.size_bytes)
+            lane_s = max(lane_s, self.call_s[timed.send]) + copy_s
+            wanted = min(max(bisect_left(self.call_s, lane_s), timed.free), timed.fetch)
+            while wanted > timed.free and not self._fits(timed.free, wanted, timed.size_bytes):
                 wanted -= 1
-            self._hold(self.places[each.free], self.places[wanted], each.size_bytes)
-            each.free = wanted
+            self._hold(self.places[timed.free], self.places[wanted], timed.size_bytes)
+            timed.free = wanted
 
     def _fetch_before_uses(self, swaps: Sequence[SwapCalls]) -> None:
         lane_s = np.inf
-        for each in sorted(swaps, key=lambda each: (-each.use, -each.swap.use)):
-            copy_s = self._problem.h2d.transfer_time_s(each.size_bytes)
-            lane_s = min(lane_s, self.call_s[each.use]) - copy_s
-            wanted = max(bisect_right(self.call_s, lane_s) - 1, each.free)
-            while wanted < each.fetch and not self._fits(wanted, each.fetch, each.size_bytes):
+        for timed in sorted(swaps, key=lambda timed: (-timed.use, -timed.swap.use)):
+            copy_s = self._problem.h2d.transfer_time_s(timed.size_bytes)
+            lane_s = min(lane_s, self.call_s[timed.use]) - copy_s
+            wanted = max(bisect_right(self.call_s, lane_s) - 1, timed.free)
+            while wanted < timed.fetch and not self._fits(wanted, timed.fetch, timed.size_bytes):
                 wanted += 1
-            if wanted < each.fetch:
-                self._hold(self.places[wanted], self.places[each.fetch], each.size_bytes)
-                each.fetch = wanted
+            if wanted < timed.fetch:
+                self._hold(self.places[wanted], self.places[timed.fetch], timed.size_bytes)
+                timed.fetch = wanted
 
     def _hold(self, first: int, last: int, size_bytes: int) -> None:
         """Count a tensor during ops `first` .. `last` - 1, or no longer where these are swapped."""
@@ -342,7 +342,7 @@ class SavedTensors:
             self._calls = HookCalls()
             return False
         self._storages.calls = calls
-        for event in sorted(events, key=lambda each: each[:3]):
+        for event in sorted(events, key=lambda event: event[:3]):
             self._actions[event.call].append((event.action, event.which))
         for number, call in self._calls.saved_at.items():
             self._registered[call].append(number)
@@ -455,13 +455,13 @@ def planned_events(
             SwapCalls(swap=swap, size_bytes=size_bytes, send=send, free=free, fetch=fetch, use=use)
         )
     CallTimes(calls.places, storages.problem, storages.plan).retime(swaps)
-    for each in swaps:
-        swap = each.swap
-        add(each.send, swap.after + 1, "send", swap.tensor)
-        add(each.free, swap.free_before, "free", swap.tensor)
+    for timed in swaps:
+        swap = timed.swap
+        add(timed.send, swap.after + 1, "send", swap.tensor)
+        add(timed.free, swap.free_before, "free", swap.tensor)
         # At one call what is needed first is fetched first.
-        add(each.fetch, swap.use, "fetch", swap.tensor)
-        add(each.use, swap.use, "use", swap.tensor)
+        add(timed.fetch, swap.use, "fetch", swap.tensor)
+        add(timed.use, swap.use, "use", swap.tensor)
     for again in storages.plan.recomputes:
         before = calls.before(again.before)
         drop = max(calls.after(again.after + 1), found_at(again.tensor, before))

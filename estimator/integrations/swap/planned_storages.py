@@ -59,14 +59,14 @@ class Arena:
         self._spare: defaultdict[int, list[Any]] = defaultdict(list)
 
     def __enter__(self) -> Arena:
-        for each in (self._out, self._back):
-            each.thread.start()
+        for worker in (self._out, self._back):
+            worker.thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for each in (self._out, self._back):
-            each.asked.put(None)
-            each.thread.join()
+        for worker in (self._out, self._back):
+            worker.asked.put(None)
+            worker.thread.join()
 
     def send(self, storage: UntypedStorage) -> _PendingCopy:
         spare = self._spare[storage.nbytes()]
@@ -104,24 +104,24 @@ class _Direction:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def copy(self, host: Any, device: Any, *, out: bool = True) -> _PendingCopy:
-        asked = _PendingCopy(host, device, out, threading.Event(), time.perf_counter())
-        self.asked.put(asked)
-        return asked
+        pending = _PendingCopy(host, device, out, threading.Event(), time.perf_counter())
+        self.asked.put(pending)
+        return pending
 
     def _run(self) -> None:
         # When the link is done with the copy before: the thread itself may wake later than asked.
         free_s = 0.0
-        while (asked := self.asked.get()) is not None:
-            begin_s = max(asked.asked_s, free_s)
-            if asked.out:
-                np.copyto(asked.host, asked.device)
+        while (pending := self.asked.get()) is not None:
+            begin_s = max(pending.asked_s, free_s)
+            if pending.out:
+                np.copyto(pending.host, pending.device)
             else:
-                np.copyto(asked.device, asked.host)
+                np.copyto(pending.device, pending.host)
             copied_s = time.perf_counter()
-            free_s = max(begin_s + self.link.transfer_time_s(asked.host.nbytes), copied_s)
+            free_s = max(begin_s + self.link.transfer_time_s(pending.host.nbytes), copied_s)
             time.sleep(free_s - copied_s)
-            asked.device = None
-            asked.done.set()
+            pending.device = None
+            pending.done.set()
 
 
 def _block(storage: UntypedStorage) -> Any:
@@ -234,40 +234,40 @@ class PlannedStorages:
         self.problem, self.plan, self._host = problem, plan, host
         wanted = self._wanted()
         self.results = _wanted_results(graph, problem, wanted)
-        self.repeated = {op for each in plan.recomputes for op in each.ops}
+        self.repeated = {op for recompute in plan.recomputes for op in recompute.ops}
         self.events = self._events(wanted)
         self.storages: dict[int, UntypedStorage] = {}
         self.numbers: dict[int, int] = {}
         self.calls: dict[int, tuple[Any, Any, Any]] = {}
         self.is_recomputing = False
-        self._owners = {each.untyped_storage()._cdata: each for each in owners}
+        self._owners = {owner.untyped_storage()._cdata: owner for owner in owners}
         self._sent: dict[int, Any] = {}
         self._fetched: dict[int, Any] = {}
 
     def _wanted(self) -> set[int]:
         """Activations that are moved or made again, or that making them again touches."""
-        found = {swap.tensor for swap in self.plan.swaps}
+        wanted = {swap.tensor for swap in self.plan.swaps}
         for again in self.plan.recomputes:
-            found.add(again.tensor)
+            wanted.add(again.tensor)
             for op in again.ops:
-                found.update(self.problem.reads[op], self.problem.writes[op])
-        return {n for n in found if self.problem.tensors[n].kind == "activation"}
+                wanted.update(self.problem.reads[op], self.problem.writes[op])
+        return {n for n in wanted if self.problem.tensors[n].kind == "activation"}
 
     def _events(self, wanted: Iterable[int]) -> dict[int, list[tuple[str, Any]]]:
-        found: defaultdict[int, list[tuple[str, Any]]] = defaultdict(list)
+        events: defaultdict[int, list[tuple[str, Any]]] = defaultdict(list)
         for swap in self.plan.swaps:
-            found[swap.after + 1].append(("send", swap.tensor))
-            found[swap.free_before].append(("free", swap.tensor))
-            found[swap.fetch_before].append(("fetch", swap.tensor))
-            found[swap.use].append(("use", swap.tensor))
-        for each in self.plan.recomputes:
-            found[each.after + 1].append(("drop", each.tensor))
-            found[each.before].append(("recompute", each))
+            events[swap.after + 1].append(("send", swap.tensor))
+            events[swap.free_before].append(("free", swap.tensor))
+            events[swap.fetch_before].append(("fetch", swap.tensor))
+            events[swap.use].append(("use", swap.tensor))
+        for recompute in self.plan.recomputes:
+            events[recompute.after + 1].append(("drop", recompute.tensor))
+            events[recompute.before].append(("recompute", recompute))
         for number in wanted:
-            found[self.problem.tensors[number].dies + 1].append(("forget", number))
-        for some in found.values():
+            events[self.problem.tensors[number].dies + 1].append(("forget", number))
+        for some in events.values():
             some.sort(key=lambda event: KINDS.index(event[0]))
-        return dict(found)
+        return dict(events)
 
     def clear(self) -> None:
         """A step is over."""
@@ -300,7 +300,7 @@ class PlannedStorages:
 
     def is_owned(self, tensor: Tensor) -> bool:
         """Whether it is a parameter or buffer of the model, which every step has."""
-        return any(tensor is each for each in self._owners.values())
+        return any(tensor is owner for owner in self._owners.values())
 
     def run(self, place: int) -> None:
         """What happens before an op."""
@@ -348,12 +348,14 @@ class PlannedStorages:
             for op in again.ops:
                 func, args, kwargs = self.calls[op]
                 args, kwargs = tree_map(rebuilt, (args, kwargs))
-                found = func(*_without_running(func, args), **kwargs)
-                outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
+                result = func(*_without_running(func, args), **kwargs)
+                outputs = [
+                    tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, Tensor)
+                ]
                 for index, number in self.results[op]:
                     if index < len(outputs) and self.problem.tensors[number].born == op:
                         fresh[number] = outputs[index].untyped_storage()
-                del args, kwargs, found, outputs
+                del args, kwargs, result, outputs
                 for number in [n for n in fresh if last_read.get(n, -1) <= op]:
                     if number != again.tensor:
                         del fresh[number]
@@ -380,4 +382,4 @@ def _without_running(func: Any, args: Any) -> Any:
     """The arguments of a batch norm without what it keeps of the batches seen: once is enough."""
     if func._schema.name.removeprefix("aten::") not in _BATCH_NORMS:
         return args
-    return tuple(None if index in _RUNNING else each for index, each in enumerate(args))
+    return tuple(None if index in _RUNNING else argument for index, argument in enumerate(args))

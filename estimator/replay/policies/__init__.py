@@ -36,8 +36,8 @@ def load_policy(text: str) -> Policy:
             advice="write module:function",
             error=WorkloadError,
         ):
-            found = getattr(importlib.import_module(where), name)
-            own: Policy = found() if isinstance(found, type) else PlanOf(found)
+            policy = getattr(importlib.import_module(where), name)
+            own: Policy = policy() if isinstance(policy, type) else PlanOf(policy)
         return own
     if text not in _HOMES:
         raise WorkloadError(

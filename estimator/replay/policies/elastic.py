@@ -34,7 +34,7 @@ class MaxMin(Pools):
     def share(self, view: View) -> dict[str, Grant]:
         """Max-min counts on one machine type."""
         free = view.nodes.total(view.machine)
-        curves = {each.job.name: view.curve(each.job) for each in view.jobs}
+        curves = {waiting.job.name: view.curve(waiting.job) for waiting in view.jobs}
         least = {name: next(iter(curve)) for name, curve in curves.items()}
         given = admitted(least.items(), free)
         free -= sum(given.values())
@@ -74,8 +74,8 @@ class Afs(Pools):
 
     def share(self, view: View) -> dict[str, Grant]:
         """Counts on one machine type."""
-        curves = {each.job.name: view.curve(each.job) for each in view.jobs}
-        remaining = {each.job.name: each.remaining_samples for each in view.jobs}
+        curves = {waiting.job.name: view.curve(waiting.job) for waiting in view.jobs}
+        remaining = {waiting.job.name: waiting.remaining_samples for waiting in view.jobs}
         free = view.nodes.total(view.machine)
         given = _admitted_shortest_first(curves, remaining, free)
         free -= sum(given.values())
@@ -152,8 +152,8 @@ class Optimus(Pools):
 
     def share(self, view: View) -> dict[str, Grant]:
         """Counts on one machine type."""
-        curves = {each.job.name: view.curve(each.job) for each in view.jobs}
-        remaining = {each.job.name: each.remaining_samples for each in view.jobs}
+        curves = {waiting.job.name: view.curve(waiting.job) for waiting in view.jobs}
+        remaining = {waiting.job.name: waiting.remaining_samples for waiting in view.jobs}
         free = view.nodes.total(view.machine)
         given = _admitted_shortest_first(curves, remaining, free)
         free -= sum(given.values())
@@ -166,7 +166,7 @@ def _gain(
 ) -> Climb | None:
     """The next count with what it saves per device, negated as a cost; None if nothing."""
     curve = curves[name]
-    higher = next((each for each in curve if each > count), None)
+    higher = next((point for point in curve if point > count), None)
     if higher is None or curve[higher] <= curve[count]:
         return None
     saved_s = remaining[name] / curve[count] - remaining[name] / curve[higher]

@@ -54,10 +54,14 @@ class Pollux(Pools):
 
     def share(self, view: View) -> dict[str, Grant]:
         """Counts and batches on one machine type."""
-        curves = {each.job.name: goodputs(view, each.job, view.machine) for each in view.jobs}
+        curves = {
+            waiting.job.name: goodputs(view, waiting.job, view.machine) for waiting in view.jobs
+        }
         free = view.nodes.total(view.machine)
         # Who holds devices keeps at least one: an end of time without is a restart.
-        line = [each.job.name for each in sorted(view.jobs, key=lambda each: not each.count)]
+        line = [
+            waiting.job.name for waiting in sorted(view.jobs, key=lambda waiting: not waiting.count)
+        ]
         given = admitted(((name, next(iter(curves[name]))) for name in line), free)
         free -= sum(given.values())
         given = climbed(given, free, lambda name, count: _fall(name, count, curves))
@@ -70,7 +74,7 @@ class Pollux(Pools):
 def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> Climb | None:
     """The next count with the fall of 1 / speedup per device, negated by being a difference."""
     curve = curves[name]
-    higher = next((each for each in curve if each > count), None)
+    higher = next((point for point in curve if point > count), None)
     if higher is None or curve[higher][0] <= curve[count][0]:
         return None
     alone = next(iter(curve.values()))[0]
@@ -105,8 +109,8 @@ class Sia:
         """This round's jobs, each on one machine type."""
         choices: list[_Choice] = []
         costs: list[float] = []
-        for row, each in enumerate(view.jobs):
-            for choice, cost in _choices(view, row, each):
+        for row, waiting in enumerate(view.jobs):
+            for choice, cost in _choices(view, row, waiting):
                 choices.append(choice)
                 costs.append(cost)
         if not choices:
@@ -124,19 +128,19 @@ class Sia:
         }
 
 
-def _choices(view: View, row: int, each: Waiting) -> list[tuple[_Choice, float]]:
+def _choices(view: View, row: int, waiting: Waiting) -> list[tuple[_Choice, float]]:
     """A job's configurations, each with the cost of taking it instead of none."""
-    curves = {m: goodputs(view, each.job, m) for m in view.machines if view.nodes.total(m)}
+    curves = {m: goodputs(view, waiting.job, m) for m in view.machines if view.nodes.total(m)}
     least = min((g for curve in curves.values() for g, _ in curve.values()), default=0.0)
-    age = view.now_s - each.job.arrival_s
-    kept = max(age - each.restarts * _RESTART_S, 1.0) / (age + _RESTART_S)
+    age = view.now_s - waiting.job.arrival_s
+    kept = max(age - waiting.restarts * _RESTART_S, 1.0) / (age + _RESTART_S)
     priced = []
     for machine, curve in curves.items():
-        most = max(2 * each.count, next(iter(curve), 0))
+        most = max(2 * waiting.count, next(iter(curve), 0))
         for count, (goodput, batch) in curve.items():
             if count <= most:
                 grant = Grant(count, machine, batch)
-                stays = each.grant is None or each.grant == grant
+                stays = waiting.grant is None or waiting.grant == grant
                 worth = goodput / least * (1.0 if stays else kept)
                 cost = max(worth, 1e-6) ** _FAIRNESS_POWER - _IDLE_PENALTY
                 priced.append(((row, machine, count, batch), min(cost, -1e-3)))

@@ -69,11 +69,13 @@ class Ones(Pools):
 
     def share(self, view: View) -> dict[str, Grant]:
         """The fittest schedule's counts and batches on one machine type."""
-        for each in view.jobs:
-            self._numbers.setdefault(each.job.name, len(self._numbers))
+        for waiting in view.jobs:
+            self._numbers.setdefault(waiting.job.name, len(self._numbers))
         jobs = {
-            self._numbers[each.job.name]: _Contender(each, self._left(each), view.curve(each.job))
-            for each in view.jobs
+            self._numbers[waiting.job.name]: _Contender(
+                waiting, self._left(waiting), view.curve(waiting.job)
+            )
+            for waiting in view.jobs
         }
         known = self._populations.get(view.machine, [])
         parents = [self._refreshed(one, view, jobs) for one in known]
@@ -100,7 +102,7 @@ class Ones(Pools):
         dropped = [number for number in jobs if self._rng.random() < MUTATION_PROBABILITY]
         holders[np.isin(holders, dropped)] = NOBODY
         batches = {}
-        for number in [n for n, each in jobs.items() if each.job.most_global_batch]:
+        for number in [n for n, waiting in jobs.items() if waiting.job.most_global_batch]:
             parents = [one.batches for one in (first, second) if number in one.batches]
             if parents:
                 batch = parents[int(self._rng.integers(len(parents)))][number]
@@ -111,18 +113,18 @@ class Ones(Pools):
 
     def _learn(self, view: View) -> None:
         """Remember how many epochs the jobs took that have ended since the last plan."""
-        now = {each.job.name: each.job.samples / _epoch(each.job) for each in view.jobs}
+        now = {waiting.job.name: waiting.job.samples / _epoch(waiting.job) for waiting in view.jobs}
         self._ended_epochs += [self._epochs[name] for name in self._epochs if name not in now]
         self._epochs = now
 
-    def _left(self, each: Waiting) -> float:
+    def _left(self, waiting: Waiting) -> float:
         """Samples still to train, by the progress drawn when the last epoch ended."""
-        name, done = each.job.name, _epochs_done(each)
+        name, done = waiting.job.name, _epochs_done(waiting)
         known, left = self._reports.get(name, (0, 0.0))
         if done > known:
             usual = float(np.mean(self._ended_epochs)) if self._ended_epochs else 0.0
             progress = self._rng.beta(done, max(usual - done, 1.0))
-            left = done * _epoch(each.job) * (1 / progress - 1)
+            left = done * _epoch(waiting.job) * (1 / progress - 1)
             self._reports[name] = done, left
         return left
 
@@ -220,6 +222,6 @@ def _epoch(job: Job) -> float:
     return job.epoch_samples or job.samples / EPOCHS_ASSUMED
 
 
-def _epochs_done(each: Waiting) -> int:
+def _epochs_done(waiting: Waiting) -> int:
     # The last sample of an epoch is a sum of times.
-    return int((each.job.samples - each.remaining_samples) / _epoch(each.job) + 1e-9)
+    return int((waiting.job.samples - waiting.remaining_samples) / _epoch(waiting.job) + 1e-9)

@@ -55,11 +55,11 @@ def pools(view: View) -> dict[str, list[Waiting]]:
     if not machines or not view.jobs:
         return {}
     if len(machines) == 1:
-        curves = (view.curve(each.job, machines[0]) for each in view.jobs)
-        return {machines[0]: [each for each, curve in zip(view.jobs, curves) if curve]}
+        curves = (view.curve(waiting.job, machines[0]) for waiting in view.jobs)
+        return {machines[0]: [waiting for waiting, curve in zip(view.jobs, curves) if curve]}
     dealt = _Deal(view, machines).pool_of
     return {
-        machine: [each for each, pool in zip(view.jobs, dealt) if pool == number]
+        machine: [waiting for waiting, pool in zip(view.jobs, dealt) if pool == number]
         for number, machine in enumerate(machines)
     }
 
@@ -75,15 +75,15 @@ class _Deal:
         self._devices = np.array([view.nodes.total(machine) for machine in machines], dtype=float)
         top = int(math.log2(self._devices.max())) + 1
         self._log_rate = np.full((len(machines), len(view.jobs), top), _NEVER)
-        for row, each in enumerate(view.jobs):
+        for row, waiting in enumerate(view.jobs):
             for number, machine in enumerate(machines):
-                self._fill(self._log_rate[number, row], view.curve(each.job, machine))
+                self._fill(self._log_rate[number, row], view.curve(waiting.job, machine))
         self.pool_of = np.full(len(view.jobs), -1)
         self._jobs_in = np.zeros(len(machines), dtype=int)
         number_of = {machine: number for number, machine in enumerate(machines)}
         fits = self._log_rate[:, :, -1] > _NEVER / 2
-        for row, each in enumerate(view.jobs):
-            held = number_of.get(each.grant.machine, -1) if each.grant else -1
+        for row, waiting in enumerate(view.jobs):
+            held = number_of.get(waiting.grant.machine, -1) if waiting.grant else -1
             if held >= 0 and fits[held, row]:
                 self.pool_of[row] = held
                 self._jobs_in[held] += 1
@@ -157,17 +157,17 @@ def with_spare_devices(grants: dict[str, Grant], view: View) -> dict[str, Grant]
     for grant in grants.values():
         free[grant.machine] -= grant.count
     grants = dict(grants)
-    waiting = [each for each in view.jobs if each.job.name not in grants]
-    for each in waiting if any(free.values()) else ():
+    waiting = [one for one in view.jobs if one.job.name not in grants]
+    for one in waiting if any(free.values()) else ():
         choices = {
             (rate, machine, count)
             for machine in view.machines
-            for count, rate in view.curve(each.job, machine).items()
+            for count, rate in view.curve(one.job, machine).items()
             if count <= free[machine]
         }
         if choices:
             _, machine, count = max(choices)
-            grants[each.job.name] = Grant(count, machine)
+            grants[one.job.name] = Grant(count, machine)
             free[machine] -= count
     if any(free.values()):
         _add_unlike_devices(grants, free, view)
@@ -177,25 +177,25 @@ def with_spare_devices(grants: dict[str, Grant], view: View) -> dict[str, Grant]
 def _add_unlike_devices(grants: dict[str, Grant], free: dict[str, int], view: View) -> None:
     """Add free devices of other types to the longest jobs, where that is believed to pay."""
     left: list[tuple[float, Waiting]] = []
-    for each in view.jobs:
-        grant = grants.get(each.job.name)
+    for one in view.jobs:
+        grant = grants.get(one.job.name)
         if grant is not None and grant.global_batch is None:
-            rate = view.rate(each.job, grant.count, grant.machine)
-            left.append((each.remaining_samples / rate, each))
+            rate = view.rate(one.job, grant.count, grant.machine)
+            left.append((one.remaining_samples / rate, one))
     left.sort(key=lambda pair: -pair[0])
-    for remaining_s, each in left[:_MOST_OFFERS]:
-        grant = grants[each.job.name]
+    for remaining_s, one in left[:_MOST_OFFERS]:
+        grant = grants[one.job.name]
         if remaining_s < _SPARE_LEAST_S:
             break
-        rate = view.rate(each.job, grant.count, grant.machine)
+        rate = view.rate(one.job, grant.count, grant.machine)
         best = rate * _SPARE_GAIN_RATIO, grant
         for machine, devices in free.items():
-            most = min(devices, each.job.highest_count - grant.count)
+            most = min(devices, one.job.highest_count - grant.count)
             if machine != grant.machine and most > 0:
                 count = 1 << (most.bit_length() - 1)
                 mixed = Grant(grant.count, grant.machine, also=((machine, count),))
-                best = max(best, (view.rate_of(each.job, mixed), mixed), key=lambda pair: pair[0])
-        grants[each.job.name] = best[1]
+                best = max(best, (view.rate_of(one.job, mixed), mixed), key=lambda pair: pair[0])
+        grants[one.job.name] = best[1]
         for machine, count in best[1].also:
             free[machine] -= count
 

@@ -21,7 +21,7 @@ class Fifo:
 
     def plan(self, view: View) -> dict[str, Grant]:
         """What runs stays; then the line, until its head does not fit."""
-        grants = {each.job.name: each.grant for each in view.jobs if each.grant}
+        grants = {waiting.job.name: waiting.grant for waiting in view.jobs if waiting.grant}
         free = {machine: view.nodes.free(machine) for machine in view.nodes.machines}
         for waiting in view.jobs:
             if waiting.grant:
@@ -43,7 +43,9 @@ class Srtf:
 
     def plan(self, view: View) -> dict[str, Grant]:
         """Jobs by remaining time, each as soon as what it asked for is free."""
-        return grant_requests(sorted(view.jobs, key=lambda each: remaining_s(view, each)), view)
+        return grant_requests(
+            sorted(view.jobs, key=lambda waiting: remaining_s(view, waiting)), view
+        )
 
 
 def remaining_s(view: View, waiting: Waiting) -> float:
@@ -53,23 +55,23 @@ def remaining_s(view: View, waiting: Waiting) -> float:
     return waiting.remaining_samples / rate if rate else math.inf
 
 
-def is_room(view: View, each: Waiting, count: int, machine: str, free: dict[str, int]) -> bool:
+def is_room(view: View, waiting: Waiting, count: int, machine: str, free: dict[str, int]) -> bool:
     """Whether devices are free on which the job fits."""
-    return free[machine] >= count and view.rate(each.job, count, machine) > 0
+    return free[machine] >= count and view.rate(waiting.job, count, machine) > 0
 
 
 def grant_requests(order: list[Waiting], view: View) -> dict[str, Grant]:
     """What each job asked for, in an order, on the first machine type that has as many left."""
     free = {machine: view.nodes.total(machine) for machine in view.nodes.machines}
     grants: dict[str, Grant] = {}
-    for each in order:
-        count = view.request(each.job)
+    for waiting in order:
+        count = view.request(waiting.job)
         # Where it runs already it need not start again.
-        held = [each.grant.machine] if each.grant else []
+        held = [waiting.grant.machine] if waiting.grant else []
         for machine in (*held, *free):
-            if is_room(view, each, count, machine, free):
+            if is_room(view, waiting, count, machine, free):
                 free[machine] -= count
-                grants[each.job.name] = Grant(count, machine)
+                grants[waiting.job.name] = Grant(count, machine)
                 break
     return grants
 
@@ -90,7 +92,8 @@ class Tiresias:
     def plan(self, view: View) -> dict[str, Grant]:
         """Jobs by queue, within a queue by arrival."""
         order = sorted(
-            view.jobs, key=lambda each: bisect_right(QUEUES_AT_DEVICE_S, each.attained_device_s)
+            view.jobs,
+            key=lambda waiting: bisect_right(QUEUES_AT_DEVICE_S, waiting.attained_device_s),
         )
         return grant_requests(order, view)
 
@@ -121,25 +124,25 @@ class Gavel:
         """This round's jobs, each on one machine type."""
         machines = view.nodes.machines
         free = {machine: view.nodes.total(machine) for machine in machines}
-        asked = {each.job.name: view.request(each.job) for each in view.jobs}
+        counts = {waiting.job.name: view.request(waiting.job) for waiting in view.jobs}
         rates = {
-            each.job.name: {m: view.rate(each.job, asked[each.job.name], m) for m in free}
-            for each in view.jobs
+            waiting.job.name: {m: view.rate(waiting.job, counts[waiting.job.name], m) for m in free}
+            for waiting in view.jobs
         }
-        solved_for = tuple(asked), tuple(free.items()), tuple(map(str, rates.values()))
+        solved_for = tuple(counts), tuple(free.items()), tuple(map(str, rates.values()))
         if solved_for != self._solved_for:
-            self._shares = time_shares(rates, asked, free)
+            self._shares = time_shares(rates, counts, free)
             self._solved_for = solved_for
-        wanted = [(name, m) for name in asked for m in machines if self._shares[name][m] > 1e-6]
+        wanted = [(name, m) for name in counts for m in machines if self._shares[name][m] > 1e-6]
         wanted.sort(key=lambda pair: -self._priority(*pair))
-        rest = [(name, m) for name in asked for m in sorted(free, key=lambda m: -rates[name][m])]
-        held = {each.job.name: each.grant.machine for each in view.jobs if each.grant}
+        rest = [(name, m) for name in counts for m in sorted(free, key=lambda m: -rates[name][m])]
+        held = {waiting.job.name: waiting.grant.machine for waiting in view.jobs if waiting.grant}
         rest.sort(key=lambda pair: held.get(pair[0]) != pair[1])
         grants: dict[str, Grant] = {}
         for name, machine in (*wanted, *rest):
-            if name not in grants and free[machine] >= asked[name] and rates[name][machine] > 0:
-                free[machine] -= asked[name]
-                grants[name] = Grant(asked[name], machine)
+            if name not in grants and free[machine] >= counts[name] and rates[name][machine] > 0:
+                free[machine] -= counts[name]
+                grants[name] = Grant(counts[name], machine)
                 self._rounds[name, machine] = self._rounds.get((name, machine), 0) + 1
         return grants
 
@@ -148,7 +151,7 @@ class Gavel:
 
 
 def time_shares(
-    rates: dict[str, dict[str, float]], asked: dict[str, int], devices: dict[str, int]
+    rates: dict[str, dict[str, float]], wanted: dict[str, int], devices: dict[str, int]
 ) -> Shares:
     """The linear program's X: the share of its time that each job spends on each machine type."""
     import numpy as np  # queues need neither
@@ -162,16 +165,16 @@ def time_shares(
     reference = [next((rate for rate in rates[job].values() if rate > 0), 1.0) for job in jobs]
     gain = [rates[job][m] / ref for job, ref in zip(jobs, reference) for m in machines]
     column, ones = np.arange(columns), np.ones(columns)
-    counts = np.repeat([float(asked[job]) for job in jobs], len(machines))
+    counts = np.repeat([float(wanted[job]) for job in jobs], len(machines))
     per_job = csr_array((ones, (column // len(machines), column)), shape=(len(jobs), columns))
     per_type = csr_array((counts, (column % len(machines), column)), shape=(len(machines), columns))
     limits = [*ones[: len(jobs)], *map(float, devices.values())]
-    found = linprog(
+    solution = linprog(
         -np.array(gain),
         A_ub=vstack([per_job, per_type]),
         b_ub=limits,
         bounds=(0, 1),
         method="highs",
     )
-    shares = found.x.reshape(len(jobs), len(machines)).tolist()
+    shares = solution.x.reshape(len(jobs), len(machines)).tolist()
     return {job: dict(zip(machines, row, strict=True)) for job, row in zip(jobs, shares)}
