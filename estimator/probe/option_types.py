@@ -42,15 +42,21 @@ class Amount(click.ParamType[float]):
     ) -> float:
         """The number that a text says; fails for any other text."""
         try:
-            number = parse_number(str(value))
+            number = self._read(str(value))
         except ValueError as error:
             self.fail(str(error))
         if not self.least <= number <= self.most:
-            self.fail(f"{number:g} is not from {self.least:g} to {self.most:g}; write one that is")
+            self.fail(self._bounds(str(value), number))
         return number
 
+    def _read(self, text: str) -> float:
+        return parse_number(text)
 
-class Duration(click.ParamType[float]):
+    def _bounds(self, _text: str, number: float) -> str:
+        return f"{number:g} is not from {self.least:g} to {self.most:g}; write one that is"
+
+
+class Duration(Amount):
     """A time such as 90s, 30min, 12h, 14d or 2w from `least_s` to `most_s`, in seconds.
 
     Where the option `counts_seconds`, a plain number is as many seconds.
@@ -61,23 +67,15 @@ class Duration(click.ParamType[float]):
     def __init__(
         self, least_s: float = 1e-6, most_s: float = 1e12, *, counts_seconds: bool = False
     ) -> None:
-        self.least_s, self.most_s, self.counts_seconds = least_s, most_s, counts_seconds
+        super().__init__(least_s, most_s)
+        self.counts_seconds = counts_seconds
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> float:
-        """Its seconds; fails for any other text."""
-        try:
-            seconds = self._seconds(str(value))
-        except ValueError as error:
-            self.fail(str(error))
-        if not self.least_s <= seconds <= self.most_s:
-            least, most = format_seconds(self.least_s), format_seconds(self.most_s)
-            self.fail(f"{quoted(str(value))} is not from {least} to {most}; write a time that is")
-        return seconds
-
-    def _seconds(self, text: str) -> float:
+    def _read(self, text: str) -> float:
         if self.counts_seconds:
             with contextlib.suppress(ValueError):
                 return parse_number(text)
         return parse_seconds(text)
+
+    def _bounds(self, text: str, _number: float) -> str:
+        least, most = format_seconds(self.least), format_seconds(self.most)
+        return f"{quoted(text)} is not from {least} to {most}; write a time that is"

@@ -109,7 +109,8 @@ class Step:
 def steps_of(plan: ProbePlan, world: World) -> list[Step]:
     """In order of importance; only what these nodes and devices have."""
     several, dense = len(world.nodes) > 1, len(world.densest_first[0]) > 1
-    few = len(world.nodes) <= FEW_NODES
+    # Of two ranks the only group is everything, whose collectives are timed already.
+    few, two_ranks = len(world.nodes) <= FEW_NODES, len(world.members) == 2
     pairs = several and (few if plan.all_pairs is None else plan.all_pairs)
     wanted = (
         (several, Step("speed of each node", 0.02, node_speeds)),
@@ -119,7 +120,7 @@ def steps_of(plan: ProbePlan, world: World) -> list[Step]:
         (several and dense, Step("flows that share a NIC", 0.06, shared_nics)),
         (pairs, Step("every pair of nodes", 0.09, every_pair)),
         (True, Step("other collectives", 0.08, other_collectives)),
-        (several, Step("sharding in groups", 0.10, sharding_in_groups)),
+        (several and not two_ranks, Step("sharding in groups", 0.10, sharding_in_groups)),
         (several, Step("communication beside compute", 0.11, beside_compute)),
         (dense, Step("links inside a node", 0.03, links_inside_a_node)),
     )

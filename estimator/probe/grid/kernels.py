@@ -178,20 +178,15 @@ def measure_kernels(
     *,
     budget_s: float,
     thorough: bool = False,
-    least_share: int = 1,
     watch: InterferenceWatch | None = None,
 ) -> None:
     """Emit a point for each call of the grid until the budget is over, then how many are left.
 
-    `least_share` n keeps only every n-th call, for machines and tests that have little time. Calls
-    that others disturbed are emitted again once `watch` has seen these end.
+    Calls that others disturbed are emitted again once `watch` has seen these end.
     """
-    grid = kernel_grid(backend.kind, thorough=thorough)[::least_share]
-    source, watch, end = (
-        TensorSource(backend),
-        watch or InterferenceWatch(),
-        time.monotonic() + budget_s,
-    )
+    grid = kernel_grid(backend.kind, thorough=thorough)
+    source, watch = TensorSource(backend), watch or InterferenceWatch()
+    end = time.monotonic() + budget_s
     waited_s = watch.seen.waited_s
     lacking: dict[str, None] = {}
     first, done, is_lost = 0, 0, False

@@ -121,3 +121,16 @@ def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
     assert done == ["pairs"]
     (first,) = (report["left"] for report in reports if "left" in report)
     assert first == ["pairs"]
+
+
+@pytest.mark.parametrize(("hosts", "is_wanted"), [("ab", False), ("aabb", True), ("abc", True)])
+def test_groups_are_sharded_over_only_where_there_are_some_beside_everything(
+    hosts: str, is_wanted: bool
+) -> None:
+    members = tuple(
+        Member(rank=rank, host=host, device=CORE, machine="m") for rank, host in enumerate(hosts)
+    )
+    plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
+    names = [step.name for step in steps.steps_of(plan, World(members=members))]
+    assert ("sharding in groups" in names) == is_wanted
+    assert "other collectives" in names
