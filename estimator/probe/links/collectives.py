@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from estimator.machines.profile import CollectiveCost, CollectiveName, Provenance
-from estimator.probe.devices.backend import device_seconds
-from estimator.probe.links.copies import Pace, fit_line, largest
+from estimator.probe.links.copies import Pace, RankTimer, fit_line
 from estimator.units import KIB, MIB
 
 # From DDP's smallest buckets to its largest, its default of 25 MiB among them.
@@ -181,30 +180,18 @@ def time_collectives(
             yield {"op": part.op, "unsupported": words[:200]}
 
 
-class CallTimer:
-    """Runs collectives on this rank's device, in step with the other ranks.
-
-    They run over `group`. The ranks of `meeting` begin together: several groups may do the same at
-    the same time. None is everything.
-    """
+class CallTimer(RankTimer):
+    """Runs collectives on this rank's device, in step with the other ranks."""
 
     def __init__(self, kind: str, sizes_bytes: Sequence[int], *, group: Any, meeting: Any) -> None:
-        import torch
-        import torch.distributed as torch_distributed
-
-        self.torch: Any = torch
-        self.dist: Any = torch_distributed
-        self.group, self.meeting, self.sizes_bytes = group, meeting, sizes_bytes
-        self.world_size = self.dist.get_world_size(group)
-        self.on_cuda = kind == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
-        self.token = torch.zeros(1, device=self.device)
-        self.clock = SharedClock(torch, self.dist, self.device, meeting)
+        super().__init__(kind, group, meeting)
+        self.sizes_bytes, self.world_size = sizes_bytes, self.dist.get_world_size(group)
+        self.clock = SharedClock(self.torch, self.dist, self.device, meeting)
         # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
         # Buffers smaller than the group have one element per rank, hence the allowance.
         elements = max(_TURNING_BYTES, *sizes_bytes) // 4 + _MOST_BUFFERS * self.world_size
         self.halves = [
-            torch.empty(elements, dtype=torch.float32, device=self.device).fill_(0.0)
+            self.torch.empty(elements, dtype=self.torch.float32, device=self.device).fill_(0.0)
             for _ in range(2)
         ]
 
@@ -303,31 +290,14 @@ class CallTimer:
 
     def _agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""
-        slowest_s, least_s = largest([call_s, -slice_s], self.meeting, self.device)
+        slowest_s, least_s = self.largest([call_s, -slice_s])
         return max(0, min(_MOST_REPEATS, math.floor(-least_s / max(slowest_s, 1e-6))))
-
-    def least(self, value: float) -> float:
-        """The least of all ranks' values, once all have come."""
-        return -largest([-value], self.meeting, self.device)[0]
 
     def _warm_up(self, calls: Sequence[Callable[[], object]], expected_s: float) -> float:
         """Seconds of one call on the slowest rank, once it runs as it will."""
         for turn in range(1 if expected_s > _LONG_S else _WARM_UPS):
             entered, left = self.timed(calls[turn % len(calls)])
         return -self.least(entered - left)
-
-    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
-        """(entered, left) of a call that all ranks begin together."""
-        self.dist.barrier(self.meeting)
-        if self.on_cuda:
-            return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
-        entered = time.perf_counter()
-        call()
-        return entered, time.perf_counter()
-
-    def _meet_on_device(self) -> None:
-        """What the device runs next starts on all ranks at once, host and device in any state."""
-        self.dist.all_reduce(self.token, group=self.group)
 
     def queued(self, size: int) -> int:
         """How many calls of a size are timed in a row."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, Link, LinkKind, Provenance
-from estimator.probe.devices.backend import Backend, open_backend
+from estimator.probe.devices.backend import Backend, device_seconds, open_backend
 from estimator.units import KIB
 
 # Errors beyond this many typical ones count by their size, not by its square (soft L1).
@@ -114,15 +114,46 @@ _FEWEST_REPEATS_OF_SIZES = ((0.02, 10), (0.25, 3), (math.inf, 2))
 _MOST_REPEATS_OF_SIZES = 100
 
 
-def largest(values: Sequence[float], group: Any, device: Any) -> list[float]:
-    """Every value's maximum over the ranks of a process group, so that all decide alike."""
-    import torch
-    import torch.distributed as torch_distributed
+class RankTimer:
+    """Times calls on this rank's device, in step with the other ranks.
 
-    dist: Any = torch_distributed
-    shared = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in shared]
+    They run over the process group `group`. The ranks of `meeting` begin together: several groups
+    may do the same at the same time. None is everything.
+    """
+
+    def __init__(self, kind: str, group: Any, meeting: Any) -> None:
+        import torch
+        import torch.distributed as torch_distributed
+
+        self.torch: Any = torch
+        self.dist: Any = torch_distributed
+        self.group, self.meeting = group, meeting
+        self.on_cuda = kind == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        self.token = torch.zeros(1, device=self.device)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Every value's maximum over the ranks of the meeting, so that all decide alike."""
+        shared = self.torch.tensor(values, dtype=self.torch.float64, device=self.device)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX, group=self.meeting)
+        return [float(value) for value in shared]
+
+    def least(self, value: float) -> float:
+        """The least of all ranks' values, once all have come."""
+        return -self.largest([-value])[0]
+
+    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(entered, left) of a call that all ranks begin together."""
+        self.dist.barrier(self.meeting)
+        if self.on_cuda:
+            return 0.0, device_seconds(call, self.torch.cuda, meet=self._meet_on_device)
+        entered = time.perf_counter()
+        call()
+        return entered, time.perf_counter()
+
+    def _meet_on_device(self) -> None:
+        """What the device runs next starts on all ranks at once, host and device in any state."""
+        self.dist.all_reduce(self.token, group=self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator.machines.profile import DeviceKind, Link, LinkKind, Locality, PairMatrix, Provenance
-from estimator.probe.links.copies import Pace, Points, largest, link_from
+from estimator.probe.links.copies import Pace, Points, RankTimer, link_from
 from estimator.units import KIB, MIB
 
 # For one cell of a matrix: what tells the latency, then sizes that drain a shaper's bucket.
@@ -97,24 +97,14 @@ def _one_way_s(round_trips_s: Sequence[float]) -> float:
     return statistics.quantiles(round_trips_s, n=4)[0] / 2
 
 
-class _Messenger:
+class _Messenger(RankTimer):
     """Sends messages to one rank of `group` at a time and has them acknowledged."""
 
     def __init__(self, kind: str, largest_bytes: int, group: Any) -> None:
-        import torch
-        import torch.distributed as torch_distributed
-
-        self.torch: Any = torch
-        self.dist: Any = torch_distributed
-        self.group = group
-        on_cuda = kind == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else None
+        super().__init__(kind, group, group)
+        torch = self.torch
         self.buffer = torch.empty(largest_bytes, dtype=torch.uint8, device=self.device).fill_(1)
         self.receipt = torch.zeros(1, dtype=torch.int64, device=self.device)
-
-    def least(self, value: float) -> float:
-        """The least of all ranks' values, once all have come."""
-        return -largest([-value], self.group, self.device)[0]
 
     def send_all(
         self, target: int, sizes_bytes: Sequence[int], slice_s: float

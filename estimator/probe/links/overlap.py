@@ -5,17 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 from estimator.machines.profile import OverlapCost, Provenance
 from estimator.probe.devices.backend import (
     CpuBackend,
-    device_seconds,
     open_backend,
     square_matmul,
 )
-from estimator.probe.links.copies import largest
+from estimator.probe.links.copies import RankTimer
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
@@ -100,21 +98,14 @@ def time_overlaps(
         }
 
 
-class _Meeting:
+class _Meeting(RankTimer):
     """All-reduces and a loop of operators on one rank's device, apart and together."""
 
     def __init__(self, kind: str, compute_ratio: float, group: Any) -> None:
-        import torch
-        import torch.distributed as torch_distributed
-
-        self.compute_ratio, self.group = compute_ratio, group
-        self.torch: Any = torch
-        self.dist: Any = torch_distributed
-        self.on_cuda = kind == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        super().__init__(kind, group, group)
+        self.compute_ratio, torch = compute_ratio, self.torch
         here = open_backend("cuda", torch.cuda.current_device()) if self.on_cuda else CpuBackend()
         matmul = square_matmul(here, _MATMUL_SIDE)
-        self.token = torch.zeros(1, device=self.device)
         stream = torch.zeros(_STREAM_ELEMENTS[kind], device=self.device).fill_(0.0)
         self.ops: dict[str, Callable[[], object]] = {
             "compute_bound": lambda: matmul(0),
@@ -131,9 +122,9 @@ class _Meeting:
         ]
         op = self.ops[bound]
         for _ in range(2):
-            collective_s = self._timed(lambda: self._fly(buffers).land())
-            op_s = self._timed(op)
-        agreed = largest([collective_s, op_s, -slice_s], self.group, self.device)
+            collective_s = self._seconds(lambda: self._fly(buffers).land())
+            op_s = self._seconds(op)
+        agreed = self.largest([collective_s, op_s, -slice_s])
         loops = max(2, round(max(self.compute_ratio * agreed[0], _LEAST_COMPUTE_S) / agreed[1]))
         round_s = 2 * loops * agreed[1] + 3 * agreed[0]
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(-agreed[2] / round_s)))
@@ -154,24 +145,18 @@ class _Meeting:
             flights[0].land()
 
         return {
-            "compute_s": self._timed(compute),
-            "collective_s": self._timed(lambda: self._fly(buffers).land()),
-            "both_s": self._timed(both),
+            "compute_s": self._seconds(compute),
+            "collective_s": self._seconds(lambda: self._fly(buffers).land()),
+            "both_s": self._seconds(both),
             "beside_s": flights[0].duration_s(),
         }
 
     def _fly(self, buffers: Sequence[Any]) -> _Flight:
         return _Flight(self.torch, self.dist, self.group, buffers, on_cuda=self.on_cuda)
 
-    def _timed(self, call: Callable[[], object]) -> float:
-        """Seconds of one call that all ranks begin together."""
-        self.dist.barrier(self.group)
-        if self.on_cuda:
-            meet = partial(self.dist.all_reduce, self.token, group=self.group)
-            return device_seconds(call, self.torch.cuda, meet=meet)
-        begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
+    def _seconds(self, call: Callable[[], object]) -> float:
+        entered, left = self.timed(call)
+        return left - entered
 
 
 class _Flight:
