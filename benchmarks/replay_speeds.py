@@ -1,16 +1,60 @@
-"""Speeds that policies may believe: mistaken ones, and those of models of other systems."""
+"""Jobs of an experiment, and speeds that policies may believe: mistaken, or of other systems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from estimator.calibrate.baselines import Regressor
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.replay.job_files import drawn_run_s, job_of_run_time
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes
-from estimator.replay.speeds import Speeds
+from estimator.replay.speeds import EngineSpeeds, Speeds
+
+# How many devices jobs ask for, and how often.
+REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
+
+
+def drawn_jobs(
+    graphs: Mapping[str, Sequence[OpGraph]],
+    nodes: Nodes,
+    *,
+    jobs: int,
+    arrivals_every_s: float,
+    seed: int,
+) -> list[Job]:
+    """Jobs of models drawn evenly over kinds, then over the kind's models.
+
+    Arrivals are Poisson; requests go by `REQUESTS`, as far as a machine type has as many; the run
+    time at the request is that of `drawn_run_s`. The global
+    batch is the traced batch on every device asked for.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = list(graphs)
+    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
+    most = max(nodes.size(machine) for machine in nodes.machines)
+    share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
+    counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
+    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
+    drawn = []
+    for number in range(jobs):
+        models = graphs[kinds[int(rng.integers(len(kinds)))]]
+        graph = models[int(rng.integers(len(models)))]
+        drawn.append(
+            job_of_run_time(
+                graph,
+                nodes,
+                name=f"{number}-{graph.name}",
+                arrival_s=float(arrivals_s[number]),
+                devices=int(counts[number]),
+                run_s=float(run_s[number]),
+                speeds=speeds,
+            )
+        )
+    return drawn
 
 
 class MistakenSpeeds:

@@ -18,10 +18,9 @@ from typing import Any
 import scheduler_models
 from options import Options
 from records import say
-from replay_speeds import EqualSpeeds, MistakenSpeeds
+from replay_speeds import EqualSpeeds, MistakenSpeeds, drawn_jobs
 
 import estimator as est
-from estimator.replay.job_files import drawn_jobs
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import Nodes
 from estimator.replay.policies import load_policy

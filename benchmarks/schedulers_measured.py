@@ -24,14 +24,14 @@ from published.machines import machine_of
 from published.rows import parsed
 from published.scheduler_sources import pollux, sia
 from records import say
-from replay_speeds import FittedSpeeds, sample_counts
+from replay_speeds import REQUESTS, FittedSpeeds, sample_counts
 from schedulers import SEEDS, Case, gains, replayed
 
 import estimator as est
 from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
-from estimator.replay.job_files import REQUESTS, drawn_run_s
+from estimator.replay.job_files import drawn_run_s
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.replay import Costs

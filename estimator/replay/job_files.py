@@ -1,4 +1,4 @@
-"""Read jobs from a file or from a published trace of a cluster, or draw an experiment's."""
+"""Read jobs from a file or from a published trace of a cluster."""
 
 from __future__ import annotations
 
@@ -138,7 +138,6 @@ def _seconds(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
 MEDIAN_RUN_S = 3600.0
 RUN_SPREAD = 1.3
 
@@ -146,45 +145,6 @@ RUN_SPREAD = 1.3
 def drawn_run_s(rng: np.random.Generator, jobs: int) -> NDArray[np.float64]:
     """Run times at the request: log-normal, median `MEDIAN_RUN_S`, spread `RUN_SPREAD`."""
     return MEDIAN_RUN_S * np.exp(RUN_SPREAD * rng.standard_normal(jobs))
-
-
-def drawn_jobs(
-    graphs: Mapping[str, Sequence[OpGraph]],
-    nodes: Nodes,
-    *,
-    jobs: int,
-    arrivals_every_s: float,
-    seed: int,
-) -> list[Job]:
-    """Jobs of models drawn evenly over kinds, then over the kind's models.
-
-    Arrivals are Poisson; requests go by `REQUESTS`, as far as a machine type has as many; the run
-    time at the request is log-normal with median `MEDIAN_RUN_S` and spread `RUN_SPREAD`. The global
-    batch is the traced batch on every device asked for.
-    """
-    rng = np.random.default_rng(seed)
-    kinds = list(graphs)
-    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
-    most = max(nodes.size(machine) for machine in nodes.machines)
-    share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
-    counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
-    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
-    drawn = []
-    for number in range(jobs):
-        models = graphs[kinds[int(rng.integers(len(kinds)))]]
-        graph = models[int(rng.integers(len(models)))]
-        drawn.append(
-            job_of_run_time(
-                graph,
-                nodes,
-                name=f"{number}-{graph.name}",
-                arrival_s=float(arrivals_s[number]),
-                devices=int(counts[number]),
-                run_s=float(run_s[number]),
-                speeds=speeds,
-            )
-        )
-    return drawn
 
 
 def job_of_run_time(
@@ -313,16 +273,6 @@ def jobs_of_trace(
             )
         )
     return jobs
-
-
-def job_entries(jobs: Sequence[Job], models: Mapping[str, str]) -> dict[str, Any]:
-    """The content of a job file; `models` has the MODEL text of each graph by its name."""
-    entries = []
-    for job in jobs:
-        given = {item.name: getattr(job, item.name) for item in fields(job) if item.name != "graph"}
-        kept = {key: value for key, value in given.items() if value is not None}
-        entries.append({**kept, "model": models[job.graph.name]})
-    return {"jobs": entries}
 
 
 def _read_json(path: Path) -> Any:

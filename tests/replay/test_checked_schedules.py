@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay_speeds import drawn_jobs
 
 import estimator as est
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.replay.job_files import drawn_jobs, jobs_of_trace, read_trace
+from estimator.replay.job_files import jobs_of_trace, read_trace
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import Nodes
 from estimator.replay.policies import BUILT_IN, load_policy

@@ -19,7 +19,6 @@ from estimator.replay import speeds
 from estimator.replay.job_files import (
     TracedJob,
     is_job_file,
-    job_entries,
     jobs_of_trace,
     read_jobs,
     read_trace,
@@ -218,15 +217,17 @@ def test_a_trace_of_a_larger_cluster_is_refused() -> None:
         jobs_of_trace(rows, [perceptron([8, 8])], Nodes.parse(NODES), seed=0)
 
 
-def test_jobs_are_written_and_read_again(tmp_path: Path) -> None:
+def test_jobs_are_read_from_a_file(tmp_path: Path) -> None:
     graph = ON_CUDA
     jobs = jobs_of_trace([traced("a", 5, 8, 1000)], [graph], Nodes.parse(NODES), seed=0)
     path = tmp_path / "jobs.json"
-    path.write_text(json.dumps(job_entries(jobs, {graph.name: "m.py:f"})))
+    (job,) = jobs
+    names = ("name", "arrival_s", "samples", "devices", "global_batch")
+    entry = {name: getattr(job, name) for name in names} | {"model": "m.py:f"}
+    path.write_text(json.dumps({"jobs": [entry]}))
     assert is_job_file(path)
     (again,) = read_jobs(path, {"m.py:f": graph}.__getitem__, allow_code=True)
-    (job,) = jobs
-    for name in ("name", "arrival_s", "samples", "devices", "global_batch", "graph"):
+    for name in (*names, "graph"):
         assert getattr(again, name) == getattr(job, name)
 
 

@@ -32,14 +32,6 @@ def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
-def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Work between checkpoints, to higher order (Daly 2006, "higher order")."""
-    young_s, half = young_interval_s(checkpoint_s, mtbf_s), checkpoint_s / (2 * mtbf_s)
-    if half >= 1:
-        return mtbf_s
-    return young_s * (1 + math.sqrt(half) / 3 + half / 9) - checkpoint_s
-
-
 def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints at which `expected_time_s` is least.
 
@@ -304,18 +296,6 @@ class TransientCluster:
         for worker, share in zip(self.workers, shares, strict=True):
             odds_of = _joined(odds_of, worker.steps_per_s, share)
         return sum(odds * min(total, self.most_steps_per_s) for total, odds in odds_of.items())
-
-    def published_s(self, steps: float) -> float:
-        """CM-DARE's own sum: N/ΣX + ⌈N/I⌉·T_c + E[revocations]·(T_provision + T_replace).
-
-        Every revocation delays all workers; how many there are depends on the time, and is solved
-        with it.
-        """
-        _check_from(0, steps=steps)
-        rate = min(sum(worker.steps_per_s for worker in self.workers), self.most_steps_per_s)
-        per_s = sum(worker.revocations.mean_per_s for worker in self.workers)
-        left = 1 - per_s * self.replace_s
-        return (steps / rate + self._checkpoints_s(steps)) / left if left > 0 else math.inf
 
     def synchronous_s(self, steps: float) -> float:
         """Expected time of synchronous steps, all of which a lost worker sets back.
