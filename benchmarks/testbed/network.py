@@ -166,15 +166,13 @@ def run_command(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def set_uplink(
-    bed: Testbed, node: str, bytes_per_s: float, *, burst_bytes: int | None = None
-) -> None:
+def set_uplink(bed: Testbed, node: str, bytes_per_s: float) -> None:
     """Give a node's link another line rate, in both directions, while it is in use."""
     upper = bed.description.by_name[node].rack or SPINE
     for command in _ip(bed.namespace(node), _fitting(INTERFACE, bytes_per_s)):
         run_command(command)
     for namespace, interface in ((node, INTERFACE), (upper, node)):
-        run_command(limit_command(bed.namespace(namespace), interface, bytes_per_s, burst_bytes))
+        run_command(limit_command(bed.namespace(namespace), interface, bytes_per_s))
 
 
 def set_link_state(bed: Testbed, node: str, *, up: bool) -> None:
