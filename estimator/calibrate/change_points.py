@@ -104,15 +104,14 @@ class Steps:
     """Steps about a fitted model: `residuals` are log(observed / fitted), `at` when each was seen.
 
     `network_share` is d log(step) / d log(synchronisation), as far as overlap is known.
-    `parameters` and `jacobian` are standardised by their priors; `weights` say for how many
-    observations each counts.
+    `parameters` are standardised by their priors; `weights` say for how many observations each
+    counts.
     """
 
     inputs: Inputs
     network_share: Array
     residuals: Array
     parameters: Array
-    jacobian: Array
     weights: Array
     at: Array
 
@@ -142,9 +141,8 @@ def _bounded(order: NDArray[np.intp]) -> NDArray[np.intp]:
 
 def _covariance(steps: Steps, kept: NDArray[np.intp]) -> Array:
     """Of the logarithms of steps, about the medians of the priors."""
-    inputs = Inputs(rows=steps.inputs.rows[kept], sync_share=steps.inputs.sync_share[kept])
-    jacobian, rows = steps.jacobian[kept], inputs.rows
-    covariance = design.kernel(inputs, inputs) + jacobian @ jacobian.T
+    inputs = steps.inputs.part(kept)
+    rows, covariance = inputs.rows, design.kernel(inputs, inputs)
     for columns, sigma in (
         ([RANKS, NODES, LARGEST_NODE], _PLACEMENT_SIGMA),
         ([BATCH], _BATCH_SIGMA),
@@ -181,7 +179,7 @@ class _Search:
         self.kept, self.columns = kept, list[_Column]()
         self.refused = np.zeros((len(kept) + 1, len(kept) + 1), dtype=bool)
         self.at, self.share = steps.at[kept], steps.network_share[kept]
-        self.values = (steps.residuals + steps.jacobian @ steps.parameters)[kept]
+        self.values = (steps.residuals + steps.inputs.jacobian @ steps.parameters)[kept]
         self.inverse = np.linalg.inv(_covariance(steps, kept))
         # A step that was seen at the same moment as the one before it begins nothing.
         self.may_begin = np.append(np.append(False, np.diff(self.at) > 0), True)

@@ -203,14 +203,16 @@ def marginal_variance(sync_share: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """Inputs of the Gaussian process: rows, and the share of synchronisation in each row's step.
+    """Inputs of the Gaussian process: rows, and what the performance model says of each.
 
-    `placements` are the logarithms of ranks, nodes and most devices on a node, over their length
-    scales.
+    `sync_share` is the share of synchronisation in its step, `jacobian` d log(step) / d parameter,
+    standardised by the priors. `placements` are the logarithms of ranks, nodes and most devices on
+    a node, over their length scales.
     """
 
     rows: Array
     sync_share: Array
+    jacobian: Array
     placements: Array = field(init=False)
     log_batches: Array = field(init=False)
     is_distributed: Array = field(init=False)
@@ -221,11 +223,20 @@ class Inputs:
         object.__setattr__(self, "log_batches", np.log(self.rows[:, BATCH]))
         object.__setattr__(self, "is_distributed", (self.rows[:, RANKS] > 1).astype(float))
 
+    def part(self, places: NDArray[np.intp]) -> Inputs:
+        """Some of them."""
+        return Inputs(
+            rows=self.rows[places],
+            sync_share=self.sync_share[places],
+            jacobian=self.jacobian[places],
+        )
+
 
 def kernel(first: Inputs, second: Inputs) -> Array:
-    """Covariance of the residuals at two sets of inputs, without observation noise.
+    """Covariance of log step times at two sets of inputs, without observation noise.
 
-    A sum of three squared-exponential kernels: of the placement's synchronisation, of compute at a
+    That of the parameters, whose standardised priors have unit variance, and of the residuals: a
+    sum of three squared-exponential kernels, of the placement's synchronisation, of compute at a
     batch size, and of the jitter between ranks.
     """
     found = np.empty((len(first.rows), len(second.rows)))
@@ -263,14 +274,16 @@ def _kernel_rows(first: Inputs, rows: slice, second: Inputs, columns: slice = sl
     jitter = smooth
     jitter *= np.exp(batch_distance * (-1 / _JITTER_BATCH_LENGTH_SCALE**2))
     jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed[columns]
-    return np.asarray(placement + compute + jitter)
+    parameters = first.jacobian[rows] @ second.jacobian[columns].T
+    return np.asarray(placement + compute + jitter + parameters)
 
 
 def kernel_diagonal(inputs: Inputs) -> Array:
-    """The diagonal of ``kernel(inputs, inputs)``: the prior variance of the residuals."""
+    """The diagonal of ``kernel(inputs, inputs)``."""
     placement = (_PLACEMENT_SIGMA * inputs.sync_share) ** 2
     compute = (_COMPUTE_SIGMA * (1 - inputs.sync_share)) ** 2
-    return np.asarray(placement + compute + _JITTER_SIGMA**2 * inputs.is_distributed)
+    parameters = (inputs.jacobian**2).sum(axis=1)
+    return np.asarray(placement + compute + _JITTER_SIGMA**2 * inputs.is_distributed + parameters)
 
 
 # Degrees of freedom of the Student t distribution of an observation's error.

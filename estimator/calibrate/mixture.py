@@ -38,86 +38,12 @@ from estimator.calibrate.baselines import (
     PolluxRegressor,
 )
 from estimator.calibrate.design import Dataset, Inputs, confirmed, effective_ratio, noise_variance
-from estimator.calibrate.performance_model import BATCH, NODES, RANKS, Array, ModelValues
+from estimator.calibrate.performance_model import BATCH, NODES, RANKS, Array
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 1000
 # A quantile of the leave-one-out scores needs no more observations than this.
 _SCORED_OBSERVATIONS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainingData:
-    """Residuals of the fitted performance model at distinct inputs.
-
-    `parameters` are the fitted ones, standardised by their priors; `jacobian` is d log(step) /
-    d parameter, (inputs, parameters). `residuals` are weighted means of log(measured / fitted) at
-    each input and `noise_variance` is that of these means; `nugget_variance` is that of an effect
-    which an input shares with no other.
-
-    Of each observation, `observation` is its place in the table, `observed_input` the index of its
-    input, `observed_residual` its own log(measured / fitted), and `observed_noise_variance` the
-    variance of its noise, which does not depend on its weight in the robust fit.
-    """
-
-    inputs: Inputs
-    parameters: Array
-    jacobian: Array
-    residuals: Array
-    noise_variance: Array
-    nugget_variance: Array
-    observation: NDArray[np.intp]
-    observed_input: NDArray[np.intp]
-    observed_residual: Array
-    observed_noise_variance: Array
-
-
-def training_data(
-    data: Dataset,
-    model: ModelValues,
-    parameters: Array,
-    jacobian: Array,
-    observation_weights: Array,
-) -> TrainingData:
-    """Residuals of the fitted model at the distinct rows of some observations.
-
-    `parameters` and `jacobian` are standardised by their priors; `observation_weights` are those of
-    the robust fit.
-    """
-    rows, row_of = data.distinct()
-    first = np.full(len(rows), len(row_of))
-    np.minimum.at(first, row_of, np.arange(len(row_of)))
-    residuals = data.log_times - model.log_step
-    noise_variance = design.noise_variance(model.sync_share)
-    weights = data.weights * observation_weights
-    weights, nugget = confirmed(weights, data.weights, row_of, residuals, model.sync_share)
-    # Copies of one value say little more than the value does.
-    copies = np.unique(np.column_stack([row_of, residuals]), axis=0, return_inverse=True)[1]
-    weights = weights * effective_ratio(np.ones(len(weights)), copies.reshape(-1))
-    total = np.bincount(row_of, weights, minlength=len(rows))
-    mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
-    last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
-    input_of = np.full(len(rows), -1)
-    input_of[last] = np.arange(len(last))
-    is_kept = input_of[row_of] >= 0
-    # Those that will be left out come last: their block of the inverse is cheap then.
-    kept = row_of[is_kept]
-    is_scored = np.isin(last, kept[_scored(kept, residuals[is_kept])])
-    last = np.concatenate([last[~is_scored], last[is_scored]])
-    input_of[last] = np.arange(len(last))
-    at = first[last]
-    return TrainingData(
-        inputs=Inputs(rows=rows[last], sync_share=model.sync_share[at]),
-        parameters=parameters,
-        jacobian=jacobian[at],
-        residuals=mean[last],
-        noise_variance=noise_variance[at] / total[last],
-        nugget_variance=nugget[last],
-        observation=np.flatnonzero(is_kept),
-        observed_input=input_of[row_of[is_kept]],
-        observed_residual=residuals[is_kept],
-        observed_noise_variance=(noise_variance / data.weights)[is_kept],
-    )
 
 
 def _scored(row_of: NDArray[np.intp], residuals: Array) -> NDArray[np.intp]:
@@ -139,53 +65,86 @@ class LeftOut:
 
 
 class Posterior:
-    """Predictive mean and variance of log step time about the fitted performance model."""
+    """Log step times about the fitted performance model: the Gaussian process given observations.
 
-    def __init__(self, training: TrainingData) -> None:
-        from scipy.linalg import cho_factor
+    `inputs` are those of `data`, `parameters` the fitted ones, standardised by their priors,
+    `residuals` log(measured / fitted) and `observation_weights` those of the robust fit.
+    """
 
-        self._training = training
-        self._factor: Array | None = None
-        if count := len(training.noise_variance):
-            covariance = design.lower_kernel(training.inputs)
-            own = training.nugget_variance + training.noise_variance
-            covariance[np.arange(count), np.arange(count)] += own
+    def __init__(
+        self,
+        data: Dataset,
+        inputs: Inputs,
+        parameters: Array,
+        residuals: Array,
+        observation_weights: Array,
+    ) -> None:
+        rows, row_of = data.distinct()
+        noise = noise_variance(inputs.sync_share)
+        weights, nugget = confirmed(
+            data.weights * observation_weights, data.weights, row_of, residuals, inputs.sync_share
+        )
+        # Copies of one value say little more than the value does.
+        copies = np.unique(np.column_stack([row_of, residuals]), axis=0, return_inverse=True)[1]
+        weights = weights * effective_ratio(np.ones(len(weights)), copies.reshape(-1))
+        total = np.bincount(row_of, weights, minlength=len(rows))
+        mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
+        first = np.unique(row_of, return_index=True)[1]
+        last = np.argsort(first)[-_MOST_INPUTS:]
+        observed = np.flatnonzero(np.isin(row_of, last))
+        self._observed = observed[_scored(row_of[observed], residuals[observed])]
+        # Those that will be left out come last: their block of the inverse is cheap then.
+        is_scored = np.isin(last, row_of[self._observed])
+        last = np.concatenate([last[~is_scored], last[is_scored]])
+        place_of = np.empty(len(rows), dtype=np.intp)
+        place_of[last] = np.arange(len(last))
+        self._input_of = place_of[row_of[self._observed]]
+        self._residuals = residuals[self._observed]
+        # That of an observation does not depend on its weight in the robust fit.
+        self._noise_of = (noise / data.weights)[self._observed]
+        self._inputs, self._parameters = inputs.part(first[last]), parameters
+        self._mean, self._nugget = mean[last], nugget[last]
+        self._noise = noise[first[last]] / total[last]
+        self._factor_covariance()
+
+    def _factor_covariance(self) -> None:
+        """L of the covariance L·Lᵀ of all inputs, and what follows from it."""
+        from scipy.linalg import cho_factor, cho_solve
+
+        covariance = design.lower_kernel(self._inputs)
+        covariance[np.diag_indices_from(covariance)] += self._nugget + self._noise
+        self._factor = covariance
+        about_prior = self._mean + self._inputs.jacobian @ self._parameters
+        self._dual_weights = about_prior
+        if len(covariance):
             self._factor, _ = cho_factor(
                 covariance, lower=True, overwrite_a=True, check_finite=False
             )
-        jacobian = training.jacobian
-        self._solved_jacobian = self._solve(jacobian)
-        precision = np.eye(jacobian.shape[1]) + jacobian.T @ self._solved_jacobian
-        self.parameter_covariance = np.linalg.inv(precision)
-        gradient = self._solved_jacobian.T @ training.residuals - training.parameters
-        self.parameter_shift = self.parameter_covariance @ gradient
-        self._dual_weights = self._solve(training.residuals - jacobian @ self.parameter_shift)
+            self._dual_weights = cho_solve((self._factor, True), about_prior, check_finite=False)
+        half = self._half(self._inputs.jacobian)
+        self._parameter_covariance = np.eye(len(self._parameters)) - half.T @ half
 
-    def mean_and_variance(self, inputs: Inputs, jacobian: Array) -> tuple[Array, Array]:
-        """That, and the predictive variance of an observed log step time, its noise included."""
-        cross = self._covariance(inputs)
-        prior_variance = design.kernel_diagonal(inputs)
-        residual = np.maximum(prior_variance - self._explained_variance(cross), 0)
-        parameters = self.parameter_variance(jacobian - cross @ self._solved_jacobian)
-        noise = design.noise_variance(inputs.sync_share)
-        return self._mean(cross, jacobian), residual + parameters + noise
-
-    def _mean(self, cross: Array, jacobian: Array) -> Array:
-        return np.asarray(jacobian @ self.parameter_shift + cross @ self._dual_weights)
-
-    def _explained_variance(self, cross: Array) -> Array:
-        """The part of the residuals' prior variance that the training data explain."""
+    def _half(self, columns: Array) -> Array:
+        """L⁻¹ times columns, the sum of whose squares is what the observations explain."""
         from scipy.linalg.lapack import dtrtrs
 
-        if self._factor is None:
-            return np.zeros(len(cross))
-        # L·Lᵀ = K, so that |L⁻¹k|² = kᵀK⁻¹k.
-        half, _ = dtrtrs(self._factor, cross.T, lower=1)
-        return np.asarray((half * half).sum(axis=0))
+        return np.asarray(dtrtrs(self._factor, columns, lower=1)[0]) if len(columns) else columns
 
-    def parameter_variance(self, jacobian: Array) -> Array:
+    def mean_and_variance(self, inputs: Inputs) -> tuple[Array, Array]:
+        """That, and the predictive variance of an observed log step time, its noise included."""
+        cross = design.kernel(inputs, self._inputs)
+        for place in np.flatnonzero(self._nugget):
+            same = (inputs.rows == self._inputs.rows[place]).all(axis=1)
+            cross[same, place] += self._nugget[place]
+        explained = (self._half(cross.T) ** 2).sum(axis=0)
+        variance = np.maximum(design.kernel_diagonal(inputs) - explained, 0)
+        mean = cross @ self._dual_weights - inputs.jacobian @ self._parameters
+        return mean, variance + noise_variance(inputs.sync_share)
+
+    def parameter_variance(self, inputs: Inputs) -> Array:
         """Variance of log step time that is due to the uncertainty of the parameters."""
-        return np.asarray(((jacobian @ self.parameter_covariance) * jacobian).sum(axis=1))
+        jacobian = inputs.jacobian
+        return np.asarray(((jacobian @ self._parameter_covariance) * jacobian).sum(axis=1))
 
     @cached_property
     def left_out(self) -> LeftOut:
@@ -194,52 +153,24 @@ class Posterior:
         An outlier that the robust fit has down-weighted has the noise of an ordinary observation:
         outliers will occur among future observations too, and the intervals have to cover those.
         """
-        training = self._training
-        scored = _scored(training.observed_input, training.observed_residual)
-        chosen = training.observed_input[scored]
-        inputs, place = np.unique(chosen, return_inverse=True)
-        # With P the inverse of the whole covariance (kernel, noise and parameters), leaving out i
-        # gives the error (P·y)ᵢ / Pᵢᵢ and the variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12).
-        about_prior = training.residuals + training.jacobian @ training.parameters
-        inner = self._solved_jacobian @ self.parameter_covariance
-        solved = self._solve(about_prior) - inner @ (self._solved_jacobian.T @ about_prior)
-        # Of K⁻¹; that of P is less by what the parameters explain.
-        diagonal = self._inverse_diagonal(inputs)
-        diagonal -= np.einsum("ij,ij->i", inner[inputs], self._solved_jacobian[inputs])
-        diagonal = np.maximum(diagonal, 1e-12)
-        left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]
-        variance = np.maximum(1 / diagonal - training.noise_variance[inputs], 0)[place]
-        return LeftOut(
-            observation=training.observation[scored],
-            log_ratio=-(training.observed_residual[scored] + left_out),
-            variance=variance + training.observed_noise_variance[scored],
-        )
-
-    def _inverse_diagonal(self, inputs: NDArray[np.intp]) -> Array:
-        """The diagonal of K⁻¹ at inputs, in rising order."""
         from scipy.linalg.lapack import dtrtri
 
-        if self._factor is None:
-            return np.zeros(0)
-        # The last block of K⁻¹ is L⁻ᵀ·L⁻¹ of the last block of L.
-        inverse, _ = dtrtri(self._factor[inputs[0] :, inputs[0] :], lower=1)
-        return np.asarray((np.tril(inverse) ** 2).sum(axis=0)[inputs - inputs[0]])
-
-    def _solve(self, values: Array) -> Array:
-        from scipy.linalg import cho_solve
-
-        if self._factor is None:
-            return values
-        return np.asarray(cho_solve((self._factor, True), values, check_finite=False))
-
-    def _covariance(self, inputs: Inputs) -> Array:
-        """Covariance of the residuals at inputs with those at the training inputs."""
-        training = self._training.inputs
-        cross = design.kernel(inputs, training)
-        for place in np.flatnonzero(self._training.nugget_variance):
-            same = (inputs.rows == training.rows[place]).all(axis=1)
-            cross[same, place] += self._training.nugget_variance[place]
-        return cross
+        # With P the inverse of the covariance, leaving out i gives the error (P·y)ᵢ / Pᵢᵢ and the
+        # variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12). The last block of P is L⁻ᵀ·L⁻¹ of the
+        # last block of L.
+        first = self._input_of.min(initial=len(self._factor))
+        diagonal = np.zeros(0)
+        if len(self._input_of):
+            inverse, _ = dtrtri(self._factor[first:, first:], lower=1)
+            diagonal = np.maximum((np.tril(inverse) ** 2).sum(axis=0), 1e-12)
+        of = self._input_of
+        error = self._dual_weights[of] / diagonal[of - first] - self._mean[of]
+        variance = np.maximum(1 / diagonal[of - first] - self._noise[of], 0)
+        return LeftOut(
+            observation=self._observed,
+            log_ratio=-(self._residuals + error),
+            variance=variance + self._noise_of,
+        )
 
 
 MODEL, ENGINE = "model", "engine"

@@ -47,7 +47,7 @@ from estimator.calibrate.intervals import (
     SPREAD_PRIOR,
     Spread,
 )
-from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior, training_data
+from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior
 from estimator.calibrate.performance_model import (
     ACCUMULATION,
     BATCH,
@@ -317,7 +317,14 @@ class StepTimeRegressor:
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
         self._data = data
-        self.posterior_ = self._posterior(data, self.observation_weights_)
+        inputs, model = self._inputs(data.rows, data.engine_times)
+        self.posterior_ = Posterior(
+            data,
+            inputs,
+            self.standardised_parameters_,
+            data.log_times - model.log_step,
+            self.observation_weights_,
+        )
         self._observed = data.rows, log_times, engine_log_s
         usual = design.noise_variance(np.zeros(1)).item()
         self.replicate_variance_ = intervals.replicate_variance(
@@ -376,9 +383,8 @@ class StepTimeRegressor:
     @one_thread
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
-        inputs, model = self._inputs(X, engine_times)
-        jacobian = model.jacobian * self.prior_sigmas_
-        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        inputs, model = self._inputs(design_matrix(X), engine_times)
+        mean, variance = self.posterior_.mean_and_variance(inputs)
         log_step, _ = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         return np.exp(log_step)
 
@@ -411,16 +417,15 @@ class StepTimeRegressor:
         coverage_ratio: float = intervals.COVERAGE_RATIO,
     ) -> StepTimePrediction:
         """Step times, intervals, the model's values and extrapolation of rows, at once."""
-        inputs, model = self._inputs(X, engine_times)
-        jacobian = model.jacobian * self.prior_sigmas_
-        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        inputs, model = self._inputs(design_matrix(X), engine_times)
+        mean, variance = self.posterior_.mean_and_variance(inputs)
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         variance = self._spread_variance(inputs.rows, variance + between)
         variance = variance + self._level_variance(inputs.rows, model, engine_times)
         quantiles = self._score_quantiles(inputs, coverage_ratio)
         half_width = intervals.half_width(quantiles, variance)
         half_width = half_width + abs(self.changes_.unconfirmed)
-        parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
+        parameter_sigma = np.sqrt(self.posterior_.parameter_variance(inputs))
         return StepTimePrediction(
             log_step=log_step,
             half_width=half_width,
@@ -485,10 +490,10 @@ class StepTimeRegressor:
         log_parameters = self.prior_medians_ + self.prior_sigmas_ * standardised
         return evaluate_model(log_parameters, rows, self.reference_, engine_times)
 
-    def _inputs(self, X: ArrayLike, engine_times: EngineTimes | None) -> tuple[Inputs, ModelValues]:
-        rows = design_matrix(X)
+    def _inputs(self, rows: Array, engine_times: EngineTimes | None) -> tuple[Inputs, ModelValues]:
         model = self._model(self.standardised_parameters_, rows, engine_times)
-        return Inputs(rows=rows, sync_share=model.sync_share), model
+        jacobian = model.jacobian * self.prior_sigmas_
+        return Inputs(rows=rows, sync_share=model.sync_share, jacobian=jacobian), model
 
     def _fit_model(self, data: Dataset) -> None:
         def model_at(standardised: Array) -> ModelValues:
@@ -502,16 +507,15 @@ class StepTimeRegressor:
         what has changed is off itself."""
         today = data
         for _ in range(_MOST_SEARCHES if len(data.rows) else 0):
-            model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+            inputs, model = self._inputs(data.rows, data.engine_times)
             before, self.changes_ = (
                 self.changes_,
                 find_changes(
                     Steps(
-                        inputs=Inputs(rows=data.rows, sync_share=model.sync_share),
+                        inputs=inputs,
                         network_share=network_share(data.rows, model, data.engine_times),
                         residuals=data.log_times - model.log_step,
                         parameters=self.standardised_parameters_,
-                        jacobian=model.jacobian * self.prior_sigmas_,
                         weights=data.weights,
                         at=at,
                     ),
@@ -523,14 +527,6 @@ class StepTimeRegressor:
             today = replace(data, log_times=data.log_times + self.changes_.log_shift)
             self._fit_model(today)
         return replace(data, log_times=data.log_times + self.changes_.log_shift)
-
-    def _posterior(self, data: Dataset, observation_weights: Array) -> Posterior:
-        """What some observations say of the residuals of the fitted model."""
-        model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
-        jacobian = model.jacobian * self.prior_sigmas_
-        return Posterior(
-            training_data(data, model, self.standardised_parameters_, jacobian, observation_weights)
-        )
 
 
 def network_share(rows: Array, model: ModelValues, times: EngineTimes | None) -> Array:
