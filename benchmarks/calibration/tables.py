@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,6 +38,13 @@ class Step(Protocol):
 
 
 StepT = TypeVar("StepT", bound=Step)
+
+# Facts in notes that tell jobs of one model apart: nnU-Net in 2 or 3 dimensions, a layer's sample
+# ratio, XLA; and what such a fact says of batches or logs alone.
+_FACTS = frozenset({"Dimension", "Model size", "Dataset", "section"})
+_NO_SETTING = re.compile(
+    r"batch[ _]?size ?= ?\d+(\(max\))?|\d+ logs|(final|finial|all) results", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +82,9 @@ def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredSte
     `placement` is blank the devices are spread evenly over `nodes`. The words of `interconnect`,
     such as ``NVLink; 2x 100Gb IB``, say which network to expect. Rows of other parallelism than
     data parallel, and rows that their notes call suspect, derived or inferred, are left out. Steps
-    are one job where source, GPU, model and setting are equal. Raises ObservationError where a file
-    is no table or no row of them all can be used.
+    are one job where source, GPU, model and setting are equal; notes that name a setting, as in
+    ``Dimension=2``, count. Raises ObservationError where a file is no table or no row of them all
+    can be used.
     """
     refused: Counter[str] = Counter()
     assumed: Counter[str] = Counter()
@@ -84,10 +93,13 @@ def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredSte
     for path in paths:
         for line, row in read_rows(path):
             try:
-                steps.append(measured_step(line, row, assumed))
+                step = measured_step(line, row, assumed)
             except ObservationError as error:
                 refused[str(error)] += 1
                 first.setdefault(str(error), f"{Path(path).name} line {line}")
+            else:
+                setting = _noted_setting(row.get("notes", ""))
+                steps.append(replace(step, variant=(*step.variant, setting)))
     if not steps:
         reason, count = refused.most_common(1)[0]
         raise ObservationError(
@@ -96,6 +108,14 @@ def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredSte
         )
     counts = {f"{reason} (first: {first[reason]})": count for reason, count in refused.items()}
     return StepTable(jobs=_jobs(steps), refused=counts, assumed=assumed)
+
+
+def _noted_setting(notes: str) -> str:
+    """What the notes of a row say of its job."""
+    facts = (note.partition("=") for note in notes.split(";"))
+    values = [value.split("&") for name, _, value in facts if name.strip() in _FACTS]
+    parts = (" ".join(_NO_SETTING.sub("", part).split()) for value in values for part in value)
+    return " ".join(filter(None, parts))
 
 
 def _jobs(steps: Sequence[MeasuredStep]) -> tuple[Job[MeasuredStep], ...]:

@@ -146,3 +146,16 @@ def test_a_table_of_workers_is_known_by_its_columns(tmp_path: Path) -> None:
     # 4 updates a second are 0.25 s between two of them.
     assert jobs[0].y().tolist() == [0.25]
     assert sum(table.refused.values()) == 2
+
+
+def test_notes_tell_jobs_of_one_model_apart_by_what_is_no_batch(tmp_path: Path) -> None:
+    header = "model,gpus,local_batch,step_time_s,notes"
+    rows = [
+        "nnUNet,1,2,0.1,table=training;Dimension=2",
+        "nnUNet,1,4,0.2,table=training;Dimension=2",
+        "nnUNet,1,2,3.0,table=training;Dimension=3",
+        "BERT,1,32,0.3,section=Batch size = 32 & with clip",
+        "BERT,1,64,0.6,section=batch size=64(max) & with clip;median of several runs",
+    ]
+    jobs = read(tmp_path, *rows, header=header).jobs
+    assert sorted(len(job.steps) for job in jobs) == [1, 2, 2]
