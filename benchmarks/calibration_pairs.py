@@ -21,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from calibration.machine_priors import priors_of
 from calibration.protocols import DRAWS, Split, k_shot
+from calibration.rivals import LinearScaling
 from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
 from summary import interval_score
 
-from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
+from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.intervals import COVERAGE_RATIO, Spread
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor

@@ -31,7 +31,7 @@ Report = Callable[[str, float], None]
 # The regressor of each method; the protocol of asynchronous training has its own.
 REGRESSORS = {
     "calibrated": "estimator.calibrate.regressor:StepTimeRegressor",
-    "linear": "estimator.calibrate.baselines:LinearScaling",
+    "linear": "calibration.rivals:LinearScaling",
     "optimus": "estimator.calibrate.baselines:OptimusRegressor",
     "pollux": "estimator.calibrate.baselines:PolluxRegressor",
     "ones": "calibration.rivals:OnesRegressor",

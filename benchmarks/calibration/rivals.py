@@ -1,4 +1,4 @@
-"""Fit throughput models that only benchmarks compare with: ONES's, and of asynchronous training.
+"""Fit throughput models that only benchmarks compare with: linear, ONES's, of asynchronous workers.
 
 The latter take rows (workers, parameter servers) and seconds per update, whichever worker it comes
 from.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.baselines import checked, nonnegative_fit, placement_rows
+from estimator.calibrate.baselines import checked, nonnegative_fit
+from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError
 
@@ -25,6 +26,41 @@ def _worker_rows(X: ArrayLike) -> Array:
     return rows
 
 
+class LinearScaling:
+    """Throughput per rank stays that of one device: step = a + b · samples per rank and step.
+
+    Fitted to the rows with one rank where there are any. With a single batch size, a is half of the
+    time, as AdaptDL assumes in this case (see `baselines.PolluxRegressor`).
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> LinearScaling:
+        """Fit a and b ≥ 0."""
+        rows, times = checked(X, y)
+        alone = rows[:, RANKS] == 1
+        if alone.any():
+            rows, times = rows[alone], times[alone]
+        features = self._features(rows)
+        if np.ptp(features[:, 0]) == 0:
+            half_s = float(np.median(times)) / 2
+            self.coefficients_ = np.array([half_s / features[0, 0], half_s])
+        else:
+            self.coefficients_ = nonnegative_fit(features, times)
+        return self
+
+    def predict(self, X: ArrayLike) -> Array:
+        """Step times of rows, in seconds."""
+        return self.step_s(design_matrix(X))
+
+    def step_s(self, rows: Array) -> Array:
+        """The same of rows that are known to be right."""
+        return np.asarray(self._features(rows) @ self.coefficients_)
+
+    @staticmethod
+    def _features(rows: Array) -> Array:
+        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
+        return np.column_stack([samples, np.ones(len(rows))])
+
+
 class OnesRegressor:
     """ONES (Bian et al., SC'21): observed throughput, interpolated over ranks, and over batch.
 
@@ -35,7 +71,7 @@ class OnesRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> OnesRegressor:
         """Keep the mean throughput of each number of ranks and batch."""
-        rows, times = checked(placement_rows(X), y)
+        rows, times = checked(X, y)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
         rates = rows[:, RANKS] * samples / times
         self.throughputs_: dict[float, tuple[Array, Array]] = {}
@@ -50,7 +86,7 @@ class OnesRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        rows = placement_rows(X)
+        rows = design_matrix(X)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
         sizes = np.array([0.0, *self.throughputs_])
         known = np.array([_piecewise_linear(samples, *line) for line in self.throughputs_.values()])
@@ -79,7 +115,7 @@ class IndependentWorkers:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> IndependentWorkers:
         """Fit the seconds of a single worker; from all rows if none has a single worker."""
-        rows, times = checked(_worker_rows(X), y)
+        rows, times = _worker_rows(X), np.asarray(y, dtype=float)
         alone = rows[:, 0] == 1
         if alone.any():
             rows, times = rows[alone], times[alone]
@@ -100,7 +136,7 @@ class AsynchronousOptimusRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> AsynchronousOptimusRegressor:
         """Fit a, b ≥ 0."""
-        rows, times = checked(_worker_rows(X), y)
+        rows, times = _worker_rows(X), np.asarray(y, dtype=float)
         worker_s = times * rows[:, 0]
         self.coefficients_ = nonnegative_fit(self._features(rows), worker_s)
         return self

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS
 from estimator.errors import WorkloadError
 
@@ -32,21 +33,9 @@ class Regressor(Protocol):
         ...
 
 
-def placement_rows(X: ArrayLike) -> Array:
-    """Rows of (ranks, nodes, batch, micro-batches); raises WorkloadError for what is none."""
-    rows = np.atleast_2d(np.asarray(X, dtype=float))[:, :4]
-    # A batch is a mean over ranks where it does not divide evenly.
-    least = (1, 1, np.finfo(float).tiny, 1)
-    if rows.shape[1] != 4 or not np.isfinite(rows).all() or (rows < least).any():
-        raise WorkloadError(
-            "a row must be (ranks, nodes, batch, micro-batches), all at least 1; correct the table"
-        )
-    return rows
-
-
-def checked(rows: Array, y: ArrayLike) -> tuple[Array, Array]:
+def checked(X: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     """Rows and their step times; raises WorkloadError where these do not fit."""
-    times = np.asarray(y, dtype=float)
+    rows, times = design_matrix(X), np.asarray(y, dtype=float)
     if times.shape != (len(rows),) or not len(rows):
         raise WorkloadError(f"{len(rows)} rows have {times.size} step times; give one for each")
     if not (np.isfinite(times).all() and (times > 0).all()):
@@ -61,41 +50,6 @@ def nonnegative_fit(features: Array, times: Array) -> Array:
     return np.asarray(nnls(features / times[:, None], np.ones(len(times)))[0])
 
 
-class LinearScaling:
-    """Throughput per rank stays that of one device: step = a + b · samples per rank and step.
-
-    Fitted to the rows with one rank where there are any. With a single batch size, a is half of the
-    time, as AdaptDL assumes in this case (see `PolluxRegressor`).
-    """
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> LinearScaling:
-        """Fit a and b ≥ 0."""
-        rows, times = checked(placement_rows(X), y)
-        alone = rows[:, RANKS] == 1
-        if alone.any():
-            rows, times = rows[alone], times[alone]
-        features = self._features(rows)
-        if np.ptp(features[:, 0]) == 0:
-            half_s = float(np.median(times)) / 2
-            self.coefficients_ = np.array([half_s / features[0, 0], half_s])
-        else:
-            self.coefficients_ = nonnegative_fit(features, times)
-        return self
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Step times of rows, in seconds."""
-        return self.step_s(placement_rows(X))
-
-    def step_s(self, rows: Array) -> Array:
-        """The same of rows that are known to be right."""
-        return np.asarray(self._features(rows) @ self.coefficients_)
-
-    @staticmethod
-    def _features(rows: Array) -> Array:
-        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
-        return np.column_stack([samples, np.ones(len(rows))])
-
-
 class OptimusRegressor:
     """Optimus (Peng et al., EuroSys 2018), synchronous, as many servers as workers.
 
@@ -104,13 +58,13 @@ class OptimusRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusRegressor:
         """Fit a, b, c ≥ 0."""
-        rows, times = checked(placement_rows(X), y)
+        rows, times = checked(X, y)
         self.coefficients_ = nonnegative_fit(self._features(rows), times)
         return self
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(placement_rows(X))
+        return self.step_s(design_matrix(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
@@ -118,7 +72,8 @@ class OptimusRegressor:
 
     @staticmethod
     def _features(rows: Array) -> Array:
-        return np.column_stack([LinearScaling._features(rows), rows[:, RANKS]])
+        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
+        return np.column_stack([samples, np.ones(len(rows)), rows[:, RANKS]])
 
 
 class PolluxRegressor:
@@ -145,7 +100,7 @@ class PolluxRegressor:
         """Fit the seven parameters, from each of `starts`."""
         from scipy.optimize import minimize
 
-        rows, times = checked(placement_rows(X), y)
+        rows, times = checked(X, y)
         lowest, highest = np.array(self._LOWEST), np.array(self._HIGHEST)
         for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
@@ -200,7 +155,7 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(placement_rows(X))
+        return self.step_s(design_matrix(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""

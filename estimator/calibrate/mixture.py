@@ -15,10 +15,8 @@ standard errors of their difference from the model's (as of cross-validation in 
 Gabry 2017). The weights are local: on one device, within a node and across nodes, observations of
 the same kind count most. Where a form says what the performance model cannot tell from its own
 answer, within its predictive standard deviation, the form counts more: of two that fit alike the
-one with fewer parameters is to be preferred. Where two or more observations that the robust fit
-casts out lie beyond the batches of all others, nothing but the model's extrapolation contradicts
-them: the same forms fitted to all observations join the experts, and there all are judged by these
-first. Where experts disagree, that is part of the answer's uncertainty.
+one with fewer parameters is to be preferred. Where experts disagree, that is part of the answer's
+uncertainty.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.calibrate import design
-from estimator.calibrate.baselines import (
-    LinearScaling,
-    OptimusRegressor,
-    PolluxRegressor,
-)
+from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.design import Dataset, Inputs, confirmed, effective_ratio, noise_variance
 from estimator.calibrate.performance_model import BATCH, NODES, RANKS, Array
 
@@ -174,9 +168,7 @@ class Posterior:
 
 
 MODEL, ENGINE = "model", "engine"
-# Ends the names of forms that were fitted to outliers too.
-OF_ALL = " of all observations"
-Form = LinearScaling | OptimusRegressor | PolluxRegressor
+Form = OptimusRegressor | PolluxRegressor
 OUTLIER_WEIGHT = 0.1
 
 
@@ -207,7 +199,7 @@ class MixturePrior:
 # Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
 # The performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0},
+    weights={MODEL: 2.0, ENGINE: 0.25, "optimus": 1.0, "pollux": 2.0},
     standard_errors=8.0,
     half=(1.0, 1.0, 30.0),
     agreeing=0.7,
@@ -215,7 +207,7 @@ PRIOR = MixturePrior(
 # A performance model that corrects an engine knows more than a form that fits alike, and more of
 # what was not seen (`benchmarks/published_accuracy.py`, after 8).
 ENGINE_PRIOR = MixturePrior(
-    weights={**PRIOR.weights, "linear": 0.3},
+    weights=PRIOR.weights,
     error_sigma=0.1,
     half=(3.0, 3.0, 3.0),
     agreement=0.0,
@@ -228,11 +220,7 @@ _MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
 _MOST_OUTLIERS_RATIO = 0.25
-# So many outliers beyond the batches of all others refute the performance model there: nothing but
-# its extrapolation contradicts them.
-_REFUTING = 2
-_REFUTED = 3
-_KINDS = 4
+_KINDS = 3
 # How far forms usually are from steps, in logarithms.
 _FORM_SIGMA = 0.1
 # How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
@@ -266,59 +254,37 @@ class Mixture:
         self.count_of_ = dict(zip(map(tuple, distinct.tolist()), counts.tolist(), strict=True))
         place = places.reshape(-1)[left_out.observation]
         runs = effective_ratio(np.ones(len(place)), place)
-        chosen, is_kept = _chosen(observation_weights[left_out.observation], runs)
+        chosen = _chosen(observation_weights[left_out.observation], runs)
         kept = left_out.observation[chosen]
-        batches = rows[kept[is_kept], BATCH]
-        self.believed_batches_ = batches.min(initial=np.inf), batches.max(initial=0.0)
-        is_refuting = ~is_kept & self._is_beyond(rows[kept])
-        self.is_refuted_ = bool(runs[chosen] @ is_refuting >= _REFUTING)
-        if not self.is_refuted_:
-            chosen, kept, is_kept = chosen[is_kept], kept[is_kept], is_kept[is_kept]
-        self.kinds_ = self._kinds(rows[kept])
+        self.kinds_ = _kinds(rows[kept])
         self.forms_: dict[str, Form] = {}
         self.model_ = left_out, chosen
         self.left_out_ = {MODEL: left_out.log_ratio[chosen]}
         if engine_log_s is not None:
             self.left_out_[ENGINE] = (engine_log_s - log_times)[kept]
-        if len(np.unique(places[kept[is_kept]])) > 1:
-            times = np.exp(log_times[kept])
-            self._fit_forms(rows[kept], times, is_kept)
-            if self.is_refuted_:
-                self._fit_forms(rows[kept], times, np.ones_like(is_kept), OF_ALL)
+        if len(np.unique(places[kept])) > 1:
+            self._fit_forms(rows[kept], np.exp(log_times[kept]))
         self.prior_ = self.prior or (PRIOR if engine_log_s is None else ENGINE_PRIOR)
         self.weights_ = self.posterior_weights(self.prior_)
         return self
 
-    def _fit_forms(
-        self, rows: Array, times: Array, is_fitted: NDArray[np.bool_], suffix: str = ""
-    ) -> None:
-        """Fit the forms to some rows, and predict every row by fits to those of other inputs."""
-        pollux = PolluxRegressor().fit(rows[is_fitted], times[is_fitted])
-        forms: dict[str, Form] = {
-            "linear": LinearScaling().fit(rows[is_fitted], times[is_fitted]),
-            "optimus": OptimusRegressor().fit(rows[is_fitted], times[is_fitted]),
-            "pollux": pollux,
+    def _fit_forms(self, rows: Array, times: Array) -> None:
+        """Fit the forms, and predict every row by fits to those of other inputs."""
+        pollux = PolluxRegressor().fit(rows, times)
+        self.forms_ = {"optimus": OptimusRegressor().fit(rows, times), "pollux": pollux}
+        # The fit to all rows is where the fit to all but a few begins.
+        others: dict[str, Form] = {
+            "optimus": OptimusRegressor(),
+            "pollux": PolluxRegressor([pollux.parameters_]),
         }
-        errors = {name: np.empty(len(rows)) for name in forms}
-        input_of = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-        fitted = np.unique(input_of[is_fitted])
-        number = np.zeros(len(rows), dtype=np.intp)
-        number[fitted] = np.arange(len(fitted))
-        groups = number[input_of]
-        groups %= _GROUPS_OF_FEW if is_fitted.sum() <= _FEW_ROWS else _GROUPS_OF_MANY
+        self.left_out_ |= {name: np.empty(len(rows)) for name in others}
+        groups = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        groups %= _GROUPS_OF_FEW if len(rows) <= _FEW_ROWS else _GROUPS_OF_MANY
         for group in np.unique(groups):
             out = groups == group
-            others = ~out & is_fitted
-            for name, form in (
-                ("linear", LinearScaling()),
-                ("optimus", OptimusRegressor()),
-                # The fit to all rows is where the fit to all but a few begins.
-                ("pollux", PolluxRegressor([pollux.parameters_])),
-            ):
-                predicted = form.fit(rows[others], times[others]).predict(rows[out])
-                errors[name][out] = _log(predicted / times[out])
-        self.forms_ |= {name + suffix: form for name, form in forms.items()}
-        self.left_out_ |= {name + suffix: found for name, found in errors.items()}
+            for name, form in others.items():
+                predicted = form.fit(rows[~out], times[~out]).predict(rows[out])
+                self.left_out_[name][out] = _log(predicted / times[out])
 
     def posterior_weights(self, prior: MixturePrior) -> dict[str, Array]:
         """Weights of the experts for each kind of placement, which sum to 1."""
@@ -330,20 +296,16 @@ class Mixture:
             # However many there are elsewhere, they do not outweigh those of the same kind.
             others = min(1.0, (1 + same.sum()) / max((~same).sum(), 1))
             counts = np.where(same, 1.0, others)
-            # Where several have refuted the performance model, theirs is no mistake and no chance.
-            is_refuted = kind == _REFUTED
-            largest = np.inf if is_refuted else _LARGEST_ERROR
-            squares = np.minimum(np.abs(errors), largest) ** 2
+            squares = np.minimum(np.abs(errors), _LARGEST_ERROR) ** 2
             worse = squares - squares[:, [experts.index(MODEL)]]
             mean = counts @ worse / max(counts.sum(), 1.0)
             standard_error = np.sqrt(counts @ (worse - mean) ** 2)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
-            total += prior.standard_errors * standard_error * (not is_refuted)
+            total += prior.standard_errors * standard_error
             variance = total / (prior.errors + counts.sum())
-            known = same.sum() / (same.sum() + (1.0 if is_refuted else prior.half[kind]))
+            known = same.sum() / (same.sum() + prior.half[kind])
             prior_weights = [
-                prior.weights[name.removesuffix(OF_ALL)] * (known if name in self.forms_ else 1.0)
-                for name in experts
+                prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
             ]
             log_likelihood = -prior.exponent * counts.sum() / 2 * np.log(variance)
             likelihood = np.exp(log_likelihood - log_likelihood.max())
@@ -369,7 +331,7 @@ class Mixture:
             logs[ENGINE] = engine_log_s
         share = 1 / (1 + self.counts(rows) * _FORM_SIGMA**2 / noise_variance(np.zeros(1)))
         away = {name: log - log_model for name, log in logs.items()}
-        mean, between = self._pooled(self._kinds(rows), away, variance, share)
+        mean, between = self._pooled(_kinds(rows), away, variance, share)
         return self._bounded(rows, log_model + mean, list(logs.values())), between
 
     def _pooled(
@@ -382,20 +344,10 @@ class Mixture:
         distances = np.array(list(away.values()))
         weights = np.array([self.weights_[name][kinds] for name in away])
         near = np.exp(-(distances**2) / (2 * prior.agreeing**2 * variance))
-        weights *= 1 + prior.agreement * near * (kinds != _REFUTED)
+        weights *= 1 + prior.agreement * near
         weights *= share / (self.weights_[MODEL][kinds] + weights.sum(axis=0))
         mean = (weights * distances).sum(axis=0)
         return mean, np.maximum((weights * distances**2).sum(axis=0) - mean**2, 0)
-
-    def _is_beyond(self, rows: Array) -> NDArray[np.bool_]:
-        """Whether each row is beyond the batches of all observations that are no outliers."""
-        low, high = self.believed_batches_
-        return np.asarray((rows[:, BATCH] < low) | (rows[:, BATCH] > high))
-
-    def _kinds(self, rows: Array) -> NDArray[np.intp]:
-        """Whether each row is on one device (0), within a node (1), across nodes (2) or refuted."""
-        kinds = (rows[:, RANKS] > 1).astype(np.intp) + (rows[:, NODES] > 1)
-        return np.where(self._is_beyond(rows), _REFUTED, kinds) if self.is_refuted_ else kinds
 
     def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
         """Keep predictions beyond the batches of few rows between those of forms and engine.
@@ -430,21 +382,21 @@ class Mixture:
         return replace(model, log_ratio=errors, variance=variance)
 
 
-def _chosen(
-    observation_weights: Array, counts: Array
-) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """Of many observations some that spread evenly; and which are no outliers of the model.
+def _kinds(rows: Array) -> NDArray[np.intp]:
+    """Whether each row is on one device (0), within a node (1) or across nodes (2)."""
+    return np.asarray((rows[:, RANKS] > 1).astype(np.intp) + (rows[:, NODES] > 1))
+
+
+def _chosen(observation_weights: Array, counts: Array) -> NDArray[np.intp]:
+    """Of many observations some that spread evenly, without outliers of the performance model.
 
     `counts` is how many independent observations each counts for.
     """
-    count = len(observation_weights)
     least = np.argsort(observation_weights, kind="stable")
     least = least[np.cumsum(counts[least]) <= _MOST_OUTLIERS_RATIO * counts.sum()]
     outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
-    kept = np.setdiff1d(np.arange(count), outliers)
-    kept = kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
-    chosen = np.sort(np.concatenate([kept, outliers[:_MOST_ROWS]]))
-    return chosen, np.isin(chosen, kept)
+    kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
+    return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
 
 
 def _log(times: Array) -> Array:

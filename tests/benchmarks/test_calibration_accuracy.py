@@ -9,10 +9,9 @@ from pathlib import Path
 import calibration_accuracy
 import pytest
 from calibration import evaluation
-from calibration.rivals import OnesRegressor
+from calibration.rivals import LinearScaling, OnesRegressor
 from click.testing import CliRunner, Result
 
-from estimator.calibrate.baselines import LinearScaling
 from estimator.calibrate.regressor import StepTimeRegressor
 
 Command = Callable[..., Result]

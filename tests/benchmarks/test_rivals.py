@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calibration.rivals import AsynchronousOptimusRegressor, IndependentWorkers, OnesRegressor
+from calibration.rivals import (
+    AsynchronousOptimusRegressor,
+    IndependentWorkers,
+    LinearScaling,
+    OnesRegressor,
+)
+
+
+def test_linear_scaling_recovers_its_line_from_one_rank_alone() -> None:
+    rows = np.array([(1, 1, 8, 1), (1, 1, 32, 3), (4, 2, 8, 1)], dtype=float)
+    truth = 0.05 + 0.002 * rows[:, 2] * rows[:, 3]
+    fitted = LinearScaling().fit(rows, np.where(rows[:, 0] == 1, truth, 3 * truth))
+    assert fitted.coefficients_ == pytest.approx([0.002, 0.05])
+    assert fitted.predict([(64, 8, 32, 1)]) == pytest.approx([0.114])
+    # Of a single batch half of the time is fixed: 0.2 s + 0.2 s · 16 / 8.
+    single = LinearScaling().fit([(1, 1, 8, 1)], [0.4])
+    assert single.predict([(4, 1, 16, 1)]) == pytest.approx([0.6])
 
 
 def test_ones_interpolates_throughput_linearly_over_ranks() -> None:

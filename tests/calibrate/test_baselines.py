@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.baselines import (
-    LinearScaling,
     OptimusRegressor,
     PolluxRegressor,
 )
@@ -21,14 +20,6 @@ ROWS = np.array(
     ],
     dtype=float,
 )
-
-
-def test_linear_scaling_recovers_its_line_from_one_rank_alone() -> None:
-    truth = 0.05 + 0.002 * ROWS[:, 2] * ROWS[:, 3]
-    seen = np.where(ROWS[:, 0] == 1, truth, 3 * truth)
-    fitted = LinearScaling().fit(ROWS, seen)
-    assert fitted.coefficients_ == pytest.approx([0.002, 0.05])
-    assert fitted.predict([(64, 8, 32, 1)]) == pytest.approx([0.114])
 
 
 def test_optimus_recovers_its_coefficients() -> None:
@@ -69,9 +60,7 @@ def test_pollux_assumes_inter_node_communication_no_faster_than_intra_node() -> 
 
 
 def test_with_a_single_batch_half_of_the_time_is_assumed_fixed() -> None:
-    fitted = LinearScaling().fit([(1, 1, 8, 1)], [0.4])
     # 0.2 s + 0.2 s · 16 / 8.
-    assert fitted.predict([(4, 1, 16, 1)]) == pytest.approx([0.6])
     assert PolluxRegressor().fit([(1, 1, 8, 1)], [0.4]).predict([(1, 1, 16, 1)]) == pytest.approx(
         [0.6]
     )
