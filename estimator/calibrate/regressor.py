@@ -311,9 +311,6 @@ class StepTimeRegressor:
             data = self._of_today(data, np.asarray(at, dtype=float), expected)
             log_times = log_times + self.changes_.log_shift
         row_of = data.distinct()[1]
-        self.log_parameters_ = (
-            self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_
-        )
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
         self._data = data
@@ -331,6 +328,11 @@ class StepTimeRegressor:
             log_times, self.observation_weights_, row_of, usual
         )
         return self
+
+    @property
+    def log_parameters_(self) -> Array:
+        """The logarithms of the fitted parameters, in the order of PARAMETERS."""
+        return np.asarray(self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_)
 
     @cached_property
     def mixture_(self) -> Mixture:
