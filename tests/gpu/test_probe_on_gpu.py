@@ -26,13 +26,13 @@ def test_the_driver_lists_the_gpu_that_torch_uses() -> None:
     (first, *_) = read_gpus()
     assert first.kind == "cuda"
     assert first.name == torch.cuda.get_device_name(0)
+    assert str(first.details["driver_version"])
     assert first.memory_bytes >= torch.cuda.get_device_properties(0).total_memory
 
 
 def test_what_a_device_is_and_runs_at_is_known(backend: CudaBackend) -> None:
     facts = device_facts(torch, 0)
     assert facts["sm_count"] == torch.cuda.get_device_properties(0).multi_processor_count
-    assert str(facts["driver_version"])
     at_work = sustained_facts(torch, backend, seconds=0.3)
     assert isinstance(at_work["sm_clock_mhz_at_work"], int)
     assert isinstance(at_work["power_w_at_work"], float)

@@ -223,6 +223,9 @@ _SLOW_COMPUTE_RATIO = 1.25
 _SLOW_LINK_RATIO = 0.7
 
 
+_MEASURED = ("links", "network", "collectives", "overlaps", "contentions")
+
+
 @dataclass(slots=True, kw_only=True)
 class ClusterFindings:
     """Everything found so far; whole at any moment. `remarks` are sentences for people."""
@@ -241,23 +244,19 @@ class ClusterFindings:
     @property
     def empty(self) -> bool:
         """Whether nothing of the network was measured."""
-        found = (self.links, self.network, self.pairs, self.collectives, self.overlaps)
-        return not any(found)
+        return self.pairs is None and not any(getattr(self, name) for name in _MEASURED)
 
     def to_dict(self, world: World) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
+        measured: dict[str, Any] = {name: tuple(getattr(self, name)) for name in _MEASURED}
         profile = MachineProfile(
             name="network",
             devices=world.own_devices,
-            links=tuple(self.links),
-            network=tuple(self.network),
             pairs=self.pairs,
-            collectives=tuple(self.collectives),
-            overlaps=tuple(self.overlaps),
-            contentions=tuple(self.contentions),
             rank_jitter_ratio=self.rank_jitter_ratio,
             missing=tuple(self.missing),
             provenance=Provenance(source="measured", at=self.at, samples=0),
+            **measured,
         )
         return {"profile": profile.to_dict(), "remarks": self.remarks}
 
@@ -265,17 +264,14 @@ class ClusterFindings:
     def from_dict(cls, data: Mapping[str, Any]) -> ClusterFindings:
         """Build findings from the values of `to_dict`."""
         profile = MachineProfile.from_dict(data["profile"])
+        measured: dict[str, Any] = {name: list(getattr(profile, name)) for name in _MEASURED}
         return cls(
             at=profile.provenance.at,
-            links=list(profile.links),
-            network=list(profile.network),
             pairs=profile.pairs,
-            collectives=list(profile.collectives),
-            overlaps=list(profile.overlaps),
-            contentions=list(profile.contentions),
             rank_jitter_ratio=profile.rank_jitter_ratio,
             missing=list(profile.missing),
             remarks=list(data["remarks"]),
+            **measured,
         )
 
     def merged(

@@ -26,7 +26,13 @@ from estimator.probe.cluster.discovery import (
 )
 from estimator.probe.cluster.findings import Member
 from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
-from estimator.probe.devices.inventory import choose_devices, core_groups, read_cpu, read_gpus
+from estimator.probe.devices.inventory import (
+    choose_devices,
+    core_device,
+    core_groups,
+    read_cpu,
+    read_gpus,
+)
 from estimator.probe.devices.ranks import run_on_devices
 
 # `estimator.probe.machine.probe_machine`.
@@ -298,9 +304,10 @@ def own_device(rank: int, roster: Mapping[str, Any]) -> Device:
             return _own_gpu(devices, local_rank, local_size)
     named = tuple(base_cores[local_rank]) if base_cores else ()
     if named and set(named) <= set(cpu.cores):
-        return _core_device(cpu, local_rank, named)
+        return core_device(cpu, local_rank, named, memory_bytes=cpu.memory_bytes)
     if has_own_cores:
-        return _core_device(cpu, local_rank, cpu.cores[: len(named) or None])
+        own = cpu.cores[: len(named) or None]
+        return core_device(cpu, local_rank, own, memory_bytes=cpu.memory_bytes)
     return core_groups(cpu, local_size)[local_rank]
 
 
@@ -317,17 +324,6 @@ def _own_gpu(devices: Sequence[Device], local_rank: int, local_size: int) -> Dev
             f"{visible} there"
         )
     return devices[local_rank]
-
-
-def _core_device(cpu: Any, index: int, cores: tuple[int, ...]) -> Device:
-    return Device(
-        kind="cpu",
-        index=index,
-        name=f"{cpu.model}, {len(cores)} core{'s' if len(cores) > 1 else ''}",
-        memory_bytes=cpu.memory_bytes,
-        cores=cores,
-        numa_node=next((node for node, own in cpu.numa_cores.items() if cores[0] in own), None),
-    )
 
 
 def machine_words(device: Device) -> str:

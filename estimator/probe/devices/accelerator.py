@@ -37,27 +37,11 @@ def device_facts(torch: Any, index: int) -> dict[str, Fact]:
         "cuda_version": str(torch.version.cuda),
         "cudnn_version": torch.backends.cudnn.version(),
         "nccl_version": _joined(torch.cuda.nccl.version()),
-        "driver_version": _driver_version(),
     }
 
 
 def _joined(version: Any) -> str:
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-
-
-def _driver_version() -> Fact:
-    nvml = import_nvml()
-    if nvml is None:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        answer: Fact = nvml_answer(nvml, "nvmlSystemGetDriverVersion")
-        return answer
-    finally:
-        nvml.nvmlShutdown()
 
 
 def half_attention(torch: Any, device: Any) -> str:

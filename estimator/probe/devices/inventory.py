@@ -233,22 +233,28 @@ def core_groups(cpu: Cpu, devices: int | None = None) -> tuple[Device, ...]:
             f"choose --devices from 1 to {len(cores)}"
         )
     size = len(cores) // devices
-    node_of = {core: node for node, members in cpu.numa_cores.items() for core in members}
-    groups = []
-    for index in range(devices):
-        members = cores[index * size : (index + 1) * size]
-        nodes = {node_of[core] for core in members}
-        groups.append(
-            Device(
-                kind="cpu",
-                index=index,
-                name=f"{cpu.model}, {size} core{'s' if size > 1 else ''}",
-                memory_bytes=max(1, cpu.memory_bytes // devices),
-                cores=members,
-                numa_node=nodes.pop() if len(nodes) == 1 else None,
-            )
+    return tuple(
+        core_device(
+            cpu,
+            index,
+            cores[index * size : (index + 1) * size],
+            memory_bytes=max(1, cpu.memory_bytes // devices),
         )
-    return tuple(groups)
+        for index in range(devices)
+    )
+
+
+def core_device(cpu: Cpu, index: int, cores: tuple[int, ...], *, memory_bytes: int) -> Device:
+    """Some cores as one device."""
+    nodes = {node for node, members in cpu.numa_cores.items() if set(members) & set(cores)}
+    return Device(
+        kind="cpu",
+        index=index,
+        name=f"{cpu.model}, {len(cores)} core{'s' if len(cores) > 1 else ''}",
+        memory_bytes=memory_bytes,
+        cores=cores,
+        numa_node=nodes.pop() if len(nodes) == 1 else None,
+    )
 
 
 def import_nvml() -> Any:
@@ -391,6 +397,7 @@ def _read_gpu(nvml: Any, index: int, handles: list[Any], root: Path) -> Device:
             "nvlink_links": _nvlinks(nvml, whole),
             "other_processes": _other_processes(nvml, handle),
             "mig_instance": is_instance,
+            "driver_version": nvml_answer(nvml, "nvmlSystemGetDriverVersion"),
         },
     )
 

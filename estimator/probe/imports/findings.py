@@ -97,18 +97,17 @@ def join(parts: Sequence[Imported]) -> Imported:
     whole = parts[0]
     for part in parts[1:]:
         _check_same_machine(whole, part)
+        joined: dict[str, Any] = {
+            name: (*getattr(whole, name), *getattr(part, name))
+            for name in ("formats", "links", "network", "collectives")
+        }
+        for name in ("device_names", "numa_nodes", "latencies_s", "hardware"):
+            joined[name] = {**getattr(part, name), **getattr(whole, name)}
         whole = Imported(
-            formats=(*whole.formats, *part.formats),
-            device_names={**part.device_names, **whole.device_names},
             device_facts=_joined_facts(whole, part),
-            numa_nodes={**part.numa_nodes, **whole.numa_nodes},
             routes=whole.routes or part.routes,
-            links=(*whole.links, *part.links),
-            network=(*whole.network, *part.network),
-            latencies_s={**part.latencies_s, **whole.latencies_s},
-            collectives=(*whole.collectives, *part.collectives),
-            hardware={**part.hardware, **whole.hardware},
             cluster=whole.cluster or part.cluster,
+            **joined,
         )
     return _with_latencies(whole)
 

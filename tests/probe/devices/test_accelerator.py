@@ -30,9 +30,6 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         pass
 
-    def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.1"
-
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         return uuid
 
@@ -75,13 +72,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "import_nvml", FakeNvml)
 
 
-def test_the_runtime_and_the_driver_are_asked_for_what_a_device_is() -> None:
+def test_the_runtime_is_asked_for_what_a_device_is() -> None:
     facts = device_facts(FakeTorch(), 0)
     assert facts["sm_count"] == 132
     assert facts["l2_cache_bytes"] == 52_428_800
     assert facts["compute_capability"] == "9.0"
     assert facts["nccl_version"] == "2.28.9"
-    assert facts["driver_version"] == "580.1"
 
 
 def test_clocks_and_power_are_read_at_work_from_the_gpu_that_torch_uses() -> None:

@@ -132,6 +132,9 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         pass
 
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.1"
+
     def nvmlDeviceGetCount(self) -> int:
         return 2
 
@@ -173,6 +176,7 @@ def test_gpus_carry_bus_links_and_neighbours() -> None:
     assert (first.kind, first.name, first.memory_bytes) == ("cuda", "Test GPU", 80 << 30)
     assert (first.details["pcie_width"], first.details["pcie_width_most"]) == (8, 16)
     assert first.details["nvlink_links"] == 4
+    assert first.details["driver_version"] == "580.1"
     assert first.details["peer_access"] == "1:nvlink"
     assert first.details["power_w"] == 70.5
     assert first.details["other_processes"] == 1
