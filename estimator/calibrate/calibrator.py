@@ -126,7 +126,7 @@ class Calibrator:
             changed = [known for known in self._read() if known is not seen[known.job]]
             seen |= {known.job: known for known in changed}
             # Those seen most teach first.
-            for known in sorted(changed, key=lambda each: -len(each.observations)):
+            for known in sorted(changed, key=lambda job: -len(job.observations)):
                 seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
             self._fitted = _Fitted(seen)
         return self
@@ -179,18 +179,18 @@ class Calibrator:
         from estimator.estimates.engine import DEFAULT
 
         jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
-        asked = cluster.nodes.keys() if hosts is None else hosts
-        return counting_drifts(cluster, asked, self.store.observations(), jobs)
+        names = cluster.nodes.keys() if hosts is None else hosts
+        return counting_drifts(cluster, names, self.store.observations(), jobs)
 
-    def _learn(self, asked: StepQuestion, engine: StepPredictor) -> _Fitted:
+    def _learn(self, question: StepQuestion, engine: StepPredictor) -> _Fitted:
         with self._learning:
-            if not self._fitted.knows(asked.job, engine):
+            if not self._fitted.knows(question.job, engine):
                 seen = dict(self._fitted.seen)
                 new = _JobObservations(
-                    job=asked.job, workload=asked.workload, engine=engine, key=engine.key
+                    job=question.job, workload=question.workload, engine=engine, key=engine.key
                 )
                 known = new.read(self.store, self.store.revision)
-                seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
+                seen[question.job] = known.fit(self.half_life_days, _others(seen, known))
                 self._fitted = _Fitted(seen)
             return self._fitted
 
@@ -208,7 +208,9 @@ def _other_layouts(
     """What was observed of a job on the same machine types in other layouts."""
     machines, layout = place
     return [
-        each for (names, other), each in fitted.items() if names == machines and other != layout
+        fitted_job
+        for (names, other), fitted_job in fitted.items()
+        if names == machines and other != layout
     ]
 
 
@@ -232,27 +234,27 @@ class _Fitted:
     ) -> list[Coefficients]:
         """The factors for steps of a job that is known."""
         known = [self._answers.get(question) for question in questions]
-        found = [each for each in known if each is not None]
-        if len(found) == len(questions):
-            return found
+        fresh = [answer for answer in known if answer is not None]
+        if len(fresh) == len(questions):
+            return fresh
         new = {
             question: where
-            for question, where, each in zip(questions, allocations, known, strict=True)
-            if each is None
+            for question, where, answer in zip(questions, allocations, known, strict=True)
+            if answer is None
         }
         answers = dict(self._answered(self.seen[job], new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        return [each or answers[q] for each, q in zip(known, questions, strict=True)]
+        return [answer or answers[q] for answer, q in zip(known, questions, strict=True)]
 
     def _answered(
-        self, job: _JobObservations, asked: Mapping[StepQuestion, Allocation]
+        self, job: _JobObservations, places: Mapping[StepQuestion, Allocation]
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
         by_place: dict[_Place, list[StepQuestion]] = {}
-        for question in asked:
+        for question in places:
             by_place.setdefault((question.machines, question.layout), []).append(question)
         for place, questions in by_place.items():
             corrections = self._corrections(job, place)
@@ -260,16 +262,16 @@ class _Fitted:
                 yield from ((question, UNCALIBRATED) for question in questions)
             else:
                 later = self._later_changes(job, place[0])
-                yield from job.answers({q: asked[q] for q in questions}, corrections, later)
+                yield from job.answers({q: places[q] for q in questions}, corrections, later)
 
     def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
         """What other jobs have shown of machines."""
         from estimator.calibrate.corrections import changes_of
 
         if (job.job, machines) not in self._changes:
-            found = changes_of(_others(self.seen, job), machines)
+            changes = changes_of(_others(self.seen, job), machines)
             with self._writing:
-                self._changes[job.job, machines] = found
+                self._changes[job.job, machines] = changes
         return self._changes[job.job, machines]
 
     def _corrections(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
@@ -280,9 +282,9 @@ class _Fitted:
         if place in job.fitted:
             return job.fitted[place]
         if (job.job, place) not in self._unobserved:
-            found = job.unobserved(place, _others(self.seen, job))
+            unobserved = job.unobserved(place, _others(self.seen, job))
             with self._writing:
-                self._unobserved[job.job, place] = found
+                self._unobserved[job.job, place] = unobserved
         return self._unobserved[job.job, place]
 
 
@@ -336,16 +338,16 @@ class _JobObservations:
 
     def _predict(self, observation: Observation) -> PredictedStep | str:
         """The engine's prediction of an observed step, cached, or why there is none."""
-        asked = (
+        steps = (
             observation.allocation,
             observation.batch_per_gpu,
             observation.accumulation_steps,
             observation.strategy,
             observation.layout,
         )
-        if asked not in self.predicted:
+        if steps not in self.predicted:
             try:
-                self.predicted[asked] = self.engine.predict(
+                self.predicted[steps] = self.engine.predict(
                     observation.allocation,
                     batch_per_gpu=observation.batch_per_gpu,
                     accumulation_steps=observation.accumulation_steps,
@@ -354,8 +356,8 @@ class _JobObservations:
                     coefficients=UNCALIBRATED,
                 )
             except EstimatorError as error:
-                self.predicted[asked] = str(error)
-        return self.predicted[asked]
+                self.predicted[steps] = str(error)
+        return self.predicted[steps]
 
     def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _JobObservations:
         """With the corrections of every set of machine types and layout that was observed.
@@ -409,15 +411,15 @@ class _JobObservations:
 
     def answers(
         self,
-        asked: Mapping[StepQuestion, Allocation],
+        places: Mapping[StepQuestion, Allocation],
         corrections: StepCorrections,
         later: Sequence[Change],
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their place."""
-        cold = [self._asked(where, question, UNCALIBRATED) for question, where in asked.items()]
+        cold = [self._asked(where, question, UNCALIBRATED) for question, where in places.items()]
         corrected = corrections.correct(cold, later=later)
-        for (question, where), found in zip(asked.items(), corrected, strict=True):
-            yield question, self._scaled(where, question, found)
+        for (question, where), correction in zip(places.items(), corrected, strict=True):
+            yield question, self._scaled(where, question, correction)
 
     def _asked(
         self, allocation: Allocation, question: StepQuestion, coefficients: Coefficients
@@ -432,7 +434,7 @@ class _JobObservations:
         )
 
     def _scaled(
-        self, allocation: Allocation, question: StepQuestion, found: Correction
+        self, allocation: Allocation, question: StepQuestion, correction: Correction
     ) -> Coefficients:
         """Factors that make the engine's step the corrected one.
 
@@ -440,17 +442,17 @@ class _JobObservations:
         another step: they are scaled by the ratio of both.
         """
         trial = Coefficients(
-            compute_ratio=found.compute_ratio,
-            update_ratio=found.compute_ratio,
-            communication_ratio=found.sync_ratio,
+            compute_ratio=correction.compute_ratio,
+            update_ratio=correction.compute_ratio,
+            communication_ratio=correction.sync_ratio,
         )
-        scale = found.step_s / self._asked(allocation, question, trial).step_s
+        scale = correction.step_s / self._asked(allocation, question, trial).step_s
         return Coefficients(
-            compute_ratio=found.compute_ratio * scale,
-            update_ratio=found.compute_ratio * scale,
-            communication_ratio=found.sync_ratio * scale,
-            relative_error=found.relative_error,
-            remark=found.remark,
+            compute_ratio=correction.compute_ratio * scale,
+            update_ratio=correction.compute_ratio * scale,
+            communication_ratio=correction.sync_ratio * scale,
+            relative_error=correction.relative_error,
+            remark=correction.remark,
         )
 
 

@@ -114,15 +114,15 @@ class StepCorrections:
         `later` is what other jobs have shown of the machines since this one was last observed.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
-        found = self.regressor_.prediction(rows, engine_times=times)
-        share = network_share(rows, found.model, times)
+        predicted_rows = self.regressor_.prediction(rows, engine_times=times)
+        share = network_share(rows, predicted_rows.model, times)
         since = [change for change in later if change.at > self.last_at_ and len(self.rows_)]
         shift = sum((change.log_shift(share) for change in since), np.zeros(len(rows)))
-        step_s = np.exp(found.log_step + shift)
+        step_s = np.exp(predicted_rows.log_step + shift)
         if not len(self.rows_):
             step_s = _within_engine_interval(step_s, predicted)
-        model = found.model
-        errors = np.hypot(found.half_width / Z_80, self._unobserved_step_sigma(rows))
+        model = predicted_rows.model
+        errors = np.hypot(predicted_rows.half_width / Z_80, self._unobserved_step_sigma(rows))
         errors = np.sqrt(errors**2 + level_variance(since, share))
         changes = [*self.regressor_.changes_.changes, *since]
         return [
@@ -132,7 +132,7 @@ class StepCorrections:
                 sync_ratio=math.exp(model.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
                 relative_error=float(errors[row]) if len(self.rows_) else None,
                 remark=self._remark(
-                    step.question, changes, extrapolates=bool(found.extrapolates[row])
+                    step.question, changes, extrapolates=bool(predicted_rows.extrapolates[row])
                 ),
             )
             for row, step in enumerate(predicted)
@@ -160,8 +160,8 @@ class StepCorrections:
         if self.by_name_:
             which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"
             remark += f", {which} known to be of this job by its name alone"
-        told = [change for change in changes if abs(change.log_ratio) > _LEAST_TOLD]
-        remark += "".join(f"; {change.sentence(self.machines)}" for change in told)
+        large = [change for change in changes if abs(change.log_ratio) > _LEAST_TOLD]
+        remark += "".join(f"; {change.sentence(self.machines)}" for change in large)
         if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "
@@ -214,15 +214,15 @@ def _pooled_priors(content: JobContent, others: Sequence[StepCorrections]) -> Pr
     priors = {}
     for name, correlation in _CORRELATION.items():
         known = ENGINE_PRIORS.by_name[name]
-        fits = [(each, each.informative_rows(name)) for each in others]
-        jobs = [content, *(each.content for each, n in fits if n)]
+        fits = [(model, model.informative_rows(name)) for model in others]
+        jobs = [content, *(model.content for model, n in fits if n)]
         alike = [
             [one.likeness(two) if name in _BY_LIKENESS else 1.0 for two in jobs] for one in jobs
         ]
         covariance = correlation * np.array(alike)
         np.fill_diagonal(covariance, [1.0, *(1 + 1 / n for _, n in fits if n)])
         gain = np.linalg.solve(covariance[1:, 1:], covariance[1:, 0])
-        values = [each.log_parameter(name) - math.log(known.median) for each, n in fits if n]
+        values = [model.log_parameter(name) - math.log(known.median) for model, n in fits if n]
         priors[name] = LogNormalPrior(
             median=known.median * math.exp(float(gain @ np.array(values))),
             sigma=known.sigma * math.sqrt(1 - float(gain @ covariance[1:, 0])),
@@ -231,11 +231,11 @@ def _pooled_priors(content: JobContent, others: Sequence[StepCorrections]) -> Pr
 
 
 def _rows(predicted: Sequence[PredictedStep]) -> Array:
-    asked = [step.question for step in predicted]
+    questions = [step.question for step in predicted]
     return np.array(
         [
             (q.ranks, q.nodes, max(q.batch, 1.0), q.accumulation_steps, q.most_on_node)
-            for q in asked
+            for q in questions
         ],
         dtype=float,
     ).reshape(-1, 5)

@@ -29,16 +29,16 @@ _OWNER, _ENTRIES, _START_BYTES = slice(68, 72), slice(103, 105), 108
 def file_at(path: Path) -> tuple[int, int] | None:
     """Which file goes by that name (device, inode); None if there is none."""
     try:
-        found = os.stat(path)
+        state = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return state.st_dev, state.st_ino
 
 
 def size_of(path: Path) -> int:
     """Bytes of a file, 0 if there is none; raises StoreError for what is no regular file."""
     try:
-        found = os.stat(path)
+        state = os.stat(path)
     except FileNotFoundError:
         return 0
     except OSError as error:
@@ -46,9 +46,9 @@ def size_of(path: Path) -> int:
             f"cannot use the store {path} ({error.strerror}); choose another place with --store or "
             "ESTIMATOR_HOME"
         ) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(state.st_mode):
         raise StoreError(f"{path} is no regular file; choose another place for the store")
-    return found.st_size
+    return state.st_size
 
 
 def remove(path: Path) -> None:
@@ -293,9 +293,9 @@ class Database:
                 f"{self.path} was written by a newer version (schema {version}, this one knows "
                 f"{len(self._migrations)}); upgrade throughput-estimator, or choose another place"
             )
-        found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise _DamagedError(found)
+        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise _DamagedError(verdict)
         # One text that is none must not keep all others from being read.
         connection.text_factory = _readable
         return version

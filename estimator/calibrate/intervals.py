@@ -112,9 +112,9 @@ class Spread:
             # Where it is too small for a float: log(0) is −∞, which the sum below takes.
             with np.errstate(divide="ignore"):
                 log_pooled = np.log(pooled)
-        found = _normalised(log_likelihood + log_pooled)
-        self.inflation_variance = float(found.sum(axis=1) @ _INFLATIONS**2)
-        self.scatter_variance = float(found.sum(axis=0) @ _SCATTER_SIGMAS**2) / _PRIOR_SCALE**2
+        weights = _normalised(log_likelihood + log_pooled)
+        self.inflation_variance = float(weights.sum(axis=1) @ _INFLATIONS**2)
+        self.scatter_variance = float(weights.sum(axis=0) @ _SCATTER_SIGMAS**2) / _PRIOR_SCALE**2
 
 
 def _normalised(log_density: Array) -> Array:

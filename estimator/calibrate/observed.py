@@ -269,14 +269,14 @@ def outliers(observations: Iterable[Observation]) -> dict[str, str]:
     jobs: dict[tuple[str, str], list[Observation]] = defaultdict(list)
     for observation in observations:
         jobs[observation.job].append(observation)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for ours in jobs.values():
         times_s = [one.step_time_s for one in ours]
         # Step times that all lie within the ratio contain no outlier.
         if max(times_s) / min(times_s) > OUTLIER_RATIO:
             for alike in _by_machines(ours).values():
-                found.update(_outliers_among(alike))
-    return found
+                reasons.update(_outliers_among(alike))
+    return reasons
 
 
 def _by_machines(
@@ -294,8 +294,8 @@ def _outliers_among(observations: Sequence[Observation]) -> Iterable[tuple[str, 
     """Outliers of one workload on one set of machine types."""
     pairs: dict[tuple[object, ...], list[Observation]] = defaultdict(list)
     for one in observations:
-        asked = one.allocation, one.layout, one.strategy, one.batch_per_gpu, one.accumulation_steps
-        pairs[asked].append(one)
+        place = one.allocation, one.layout, one.strategy, one.batch_per_gpu, one.accumulation_steps
+        pairs[place].append(one)
     anywhere = _Sample(observations, "of this workload on such machines")
     for same in pairs.values():
         here = _Sample(same, "of this workload, allocation and batch")

@@ -176,7 +176,7 @@ class EngineTimes:
     def part(self, places: slice | NDArray[np.intp]) -> EngineTimes:
         """Those of some rows."""
         known = (self.compute_s, self.sync_s, self.step_s)
-        compute_s, sync_s, step_s = (None if each is None else each[places] for each in known)
+        compute_s, sync_s, step_s = (None if column is None else column[places] for column in known)
         return EngineTimes(compute_s=compute_s, sync_s=sync_s, step_s=step_s)
 
     def columns(self, rows: int) -> tuple[Array | None, Array | None]:
@@ -282,10 +282,12 @@ def _mean(first: Values, second: Values, share: Values) -> Values:
 def _norm_derivatives(first: Derivatives, second: Derivatives, share: Values) -> Derivatives:
     """Derivatives of a p-norm from those of its two terms, by the chain rule."""
     rest = 1 - share
-    found = {name: rest * value for name, value in first.items()}
+    derivatives = {name: rest * value for name, value in first.items()}
     for name, value in second.items():
-        found[name] = found[name] + share * value if name in found else share * value
-    return found
+        derivatives[name] = (
+            derivatives[name] + share * value if name in derivatives else share * value
+        )
+    return derivatives
 
 
 def _column(value: Values) -> Array:

@@ -68,7 +68,7 @@ def drifts(residuals: Sequence[Residual]) -> list[Drift]:
     times = np.array([residual.at.timestamp() for residual in left])
     names = sorted({name for residual in left for name in residual.nodes})
     takes_part = {name: np.array([name in residual.nodes for residual in left]) for name in names}
-    is_left, found = np.ones(len(left), dtype=bool), list[Drift]()
+    is_left, drifting = np.ones(len(left), dtype=bool), list[Drift]()
     while True:
         changes = {
             name: change
@@ -76,14 +76,14 @@ def drifts(residuals: Sequence[Residual]) -> list[Drift]:
             if (change := _change_point(values, times, takes_part[name] & is_left, is_left))
         }
         if not changes:
-            return found
+            return drifting
         name = max(changes, key=lambda name: changes[name].statistic)
         change = changes[name]
         since = left[change.first].at if change.has_steps_before else None
         explained = takes_part[name] & is_left
         explained[: change.first] = False
         steps = int(explained.sum())
-        found.append(Drift(name=name, ratio=math.exp(change.shift), since=since, steps=steps))
+        drifting.append(Drift(name=name, ratio=math.exp(change.shift), since=since, steps=steps))
         is_left &= ~explained
 
 
@@ -107,7 +107,7 @@ def _change_point(
     centre = float(values[is_left].mean())
     every, steps = values[is_left] - centre, values[own] - centre
     first = np.arange(len(own) - _LEAST_STEPS + 1)
-    after, squares_after = (np.cumsum(each[::-1])[::-1][first] for each in (steps, steps**2))
+    after, squares_after = (np.cumsum(values[::-1])[::-1][first] for values in (steps, steps**2))
     count_after = (len(own) - first).astype(float)
     count_before = len(every) - count_after
     mean_after, deviation_after = _mean_and_deviation(after, squares_after, count_after)
@@ -195,8 +195,8 @@ def review(observations: Iterable[Observation]) -> Review:
     for (_, machines, _), seen in sorted(
         jobs.items(), key=lambda item: (item[1][0].workload, item[0])
     ):
-        found, of_job, contradicted = _reviewed(machines, seen)
-        reviews.append(found)
+        reviewed, of_job, contradicted = _reviewed(machines, seen)
+        reviews.append(reviewed)
         residuals[machines] += of_job
         doubted += contradicted
     every = [residual for of_machines in residuals.values() for residual in of_machines]
@@ -209,7 +209,7 @@ def review(observations: Iterable[Observation]) -> Review:
         drifts=tuple(drifts(every)),
         outliers=tuple(outliers),
         doubted=tuple(doubted),
-        populations=tuple(each for each in found_twice if each is not None),
+        populations=tuple(population for population in found_twice if population is not None),
     )
 
 
@@ -227,7 +227,7 @@ def counting_drifts(
     """
     seen = list(observations)
     own = [one for one in seen if one.job in jobs and one.outlier_reason is None]
-    nodes, told = dict(cluster.nodes), []
+    nodes, sentences = dict(cluster.nodes), []
     for drift in review(seen).drifts:
         is_asked = drift.name in hosts and drift.name in nodes
         if not is_asked or nodes[drift.name].slowdown_ratio != 1.0:
@@ -240,14 +240,16 @@ def counting_drifts(
         ]
         has_learnt = 2 * len(since) > len(own)
         if has_learnt:
-            told.append(f"{drift}; the estimate has learnt that from this job's own steps there")
+            sentences.append(
+                f"{drift}; the estimate has learnt that from this job's own steps there"
+            )
             continue
         nodes[drift.name] = replace(nodes[drift.name], slowdown_ratio=drift.ratio)
-        told.append(
+        sentences.append(
             f"{drift}; the estimate counts that, as 'slowdown = {drift.ratio:.3g}' for "
             f"{drift.name} in the cluster file does"
         )
-    return replace(cluster, nodes=nodes), told
+    return replace(cluster, nodes=nodes), sentences
 
 
 def _reviewed(
@@ -265,7 +267,7 @@ def _reviewed(
     model = fitted.model(rows)
     values = np.log(times_s) - model.log_step
     several = rows[:, RANKS] > 1
-    found = JobReview(
+    reviewed = JobReview(
         workload=seen[-1].workload,
         fingerprint=seen[0].fingerprint,
         machines=machines,
@@ -286,7 +288,7 @@ def _reviewed(
         for one, value, weight in zip(seen, values, fitted.observation_weights_, strict=True)
         if weight < OUTLIER_WEIGHT
     ]
-    return found, residuals, doubted
+    return reviewed, residuals, doubted
 
 
 def _factor(log_ratio: float) -> str:

@@ -190,12 +190,12 @@ class ObservationStore:
 
     def workloads(self) -> dict[str, ObservedWorkload]:
         """Every workload observed or described, by name; the last described of several."""
-        return {each.name: each for each in self._described("TRUE", ())}
+        return {workload.name: workload for workload in self._described("TRUE", ())}
 
     def _known_by_name(self, name: str) -> ObservedWorkload:
         """What is known of a job of which only the name is."""
-        found = self._described("name = ? AND fingerprint = ''", (name,))
-        return found[0] if found else ObservedWorkload(name=name)
+        described = self._described("name = ? AND fingerprint = ''", (name,))
+        return described[0] if described else ObservedWorkload(name=name)
 
     def _described(self, condition: str, values: tuple[str, ...]) -> list[ObservedWorkload]:
         names = tuple(item.name for item in fields(ObservedWorkload))
@@ -293,9 +293,9 @@ def _row(one: Observation) -> tuple[Any, ...]:
 
 
 def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
-    found = _rows(connection, conditions)
+    rows = _rows(connection, conditions)
     reasons: dict[str, str] = {}
-    for kind, job in {one.job for one in found}:
+    for kind, job in {one.job for one in rows}:
         of_job = "fingerprint = ?" if kind == "content" else "fingerprint IS NULL AND workload = ?"
         shortest_s, longest_s = connection.execute(
             "SELECT MIN(CAST(step_time_s AS REAL)), MAX(CAST(step_time_s AS REAL)) "
@@ -307,8 +307,8 @@ def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> li
         if shortest_s is not None and longest_s > OUTLIER_RATIO * shortest_s:
             reasons |= outliers(_rows(connection, {of_job: job}))
     if not reasons:
-        return found
-    return [replace(one, outlier_reason=reasons.get(one.identity)) for one in found]
+        return rows
+    return [replace(one, outlier_reason=reasons.get(one.identity)) for one in rows]
 
 
 def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
@@ -327,15 +327,15 @@ def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Rea
 
     One such row must not keep all others from being used.
     """
-    found, reasons = list[Read](), list[tuple[str, str]]()
+    readings, reasons = list[Read](), list[tuple[str, str]]()
     for row in rows:
         try:
-            found.append(read(row))
+            readings.append(read(row))
         except (ValueError, TypeError, OverflowError) as error:
             reasons.append((quoted(row[0]), str(error)))
     if reasons:
         _tell_left_out(len(reasons), *reasons[0])
-    return found
+    return readings
 
 
 # Rows never change, and checking one costs more than reading it.

@@ -103,7 +103,7 @@ class Windows:
             return
         latest = self._durations[-_COMPARED_DURATIONS:]
         before = self._durations[-2 * _COMPARED_DURATIONS : -_COMPARED_DURATIONS]
-        now_s, then_s = (statistics.median(s for s, _ in each) for each in (latest, before))
+        now_s, then_s = (statistics.median(s for s, _ in window) for window in (latest, before))
         is_steady = abs(now_s - then_s) <= _STEADY_RATIO * then_s
         if is_steady or count >= _MOST_UNSTEADY_DURATIONS:
             self._is_steady = True

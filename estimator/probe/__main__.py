@@ -105,9 +105,9 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
             stop.set()
 
     # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, call_off)
-    found = probe_cluster(
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, call_off)
+    findings = probe_cluster(
         place,
         request,
         host=socket.gethostname(),
@@ -118,27 +118,27 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
         stop=stop,
     )
     progress.end()
-    found.profile.save(path)
-    for host, profile in found.others.items():
+    findings.profile.save(path)
+    for host, profile in findings.others.items():
         beside = path.with_name(f"{path.stem}-{host}.json")
         profile.save(beside)
         _tell(f"node {host} is another machine, described in {beside}")
-    return found.profile
+    return findings.profile
 
 
 def versions() -> dict[str, str]:
     """What must be equal on all nodes for them to work together."""
-    found = {"python": platform.python_version()}
+    named = {"python": platform.python_version()}
     for name, package in (("estimator", "throughput-estimator"), ("torch", "torch")):
         try:
-            found[name] = importlib.metadata.version(package)
+            named[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+            named[name] = "unknown"
     import torch
 
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
-    return found
+        named["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
+    return named
 
 
 class _Progress:

@@ -92,20 +92,20 @@ class Findings:
 
     def all_of(self, what: str) -> tuple[Any, ...]:
         """The findings of that name of all parts."""
-        steps = (getattr(found, what) for found in self.steps.values())
+        steps = (getattr(step, what) for step in self.steps.values())
         return (*getattr(self, what, ()), *itertools.chain(*steps))
 
     @property
     def rank_jitter_ratio(self) -> float | None:
         """How unlike equal ranks run; None where that was not measured."""
-        ratios = (found.rank_jitter_ratio for found in self.steps.values())
+        ratios = (step.rank_jitter_ratio for step in self.steps.values())
         return next((ratio for ratio in ratios if ratio is not None), None)
 
     def _take_kernel(self, message: Mapping[str, Any]) -> None:
         if "call" in message:
-            found = {name: value for name, value in message.items() if name != "math"}
+            entries = {name: value for name, value in message.items() if name != "math"}
             points = self.tf32_points if message.get("math") == "tf32" else self.points
-            points.append(KernelPoint(**found))
+            points.append(KernelPoint(**entries))
             return
         self.kernels_done = message["done"]
         if message["done"] < message["grid"]:
@@ -120,7 +120,7 @@ class Findings:
     def _take_update(self, message: Mapping[str, Any]) -> None:
         if "points" not in message:
             # Of a part that was measured again what counts is what it skipped last.
-            self.missing = [each for each in self.missing if not each.startswith(_UPDATES)]
+            self.missing = [line for line in self.missing if not line.startswith(_UPDATES)]
             if message["skipped"]:
                 self.missing.append(_UPDATES + ", ".join(message["skipped"]))
             return
@@ -203,13 +203,13 @@ class Findings:
         if not self.memory:
             return None
         private, shared = cache_sizes(dict(hardware), device)
-        found = {name: value for name, value in self.memory.items() if name != "points"}
-        found["reuse_points"] = tuple(map(tuple, found.get("reuse_points", ())))
+        known = {name: value for name, value in self.memory.items() if name != "points"}
+        known["reuse_points"] = tuple(map(tuple, known.get("reuse_points", ())))
         rates = [seconds / size for size, seconds in self.memory.get("points", ())]
         middle = statistics.median(rates) if rates else 0.0
         error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None
         return MemoryCost(
-            **{"private_cache_bytes": private, "shared_cache_bytes": shared, **found},
+            **{"private_cache_bytes": private, "shared_cache_bytes": shared, **known},
             provenance=Provenance(
                 source="measured", at=self.at, samples=len(rates), relative_error=error
             ),

@@ -100,20 +100,20 @@ def probe_machine(
     """
     budget_s *= THOROUGH_FACTOR if thorough else 1.0
     cpu = read_cpu()
-    found = choose_devices(cpu, devices=devices, kind=kind)
+    chosen = choose_devices(cpu, devices=devices, kind=kind)
     at = datetime.now(UTC).isoformat(timespec="seconds")
     # A GPU needs one core, which issues its work.
-    needed = sum(len(device.cores) or 1 for device in found)
+    needed = sum(len(device.cores) or 1 for device in chosen)
     watching = InterferenceSettings(
         pid=os.getpid(),
         threads=sorted(usable_threads()),
         cores=needed,
         spare_cores=max(0, len(cpu.cores) - needed),
         patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
-        usual_canary_s=_usual_canary_s(earlier, found[0], cpu),
+        usual_canary_s=_usual_canary_s(earlier, chosen[0], cpu),
     )
     probe = _Probe(
-        found, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
+        chosen, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
     )
     now = probe.watch.await_quiet()
     if strict:
@@ -183,7 +183,7 @@ class _Probe:
                 return
             try:
                 self.tell(part.name)
-                own_s = left_s * part.share / sum(each.share for each in rest)
+                own_s = left_s * part.share / sum(other.share for other in rest)
                 began, timed = time.monotonic(), len(self._seconds)
                 part.measure(max(own_s, least_s * part.share))
                 if len(self._seconds) == timed:

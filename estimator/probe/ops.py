@@ -54,7 +54,7 @@ class TimingStore:
         """The calls that were timed on this machine before; raises StoreError."""
         if not self.path.exists():
             return {}
-        found: dict[OpCall, OpTiming] = {}
+        timings: dict[OpCall, OpTiming] = {}
         with self._open() as connection:
             for call in calls:
                 row = connection.execute(
@@ -62,8 +62,8 @@ class TimingStore:
                     (self.machine, _key(call)),
                 ).fetchone()
                 if row is not None:
-                    found[call] = OpTiming(seconds=row[0], noise_ratio=row[1])
-        return found
+                    timings[call] = OpTiming(seconds=row[0], noise_ratio=row[1])
+        return timings
 
     def write(self, timings: Mapping[OpCall, OpTiming]) -> None:
         """Keep timings, in place of older ones of the same calls; raises StoreError."""
@@ -147,12 +147,12 @@ def replay(
             emit({"fraction": min(len(canaries) / (_WARM_UPS + _MOST_PASSES), 1.0)})
     steady = canaries[_WARM_UPS:] or canaries
     quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio)
-    found: dict[str, Any] = {"timings": step.summary(quiet_only), "skipped": step.skipped()}
+    answer: dict[str, Any] = {"timings": step.summary(quiet_only), "skipped": step.skipped()}
     if steady:
         are_enough = len(quiet_only) >= _LEAST_PASSES
         counted = [steady[number] for number in quiet_only] if are_enough else steady
-        found["canary_s"] = statistics.median(counted)
-    emit(found)
+        answer["canary_s"] = statistics.median(counted)
+    emit(answer)
 
 
 def quiet_passes(
@@ -162,7 +162,7 @@ def quiet_passes(
     if not canaries_s:
         return []
     quickest_s = min(*canaries_s, usual_s or canaries_s[0])
-    return [n for n, each in enumerate(canaries_s) if each <= disturbed_ratio * quickest_s]
+    return [n for n, canary_s in enumerate(canaries_s) if canary_s <= disturbed_ratio * quickest_s]
 
 
 def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:
@@ -220,8 +220,8 @@ class TimedStep:
                 ready[0] = self._arguments(first + offset + 1, live)
 
             seconds = self.backend.time_sequence(call, count=count, after=after)
-            for offset, each in enumerate(seconds):
-                self.samples[position + offset].append(each)
+            for offset, second in enumerate(seconds):
+                self.samples[position + offset].append(second)
             position += count
         if self.update is not None:
             self.update.run(live)
@@ -251,12 +251,12 @@ class TimedStep:
     def _settle(self, row: Sequence[Any], live: dict[int, Any], current: list[Any]) -> None:
         """Name the outputs, make those that did not come, let go what is not read again."""
         index, _, _, outputs, freed = row
-        found = output_tensors(current[0])
+        settled = output_tensors(current[0])
         current[0] = None
         specs = self.calls[index].outputs
         for place, value in enumerate(outputs):
-            if place < len(found):
-                live[value] = found[place]
+            if place < len(settled):
+                live[value] = settled[place]
             else:
                 live[value] = make_tensor(specs[place], "activation", 0, 0, self.backend.device)
         for value in freed:
@@ -313,7 +313,7 @@ class _Update:
             )
             for spec, gradient in plan["trained"]
         ]
-        self._optimizer = optimizer_of(plan["optimizer"], [each for each, _ in self._trained])
+        self._optimizer = optimizer_of(plan["optimizer"], [trained for trained, _ in self._trained])
 
     def run(self, live: Mapping[int, Any]) -> None:
         for parameter, gradient in self._trained:
@@ -519,7 +519,7 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
     before = _made_before(bound)
     freed = _freed_after(graph, before)
     bounds = index_bounds(bound)
-    batch_ranges = {each.value: (each.low, each.high) for each in graph.inputs}
+    batch_ranges = {given.value: (given.low, given.high) for given in graph.inputs}
     rows = []
     for number, (op, call) in enumerate(zip(graph.ops, bound.calls, strict=True)):
         index = calls.setdefault(call, len(calls))
@@ -538,9 +538,9 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
 def update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
     """The optimizer's step, timed as `number`: the trained parameters and their gradients."""
     trained = [
-        [encode_tree(each.spec), each.gradient]
-        for each in graph.parameters
-        if each.gradient is not None
+        [encode_tree(parameter.spec), parameter.gradient]
+        for parameter in graph.parameters
+        if parameter.gradient is not None
     ]
     return {"optimizer": graph.optimizer, "timed": number, "trained": trained}
 

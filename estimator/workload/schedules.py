@@ -247,7 +247,7 @@ def _zero_bubble(
 def _one_by_one(
     kind: Pass, stages: Sequence[int], micro_batches: int, per_round: int
 ) -> Iterator[Action]:
-    """Rounds of `each` micro-batches, stage after stage."""
+    """Rounds of `per_round` micro-batches, stage after stage."""
     for begin in range(0, micro_batches, per_round):
         for stage in stages:
             for micro_batch in range(begin, begin + per_round):

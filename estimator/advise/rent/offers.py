@@ -515,7 +515,7 @@ def rent(
 ) -> Choice:
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
-    `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
+    `options` go to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
     `batch_per_gpu` or `global_batch`, `loader`, `layouts_of`, `calibration`, `executor`. With
     `mixed` nodes of two machines may train together. Raises PriceError, WorkloadError,
     AllocationError.

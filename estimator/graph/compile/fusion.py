@@ -100,8 +100,8 @@ class Grouping:
 
     def before(self, number: int) -> set[int]:
         """The kernels that have to run before this one."""
-        found = {self._now(other) for other in self.kernels[number].before}
-        return {other for other in found if other in self.kernels and other != number}
+        earlier = {self._now(other) for other in self.kernels[number].before}
+        return {other for other in earlier if other in self.kernels and other != number}
 
     def escapes(self, number: int, root: int) -> bool:
         """Whether a kernel has to bring a storage that it writes into memory."""
@@ -203,7 +203,7 @@ class Grouping:
         if kernel.writes & self._kept:
             return False
         parts = (*kernel.placed.values(), part)
-        own = sum(len(self.split.reads(each) & kernel.writes) for each in parts)
+        own = sum(len(self.split.reads(part) & kernel.writes) for part in parts)
         return own == sum(self._uses[root] for root in kernel.writes)
 
     def _can_merge(self, number: int, other: int) -> bool:
@@ -362,9 +362,9 @@ def compile_graph(graph: OpGraph, execution: Execution) -> OpGraph:
         )
     split = split_graph(graph, blocks_only=execution == "compiled-blocks")
     grouping = Grouping(split, with_recomputation(split))
-    said = (COMPILED_ASSUMPTION, *((CUDA_GRAPHS_ASSUMPTION,) * (execution == "cuda-graphs")))
+    assumed = (COMPILED_ASSUMPTION, *((CUDA_GRAPHS_ASSUMPTION,) * (execution == "cuda-graphs")))
     fused = _rebuilt(split, grouping)
-    return replace(fused, execution=execution, assumptions=(*graph.assumptions, *said))
+    return replace(fused, execution=execution, assumptions=(*graph.assumptions, *assumed))
 
 
 def _rebuilt(split: SplitGraph, grouping: Grouping) -> OpGraph:
@@ -464,8 +464,8 @@ def _op(split: SplitGraph, grouping: Grouping, number: int, names: Counter[str])
 
 
 def _specs(split: SplitGraph, values: Iterable[int], side: int) -> tuple[TensorSpec, ...]:
-    found = [split.values[value] for value in values]
-    return tuple(value.other_spec if side else value.spec for value in found)
+    stored = [split.values[value] for value in values]
+    return tuple(value.other_spec if side else value.spec for value in stored)
 
 
 def _inputs(split: SplitGraph, kernel: Kernel) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -490,9 +490,9 @@ def _inputs(split: SplitGraph, kernel: Kernel) -> tuple[tuple[int, ...], tuple[i
     for root, seen in views.items():
         inputs.append(next(iter(seen)) if len(seen) == 1 else root)
         for side in (0, 1):
-            (whole,) = _specs(split, (root,), side)
+            (spec_of_root,) = _specs(split, (root,), side)
             read = sum(spec.storage_bytes for spec in _specs(split, seen, side))
-            total[side] += min(read + looked_up.get(root, (0, 0))[side], whole.storage_bytes)
+            total[side] += min(read + looked_up.get(root, (0, 0))[side], spec_of_root.storage_bytes)
     return tuple(inputs), (total[0], total[1])
 
 
@@ -500,8 +500,8 @@ def _outputs(split: SplitGraph, grouping: Grouping, number: int) -> tuple[int, .
     """The last value written of each storage that others read, or else of the last part."""
     kernel = grouping.kernels[number]
     last = {split.roots[value]: value for part in kernel.parts for value in part.writes}
-    found = [value for root, value in last.items() if grouping.escapes(number, root)]
-    return tuple(found) or kernel.placed[kernel.last].writes
+    values = [value for root, value in last.items() if grouping.escapes(number, root)]
+    return tuple(values) or kernel.placed[kernel.last].writes
 
 
 @dataclass(slots=True, init=False)

@@ -299,25 +299,25 @@ def features_of(call: OpCall) -> Features | None:
     if formula is None:
         return None
     try:
-        found = _features(call, formula)
+        features = _features(call, formula)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = printable(f"{type(error).__name__}: {error}")
         raise WorkloadError(
             f"the arguments of {printable(call.target)} are none of its own ({reason}); trace the "
             "model again"
         ) from error
-    work = (found.cost.flops, found.cost.moved_bytes, *found.dims)
+    work = (features.cost.flops, features.cost.moved_bytes, *features.dims)
     if not all(0 <= value <= _MOST_WORK for value in work):
         raise WorkloadError(
             f"the work of {printable(call.target)} is no number from 0 to {_MOST_WORK:g}; trace "
             "the model again"
         )
-    return found
+    return features
 
 
 def _features(call: OpCall, formula: Formula) -> Features:
-    run, whole = innermost_run(call)
-    contiguous = run >= whole
+    run, length = innermost_run(call)
+    contiguous = run >= length
     if formula.family == "matmul" and "backward" not in call.target:
         layout = matmul_layout(call)
     elif formula.family == "convolution" and is_channels_last(call):
@@ -343,12 +343,12 @@ def innermost_run(call: OpCall) -> tuple[int, int]:
     tensors broadcast to it stand still or move with it; those of unlike shapes are walked alone.
     """
     sized = [(spec.numel, spec) for spec in (*call.outputs, *call.inputs)]
-    sized = [each for each in sized if each[0] > 1]
+    sized = [dim for dim in sized if dim[0] > 1]
     if not sized:
         return 1, 1
-    whole, largest = max(sized, key=lambda each: each[0])
+    length, largest = max(sized, key=lambda dim: dim[0])
     if all(spec.strides is None and spec.shape == largest.shape for _, spec in sized):
-        return whole, whole
+        return length, length
     together, alone = [], []
     for numel, spec in sized:
         fitted = _broadcast_strides(spec, largest.shape)
@@ -362,7 +362,7 @@ def innermost_run(call: OpCall) -> tuple[int, int]:
         # A small tensor in one piece does not cut the run of a large one.
         if own < numel:
             run = min(run, own)
-    return run, whole
+    return run, length
 
 
 def _strides(spec: TensorSpec) -> tuple[int, ...]:

@@ -78,10 +78,10 @@ def _of_any_dtype(formula: CostFormula) -> CostFormula:
     """The formula, also for complex numbers: a product of two takes 4 products of real ones."""
 
     def cost(call: OpCall) -> OpCost:
-        found = formula(call)
+        real = formula(call)
         if not call.dtype.startswith("complex"):
-            return found
-        return OpCost(_OF_COMPLEX * found.flops, found.read_bytes, found.written_bytes)
+            return real
+        return OpCost(_OF_COMPLEX * real.flops, real.read_bytes, real.written_bytes)
 
     return cost
 
@@ -89,13 +89,13 @@ def _of_any_dtype(formula: CostFormula) -> CostFormula:
 @lru_cache(maxsize=4096)
 def formula_of(target: str) -> Formula | None:
     """The formula of ``aten.add_.Tensor``: under this name, ``aten.add_``, then ``aten.add``."""
-    found = _formulas.get(target)
-    if found is None and target.count(".") >= 1:
+    known = _formulas.get(target)
+    if known is None and target.count(".") >= 1:
         name = ".".join(target.split(".")[:2])
-        found = _formulas.get(name)
-        if found is None and name.endswith("_") and not name.endswith("__"):
-            found = _formulas.get(name[:-1])
-    return found
+        known = _formulas.get(name)
+        if known is None and name.endswith("_") and not name.endswith("__"):
+            known = _formulas.get(name[:-1])
+    return known
 
 
 def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any:
@@ -107,8 +107,8 @@ def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any
 
 def tensor(call: OpCall, position: int, name: str = "") -> TensorSpec | None:
     """A tensor argument, None where it is absent."""
-    found = argument(call, position, name)
-    return found if isinstance(found, TensorSpec) else None
+    given = argument(call, position, name)
+    return given if isinstance(given, TensorSpec) else None
 
 
 def bytes_of(specs: Iterable[TensorSpec | None]) -> float:

@@ -48,25 +48,25 @@ def attention_steps(call: OpCall, axis: str, degree: int, *, ring: bool) -> Iter
             yield _joined(f"joined{step}", keys, of_keys)
             yield _sent(f"arrived{step}", keys, f"joined{step}", axis, degree, ring=ring)
         block = call if step == 0 else _block(call)
-        given, found = list(names), [f"out{n}" for n in range(len(call.outputs))]
+        given, results = list(names), [f"out{n}" for n in range(len(call.outputs))]
         if step:
             given[start + 1] = given[start + 2] = f"arrived{step - 1 if ring else 0}"
-            found = [f"block{step}_{n}" for n in range(len(call.outputs))]
+            results = [f"block{step}_{n}" for n in range(len(call.outputs))]
             of_keys = given[start + 1], given[start + 2]
-        yield PassCall(f"block{step}", block, tuple(given), tuple(found))
+        yield PassCall(f"block{step}", block, tuple(given), tuple(results))
         if is_backward:
-            yield from _gradients(call, step, found, axis, degree)
+            yield from _gradients(call, step, results, axis, degree)
         elif step:
             for turn in range(_PASSES_OF_A_MERGE):
-                yield _sum(f"merged{step}_{turn}", call.outputs[0], ("out0", found[0]))
+                yield _sum(f"merged{step}_{turn}", call.outputs[0], ("out0", results[0]))
 
 
 def _gradients(
-    call: OpCall, step: int, found: list[str], axis: str, degree: int
+    call: OpCall, step: int, results: list[str], axis: str, degree: int
 ) -> Iterator[PassCall]:
     """Sums in float32, and those of keys and values to the next rank."""
     for number in range(3):
-        yield _sum(f"sum{step}_{number}", call.outputs[number], (f"out{number}", found[number]))
+        yield _sum(f"sum{step}_{number}", call.outputs[number], (f"out{number}", results[number]))
     keys = _wide(call.outputs[1]), _wide(call.outputs[2])
     yield _joined(f"gradients{step}", keys, (f"sum{step}_1", f"sum{step}_2"))
     last = step == degree - 1
@@ -162,13 +162,13 @@ class _TokenSplitter(Partitioner):
                 self.at[index] = self._tokens(value.spec, "")
 
     def split(self) -> OpGraph:
-        found = super().split()
+        split_graph = super().split()
         if not self.divides_attention:
             raise StrategyError(
                 f"cp={self.degree} divides the tokens of fused attention, and {self.graph.name} "
                 "has none; use scaled_dot_product_attention, or leave cp out"
             )
-        return found
+        return split_graph
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -220,8 +220,8 @@ class _TokenSplitter(Partitioner):
         """The rank's part of what has a row, or several, for every token."""
         samples, length = self.batch
         rows = spec.shape[0] if spec.shape else 0
-        whole = rows > 0 and rows % (samples * length) == 0
-        return Shard(0, length, rows // (samples * length)) if whole else None
+        is_batch = rows > 0 and rows % (samples * length) == 0
+        return Shard(0, length, rows // (samples * length)) if is_batch else None
 
     def _op(self, op: Op) -> None:
         if op_name(op) in _ATTENTION and any(self.at[value] for value in op.inputs):
@@ -256,13 +256,13 @@ class _TokenSplitter(Partitioner):
         length = op.call.arguments[start].shape[_TOKENS]
         wants = tuple(self._at_tokens(spec, length, op) for spec in op.call.inputs)
         outputs = tuple(self._at_tokens(spec, length, op) for spec in op.call.outputs)
-        found = Placed(wants, outputs)
+        placed = Placed(wants, outputs)
         given = zip(op.inputs, wants, strict=True)
         inputs = [self._met(self._current(value, op), want, op) for value, want in given]
         known = {f"in{number}": value for number, value in enumerate(inputs)}
         known |= {f"out{number}": value for number, value in enumerate(op.outputs)}
-        calls = (self._localized(call, found) for call in (op.call, op.other_call))
-        both = (attention_steps(each, self.axis, self.degree, ring=self.ring) for each in calls)
+        calls = (self._localized(call, placed) for call in (op.call, op.other_call))
+        both = (attention_steps(call, self.axis, self.degree, ring=self.ring) for call in calls)
         for one, two in zip(*both, strict=True):
             for name, spec, other in zip(
                 one.outputs, one.call.outputs, two.call.outputs, strict=True

@@ -125,27 +125,27 @@ class Partitioner(ABC):
             before = tuple([self.at[value] for value in inputs])
         if PARTIAL in before:
             terms = Placed(before, (PARTIAL,) * len(op.outputs))
-            found = self._rules.setdefault((id(op.call), before), terms)
+            laid = self._rules.setdefault((id(op.call), before), terms)
         else:
-            found = self._placed(op, before)
+            laid = self._placed(op, before)
         inputs = [
-            self._met(value, want, op) for value, want in zip(inputs, found.wants, strict=True)
+            self._met(value, want, op) for value, want in zip(inputs, laid.wants, strict=True)
         ]
-        if found.reduced:
+        if laid.reduced:
             other = placed(Given(op.other_call, before, self.degree, op.module, self.axis))
-            for specs in zip(found.reduced, other.reduced, strict=True):
+            for specs in zip(laid.reduced, other.reduced, strict=True):
                 calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
                 self._issue("all_reduce", calls, op, (), ())
         self._append(
             _changed(
                 op,
                 inputs=tuple(inputs),
-                call=self._localized(op.call, found),
-                other_call=self._localized(op.other_call, found),
+                call=self._localized(op.call, laid),
+                other_call=self._localized(op.other_call, laid),
                 enters_dtensor=self._enters(op),
             )
         )
-        self._mark(op, found.outputs)
+        self._mark(op, laid.outputs)
 
     def _held(self, value: int, op: Op) -> int:
         """What a node of autograd holds instead of a value of the whole graph."""
@@ -176,13 +176,13 @@ class Partitioner(ABC):
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
         # A rule tells the module only where it refuses a degree.
         key = id(op.call), before
-        found = self._rules.get(key)
-        if found is None:
-            found = placed(Given(op.call, before, self.degree, op.module, self.axis))
-            self._rules[key] = found
-        if not found.is_known:
+        kept = self._rules.get(key)
+        if kept is None:
+            kept = placed(Given(op.call, before, self.degree, op.module, self.axis))
+            self._rules[key] = kept
+        if not kept.is_known:
             self.unknown[f"{op.call.target} in module '{op.module}'"] = None
-        return found
+        return kept
 
     def _reduced(self, value: int, op: Op) -> int:
         """A sum over all ranks."""
@@ -199,15 +199,15 @@ class Partitioner(ABC):
             return value
         if have == PARTIAL:
             kind: CollectiveName = "all_reduce" if want is None else "reduce_scatter"
-            found = self._exchanged(kind, value, want, op)
-            self.moved[value] = found
-            return found
+            exchanged = self._exchanged(kind, value, want, op)
+            self.moved[value] = exchanged
+            return exchanged
         scope = self._scope(op)
-        found = self.gathered.get((scope, value), -1)
-        if found < 0 or self.at[found] != want:
+        exchanged = self.gathered.get((scope, value), -1)
+        if exchanged < 0 or self.at[exchanged] != want:
             kind = "all_gather" if want is None else "all_to_all"
-            found = self.gathered[scope, value] = self._exchanged(kind, value, want, op)
-        return found
+            exchanged = self.gathered[scope, value] = self._exchanged(kind, value, want, op)
+        return exchanged
 
     @staticmethod
     def _alike(have: Placement, want: Placement) -> bool:
@@ -275,7 +275,7 @@ class Partitioner(ABC):
         is_view: bool = True,
     ) -> None:
         """Add an operator before another one; collectives run no kernel of their own."""
-        call, other = (self._calls.setdefault((each,), each) for each in calls)
+        call, other = (self._calls.setdefault((one,), one) for one in calls)
         self.ops.append(
             Op(
                 name=name,
@@ -294,26 +294,26 @@ class Partitioner(ABC):
     def _spec(self, spec: TensorSpec, at: Placement) -> TensorSpec:
         # Of a shard the dimension alone counts.
         key = id(spec), at.dim if isinstance(at, Shard) else (at,)
-        found = self._local.get(key)
-        if found is None:
-            found = self._local[key] = spec, local_spec(spec, at, self.degree)
-        return found[1]
+        local = self._local.get(key)
+        if local is None:
+            local = self._local[key] = spec, local_spec(spec, at, self.degree)
+        return local[1]
 
-    def _localized(self, call: OpCall, found: Placed) -> OpCall:
+    def _localized(self, call: OpCall, placed: Placed) -> OpCall:
         """The call as one rank makes it; sizes among its arguments follow its result."""
-        key = id(call), id(found)
+        key = id(call), id(placed)
         known = self._parts.get(key)
         if known is not None:
             return known[2]
         outputs = tuple(
-            [self._spec(spec, at) for spec, at in zip(call.outputs, found.outputs, strict=True)]
+            [self._spec(spec, at) for spec, at in zip(call.outputs, placed.outputs, strict=True)]
         )
         sizes = {
             spec.shape: local.shape
             for spec, local in zip(call.outputs, outputs, strict=True)
             if spec.shape
         }
-        wants = iter(found.wants)
+        wants = iter(placed.wants)
 
         def local(tree: Any) -> Any:
             if isinstance(tree, TensorSpec):
@@ -329,7 +329,7 @@ class Partitioner(ABC):
             part = outputs[0].nbytes / call.outputs[0].nbytes
             made = FusedKernel.of(made).share(part).call(made.inputs, outputs)
         made = self._calls.setdefault((made,), made)
-        self._parts[key] = call, found, made
+        self._parts[key] = call, placed, made
         return made
 
     def _finished(self, parameters: tuple[Parameter, ...]) -> OpGraph:
@@ -347,12 +347,12 @@ class Partitioner(ABC):
             ]
         )
         given = zip(self.graph.parameters, parameters, strict=True)
-        trained_bytes = sum(whole.spec.nbytes - part.spec.nbytes for whole, part in given)
+        trained_bytes = sum(undivided.spec.nbytes - part.spec.nbytes for undivided, part in given)
         divided = zip(self.graph.values, values, strict=False)
         left_bytes = sum(
-            whole.spec.nbytes - part.spec.nbytes
-            for whole, part in divided
-            if whole.kind == "parameter" and whole.base is None
+            undivided.spec.nbytes - part.spec.nbytes
+            for undivided, part in divided
+            if undivided.kind == "parameter" and undivided.base is None
         )
         frozen_bytes = self.graph.frozen_parameter_bytes
         assumptions = list(self.assumptions)
@@ -434,11 +434,11 @@ class _TensorSplitter(Partitioner):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        found = [f"{self.axis}={self.degree} divides layers by {self.plan.source}; {self._manner}"]
+        listed = [f"{self.axis}={self.degree} divides layers by {self.plan.source}; {self._manner}"]
         divided = any(parameter.is_expert for parameter in self.graph.parameters)
         if not divided and any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
-            found.append(f"experts are whole on every rank: {self.axis} does not divide them")
-        return tuple(found)
+            listed.append(f"experts are whole on every rank: {self.axis} does not divide them")
+        return tuple(listed)
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
         if self._makes_parts(op):
@@ -483,18 +483,18 @@ class _TensorSplitter(Partitioner):
         if known.kind != "activation" or not known.spec.shape:
             return value
         shard = Shard.along(known.spec, -1)
-        found = self.gathered.get((op.module, value), -1)
-        if found < 0:
+        gathered = self.gathered.get((op.module, value), -1)
+        if gathered < 0:
             base = value if known.base is None else known.base
-            found = self._added(known, shard, base=base, module=op.module)
-            self.gathered[op.module, value] = found
+            gathered = self._added(known, shard, base=base, module=op.module)
+            self.gathered[op.module, value] = gathered
             calls = []
             for spec in (known.spec, known.other_spec):
                 part = self._spec(spec, shard)
                 arguments = (spec, shard.dim, 0, part.shape[shard.dim])
                 calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
-            self._add(f"{self.axis}_slice_{found}", calls, op, (value,), (found,))
-        return found
+            self._add(f"{self.axis}_slice_{gathered}", calls, op, (value,), (gathered,))
+        return gathered
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         name = op_name(op)
@@ -568,10 +568,10 @@ class _MegatronSplitter(_TensorSplitter):
             self._whole[op.outputs[0]] = divided, (*views, op)
 
     def _exchanged(self, kind: CollectiveName, value: int, want: Placement, op: Op) -> int:
-        found = super()._exchanged(kind, value, want, op)
+        exchanged = super()._exchanged(kind, value, want, op)
         if kind == "all_gather" and not makes_gradients(op):
-            self._whole[found] = value, ()
-        return found
+            self._whole[exchanged] = value, ()
+        return exchanged
 
     def _current(self, value: int, op: Op) -> int:
         """What now stands for a value; what is kept divided is gathered again for a gradient."""
@@ -580,17 +580,17 @@ class _MegatronSplitter(_TensorSplitter):
             return super()._current(value, op)
         divided, views = self._whole[value]
         op = replace(op, is_repeated=False)
-        found = self._met(divided, None, op)
+        current = self._met(divided, None, op)
         for view in views:
-            before, key = found, (self._scope(op), view.outputs[0])
-            found = self.gathered.get(key, -1)
-            if found < 0:
+            before, key = current, (self._scope(op), view.outputs[0])
+            current = self.gathered.get(key, -1)
+            if current < 0:
                 known = self.values[view.outputs[0]]
-                found = self._added(known, None, base=before, module=op.module)
-                self.gathered[key] = found
-                again = replace(view, inputs=(before,), outputs=(found,), phase=op.phase)
+                current = self._added(known, None, base=before, module=op.module)
+                self.gathered[key] = current
+                again = replace(view, inputs=(before,), outputs=(current,), phase=op.phase)
                 self.ops.append(replace(again, module=op.module, name=f"{view.name}_again"))
-        return found
+        return current
 
     def _scope(self, op: Op) -> str:
         return super()._scope(op) + (" again" if makes_gradients(op) else "")

@@ -89,13 +89,13 @@ class Plan:
                 patterns.append((place, _matcher(pattern)))
             else:
                 plain.setdefault(pattern, place)
-        found: dict[str, Style | None] = {}
+        styles: dict[str, Style | None] = {}
         for module in modules:
-            ends = [module[dot + 1 :] for dot, each in enumerate(module) if each == "."]
+            ends = [module[dot + 1 :] for dot, letter in enumerate(module) if letter == "."]
             places = [plain[end] for end in (module, *ends) if end in plain]
             places += [place for place, matcher in patterns if matcher.fullmatch(module)]
-            found[module] = self.styles[min(places)][1] if places else None
-        return found
+            styles[module] = self.styles[min(places)][1] if places else None
+        return styles
 
     def check(self, modules: Iterable[str]) -> None:
         """Raise StrategyError for a plan that names none of some modules."""
@@ -149,10 +149,10 @@ def styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
 
 def expert_styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
     """What transformers says of a model's experts: `base_model_ep_plan` of its config."""
-    found = getattr(getattr(model, "config", None), "base_model_ep_plan", None)
-    if not isinstance(found, Mapping):
+    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None)
+    if not isinstance(plan, Mapping):
         return ()
-    return tuple((str(name), str(style)) for name, style in found.items())
+    return tuple((str(name), str(style)) for name, style in plan.items())
 
 
 def divided_experts(
@@ -160,8 +160,10 @@ def divided_experts(
 ) -> frozenset[str] | None:
     """Those of some modules whose experts a config's plan divides; None where it names none."""
     matchers = [_matcher(name) for name, style in styles if style == _DISPATCHES]
-    found = {each for each in modules if any(matcher.fullmatch(each) for matcher in matchers)}
-    return frozenset(found) or None
+    experts = {
+        module for module in modules if any(matcher.fullmatch(module) for matcher in matchers)
+    }
+    return frozenset(experts) or None
 
 
 def plan_of_config(styles: Iterable[tuple[str, str]], modules: Iterable[str]) -> Plan | None:
@@ -196,14 +198,14 @@ def _style(name: str, style: Any) -> Style | None:
     plain = text.strip().lower()
     if plain.startswith("preparemodule"):
         return None
-    found = plain if plain in _STYLES else _KNOWN.get(plain)
-    if found is None:
+    known = plain if plain in _STYLES else _KNOWN.get(plain)
+    if known is None:
         raise StrategyError(
             f"style {quoted(text)} of '{name}' is unknown; use one of colwise, rowwise, "
             "colwise_gather_output, embedding_rowwise, sequence_parallel, replicate"
         )
     # torch's RowwiseParallel of an embedding divides its vocabulary: told by the module's operator.
-    return found
+    return known
 
 
 @lru_cache(maxsize=4096)
@@ -225,7 +227,7 @@ def divided_weights(
 
     Raises StrategyError where the degree does not divide the features of a module.
     """
-    found: dict[int, Shard] = {}
+    shards: dict[int, Shard] = {}
     # (parameter, whether its two dimensions are swapped) of what is made of one alone.
     weights = {
         index: (index, False)
@@ -246,18 +248,18 @@ def divided_weights(
             for weight, dim in _divided(op, style, weights):
                 spec = graph.values[weight].spec
                 _check(spec, dim, op.module, axis, degree, uneven=style == "vocabulary")
-                found[weight] = Shard.along(spec, dim)
-    return found
+                shards[weight] = Shard.along(spec, dim)
+    return shards
 
 
 def dtensor_modules(graph: OpGraph, styles: dict[str, Style | None], *, sequence: bool) -> set[str]:
     """The modules that torch runs by DTensor: divided ones, and norms where tokens are divided."""
-    found = {module for module, style in styles.items() if style in (*_DIVIDING, "sequence")}
+    modules = {module for module, style in styles.items() if style in (*_DIVIDING, "sequence")}
     for op in graph.ops if sequence else ():
         own = [graph.values[value] for value in op.inputs]
         if any(value.kind == "parameter" and len(value.spec.shape) == 1 for value in own):
-            found.add(op.module)
-    return found
+            modules.add(op.module)
+    return modules
 
 
 def _divided(op: Op, style: Style, weights: dict[int, tuple[int, bool]]) -> list[tuple[int, int]]:
@@ -269,10 +271,10 @@ def _divided(op: Op, style: Style, weights: dict[int, tuple[int, bool]]) -> list
     if op.inputs[-1] not in weights:
         return []
     weight, swapped = weights[op.inputs[-1]]
-    found = [(weight, int(by_output != swapped))]
+    divided = [(weight, int(by_output != swapped))]
     if _name(op) == "addmm" and by_output and op.inputs[0] in weights:
-        found.append((weights[op.inputs[0]][0], 0))
-    return found
+        divided.append((weights[op.inputs[0]][0], 0))
+    return divided
 
 
 def _check(
@@ -380,10 +382,10 @@ class _StyleSearch:
                     return set()
                 reached.add(op.module)
                 continue
-            found = self._outputs(op, at)
-            if found is None:
+            rows = self._outputs(op, at)
+            if rows is None:
                 return set()
-            for value, placement in zip(op.outputs, found, strict=True):
+            for value, placement in zip(op.outputs, rows, strict=True):
                 if placement is not None:
                     mark(value, placement)
         return reached
@@ -392,26 +394,27 @@ class _StyleSearch:
         """Where an operator's results are, None if it needs an exchange; any degree will do."""
         given = tuple([at.get(value) for value in op.inputs])
         key = id(op.call), given
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = placed(Given(op.call, given, 1, op.module, ""))
+        shards = self._found.get(key)
+        if shards is None:
+            shards = self._found[key] = placed(Given(op.call, given, 1, op.module, ""))
         gathers = any(
-            have is not None and want is None for have, want in zip(given, found.wants, strict=True)
+            have is not None and want is None
+            for have, want in zip(given, shards.wants, strict=True)
         )
-        if gathers or not found.is_known or PARTIAL in found.outputs or found.reduced:
+        if gathers or not shards.is_known or PARTIAL in shards.outputs or shards.reduced:
             return None
-        return found.outputs
+        return shards.outputs
 
     def embeddings(self) -> list[str]:
         """The largest embedding of each integer input."""
-        found: dict[int, tuple[int, str]] = {}
+        lookups: dict[int, tuple[int, str]] = {}
         for op in self.graph.ops:
             if op.phase == "forward" and _name(op) == "embedding":
                 rows = op.call.inputs[0].shape[0]
                 value = op.inputs[1]
                 if self.graph.values[value].kind == "input":
-                    found[value] = max(found.get(value, (0, "")), (rows, op.module))
-        return [module for _, module in found.values()]
+                    lookups[value] = max(lookups.get(value, (0, "")), (rows, op.module))
+        return [module for _, module in lookups.values()]
 
     def heads(self, styles: Mapping[str, Style]) -> list[str]:
         """The last linear layer before a loss over classes."""

@@ -90,16 +90,16 @@ def viewed(shard: Shard, old: Sequence[int], new: Sequence[int], degree: int) ->
     step = shard.inner * math.prod(old[shard.dim + 1 :])
     end = step * shard.size
     behind = 1
-    found: tuple[int, int, int] | None = None
+    place: tuple[int, int, int] | None = None
     for dim in range(len(new) - 1, -1, -1):
         first, behind = behind, behind * new[dim]
         # The outermost dimension that holds some of it is the one that is divided.
         if first < end and behind > step and new[dim] > 1:
             start = max(step, first)
-            found = dim, min(end, behind) // start, start // first
-    if found is None:
+            place = dim, min(end, behind) // start, start // first
+    if place is None:
         return None
-    dim, size, inner = found
+    dim, size, inner = place
     if size % degree or new[dim] % (inner * size):
         return None
     # The outermost part of a dimension divides it as the whole would be.
@@ -143,8 +143,8 @@ class Given(NamedTuple):
 
     def same(self, outputs: Sequence[Placement] | None = None) -> Placed:
         """Inputs as they are; outputs as given, by default as the first input."""
-        found = (self.at[0],) * len(self.call.outputs) if outputs is None else tuple(outputs)
-        return Placed(self.at, found)
+        outputs_at = (self.at[0],) * len(self.call.outputs) if outputs is None else tuple(outputs)
+        return Placed(self.at, outputs_at)
 
 
 Rule = Callable[[Given], Placed]
@@ -169,15 +169,15 @@ def pointwise(given: Given) -> Placed:
         if isinstance(at, Shard) and spec.shape[at.dim] > 1:
             place = at.dim - len(spec.shape)
             return Placed(
-                tuple(broadcast(each, place, at, spec) for each in given.inputs),
-                tuple(broadcast(each, place, at, spec) for each in given.call.outputs),
+                tuple(broadcast(spec_in, place, at, spec) for spec_in in given.inputs),
+                tuple(broadcast(spec_out, place, at, spec) for spec_out in given.call.outputs),
             )
     return given.whole()
 
 
-def broadcast(spec: TensorSpec, place: int, shard: Shard, of: TensorSpec) -> Shard | None:
+def broadcast(spec: TensorSpec, place: int, shard: Shard, other: TensorSpec) -> Shard | None:
     """The shard of a tensor that is broadcast with another, `place` counted from the end."""
-    if len(spec.shape) < -place or spec.shape[place] != of.shape[place]:
+    if len(spec.shape) < -place or spec.shape[place] != other.shape[place]:
         return None
     return shard.at(len(spec.shape) + place)
 
@@ -188,8 +188,8 @@ def _view(given: Given) -> Placed:
     if shard is None:
         return given.whole()
     old, new = given.inputs[0].shape, given.call.outputs[0].shape
-    found = viewed(shard, old, new, given.degree)
-    if found is None:
+    moved = viewed(shard, old, new, given.degree)
+    if moved is None:
         heads = [size for size in new if size % given.degree]
         where = f" of module '{given.module}'" if given.module else ""
         raise StrategyError(
@@ -197,7 +197,7 @@ def _view(given: Given) -> Placed:
             f"({', '.join(map(str, heads)) or 'no dimension'} not divisible); choose a degree that "
             "divides its heads"
         )
-    return given.same((found,))
+    return given.same((moved,))
 
 
 @rule_of("all_reduce all_gather reduce_scatter all_to_all permute_tensor")
@@ -247,8 +247,8 @@ def _fewer_or_more(given: Given) -> Placed:
         gone = [dims % rank] if len(new) < rank else []
     if shard.dim in gone:
         return given.whole()
-    found = shard.at(shard.dim - sum(dim < shard.dim for dim in gone))
-    return given.same((found,) * len(given.call.outputs))
+    kept_shard = shard.at(shard.dim - sum(dim < shard.dim for dim in gone))
+    return given.same((kept_shard,) * len(given.call.outputs))
 
 
 @rule_of("view_as_complex view_as_real")
@@ -278,8 +278,8 @@ def _parts_backward(given: Given) -> Placed:
     dim = argument(given.call, 2, "dim") % rank
     if given.call.target.startswith("aten.select"):
         return given.same((shard.at(shard.dim + (dim <= shard.dim)),))
-    whole = given.call.outputs[0].shape[dim] == given.inputs[0].shape[dim]
-    return given.same() if dim != shard.dim or whole else given.whole()
+    is_undivided = given.call.outputs[0].shape[dim] == given.inputs[0].shape[dim]
+    return given.same() if dim != shard.dim or is_undivided else given.whole()
 
 
 @rule_of("split split_with_sizes chunk unsafe_split unsafe_split_with_sizes cat stack")
@@ -303,9 +303,9 @@ def _packed(given: Given) -> Placed:
             return given.whole()
         wants = tuple(Shard.along(spec, dim) for spec in given.inputs)
         return Placed(wants, (Shard.along(out, dim),))
-    if any(each.shape[dim] % given.degree for each in given.call.outputs):
+    if any(output.shape[dim] % given.degree for output in given.call.outputs):
         return given.whole()
-    return given.same([Shard.along(each, dim) for each in given.call.outputs])
+    return given.same([Shard.along(output, dim) for output in given.call.outputs])
 
 
 def placed(given: Given) -> Placed:
@@ -333,14 +333,14 @@ def _matmul(given: Given) -> Placed:
         return given.whole()
     if batched and 0 in {shard.dim for shard in (shard_a, shard_b) if shard is not None}:
         # Samples and heads, multiplied each by themselves.
-        found: Placement = shard_a if shard_a is not None and shard_a.dim == 0 else shard_b
-        wants: tuple[Placement, Placement] = (found, found)
+        placement: Placement = shard_a if shard_a is not None and shard_a.dim == 0 else shard_b
+        wants: tuple[Placement, Placement] = (placement, placement)
     else:
-        wants, found = _divided_product(shard_a, shard_b, len(out.shape))
+        wants, placement = _divided_product(shard_a, shard_b, len(out.shape))
     bias: list[Placement] = [None] * first
-    if first and isinstance(found, Shard):
-        bias = [broadcast(given.inputs[0], found.dim - len(out.shape), found, out)]
-    return Placed((*bias, *wants), (found,))
+    if first and isinstance(placement, Shard):
+        bias = [broadcast(given.inputs[0], placement.dim - len(out.shape), placement, out)]
+    return Placed((*bias, *wants), (placement,))
 
 
 def _divided_product(
@@ -383,8 +383,8 @@ def _reduction(given: Given) -> Placed:
             return given.whole()
         return given.same((PARTIAL,) * len(given.call.outputs))
     kept = len(given.call.outputs[0].shape) == rank
-    found = shard if kept else shard.at(shard.dim - sum(dim < shard.dim for dim in gone))
-    return given.same((found,) * len(given.call.outputs))
+    result = shard if kept else shard.at(shard.dim - sum(dim < shard.dim for dim in gone))
+    return given.same((result,) * len(given.call.outputs))
 
 
 @rule_of("_softmax _log_softmax _safe_softmax cumsum cumprod sort topk logsumexp histc")
@@ -395,18 +395,18 @@ def _along(given: Given) -> Placed:
     """Works along one dimension, which must be whole; those beside it may be divided."""
     name = given.call.target.split(".")[1]
     place = 2 if name.endswith(("backward_data", "topk")) else 1
-    found = next((each for each in given.at if isinstance(each, Shard)), None)
-    if found is None:
+    shard = next((place for place in given.at if isinstance(place, Shard)), None)
+    if shard is None:
         return given.whole()
     rank = len(given.inputs[0].shape)
     dim: Any = argument(given.call, place, "dim", -1)
     if name == "histc" or not isinstance(dim, int):
         return given.whole(is_known=False)
-    if dim % rank == found.dim:
+    if dim % rank == shard.dim:
         if name in _OF_LOSS and given.axis == "tp":
-            return _vocabulary(given, found, name)
+            return _vocabulary(given, shard, name)
         return given.whole()
-    return _with_shapes(given, found)
+    return _with_shapes(given, shard)
 
 
 _OF_LOSS = ("_log_softmax", "_log_softmax_backward_data")
@@ -469,7 +469,7 @@ def _norm(given: Given) -> Placed:
 def _norm_backward(given: Given) -> Placed:
     rank = len(given.inputs[0].shape)
     normalized = len(given.call.arguments[2])
-    shard = next((each for each in given.at[:2] if isinstance(each, Shard)), None)
+    shard = next((place for place in given.at[:2] if isinstance(place, Shard)), None)
     if shard is None or shard.dim >= rank - normalized:
         return given.whole()
     wants = tuple(shard if len(spec.shape) == rank else None for spec in given.inputs)

@@ -57,7 +57,7 @@ class Cutting:
         self._base = np.where(own < 0, -1, self._number[own])
         self._held, self._held_by = self._holds()
         self._parameters = list(self._trained())
-        self.parameter_names = tuple(each.name for each in self._parameters)
+        self.parameter_names = tuple(parameter.name for parameter in self._parameters)
         self.content = self._content(structure)
 
     def _arriving(self) -> tuple[Flags, Indices]:
@@ -77,8 +77,8 @@ class Cutting:
         came = self._touched[is_absent[self._touched]][::-1]
         # Of several the first one: the last that is written here.
         of_root = np.full(len(root), -1, dtype=np.intp)
-        for each in (came[is_fused[came]], came[~is_fused[came]]):
-            of_root[root[each]] = each
+        for values in (came[is_fused[came]], came[~is_fused[came]]):
+            of_root[root[values]] = values
         base = np.where(is_fused, of_root[root], flow.base)
         comes = is_absent & (~is_fused | (base < 0) | (base == np.arange(len(base))))
         return comes, np.where(comes, -1, base)
@@ -105,9 +105,9 @@ class Cutting:
             *(structure.spec_of[values], self._kind[values], self._base),
         )
         return (
-            *(each.tobytes() for each in arrays),
+            *(array.tobytes() for array in arrays),
             tuple((bool(unit), unit_numbers[unit]) for unit in units),
-            tuple((each.gradient, each.ready_after) for each in self._parameters),
+            tuple((parameter.gradient, parameter.ready_after) for parameter in self._parameters),
         )
 
     def outputs(self, sent: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,9 +130,9 @@ class Cutting:
             buffer_bytes=self._bytes_of("buffer"),
             buffers=int(is_buffer.sum()),
             inputs=tuple(
-                replace(each, value=int(self._number[each.value]))
-                for each in graph.inputs
-                if self._number[each.value] >= 0
+                replace(given, value=int(self._number[given.value]))
+                for given in graph.inputs
+                if self._number[given.value] >= 0
             ),
             module_calls=round(graph.module_calls * share),
             function_calls=round(graph.function_calls * share),
@@ -287,9 +287,9 @@ class Stage:
     weight_shares: Array
     parameters: tuple[str, ...]
 
-    def sent_bytes(self, whole: BoundGraph) -> int:
+    def sent_bytes(self, bound: BoundGraph) -> int:
         """Bytes of one micro-batch that go to the next stage, and come back as gradients."""
-        return sum(whole.specs[value].nbytes for value in self.sent)
+        return sum(bound.specs[value].nbytes for value in self.sent)
 
 
 def split_points(graph: OpGraph) -> tuple[str, ...]:
@@ -323,8 +323,8 @@ class Blocks:
 
     def even(self, stages: int) -> tuple[str, ...]:
         """Where stages of as many blocks each begin; nothing where the blocks do not divide."""
-        each, left = divmod(len(self.points), stages)
-        return () if left else self.points[each::each]
+        per_stage, left = divmod(len(self.points), stages)
+        return () if left else self.points[per_stage::per_stage]
 
     def of_layers(self, layers: Sequence[int]) -> tuple[str, ...]:
         """Where stages of so many blocks begin; raises WorkloadError for any other number."""
@@ -355,9 +355,9 @@ class Blocks:
         last[np.tril_indices(len(points) + 1)] = np.inf
         begins = []
         for _ in range(stages):
-            found = np.maximum(slowest[:, None], last)
-            begins.append(found.argmin(axis=0))
-            slowest = found.min(axis=0)
+            levels = np.maximum(slowest[:, None], last)
+            begins.append(levels.argmin(axis=0))
+            slowest = levels.min(axis=0)
         ends, end = [], len(points)
         for begin in begins[:0:-1]:
             end = int(begin[end])
@@ -381,7 +381,7 @@ def stage_graphs(
     sending = _sent(flow, owner, len(points) + 1)
     lent = _Lent.of(flow)
     alike: dict[Hashable, Stage] = {}
-    found = []
+    graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
         cutting = Cutting(graph, lent.with_lent(owner == number), flow, known)
         first = alike.get(cutting.content)
@@ -396,7 +396,7 @@ def stage_graphs(
                 weight_shares=weight_shares(own),
                 parameters=(),
             )
-        found.append(
+        graphs.append(
             replace(
                 first,
                 point=point,
@@ -406,7 +406,7 @@ def stage_graphs(
                 parameters=cutting.parameter_names,
             )
         )
-    return tuple(found)
+    return tuple(graphs)
 
 
 def _owners(graph: OpGraph, flow: Dataflow, points: Sequence[str]) -> Indices:
@@ -423,12 +423,12 @@ def _owners(graph: OpGraph, flow: Dataflow, points: Sequence[str]) -> Indices:
 
 def _begin(graph: OpGraph, flow: Dataflow, point: str) -> int:
     """The place in the forward pass of the first op of a module."""
-    found = flow.first_place.get(point)
-    if found is None:
+    place = flow.first_place.get(point)
+    if place is None:
         blocks = split_points(graph)
         known = f"; its blocks are {blocks[0]} to {blocks[-1]}" if blocks else ""
         raise WorkloadError(f"{quoted(point)} names no module of {graph.name} that computes{known}")
-    return found
+    return place
 
 
 def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
@@ -442,7 +442,7 @@ def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
     for value in dict.fromkeys(values[passes[values]].tolist()):
         for stage in range(int(owner[flow.maker[value]]), int(last[value])):
             sent[stage].append(value)
-    return [tuple(each) for each in sent]
+    return [tuple(values) for values in sent]
 
 
 class _Lent(NamedTuple):

@@ -96,7 +96,7 @@ class Constants:
             self._note(make, [(0, tensor, None)], assumption)
 
     def expect_check(self, tensor: Tensor, holds: bool) -> None:
-        """Expect a comparison of unknown values to find `found` everywhere, if read as a whole."""
+        """Expect a comparison of unknown values to give `holds` everywhere, if read as a whole."""
         tensor._expected_check = (self, holds)  # type: ignore[attr-defined]
 
     def expected_check(self, tensor: Tensor) -> bool | None:

@@ -66,7 +66,7 @@ class OptimizerUpdates:
     ) -> tuple[str, tuple[Parameter, ...]]:
         """(the optimizer of most elements, the parameters with what updates each).
 
-        With an optimizer that is `asked` for, that updates them.
+        With an `optimizer` that is asked for, that updates them.
         """
         sizes: Counter[str] = Counter()
         for parameter in parameters:

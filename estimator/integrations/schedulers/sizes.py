@@ -44,7 +44,7 @@ def sizes(
 ) -> Sizes:
     """The fewest nodes on which a step fits, and the most with `wanted_ratio` of linear speed.
 
-    Linear is the throughput per node of the fewest. `asked` goes to `estimate_many`, as `strategy`
+    Linear is the throughput per node of the fewest. `options` go to `estimate_many`, as `strategy`
     and `calibration` do. Raises WorkloadError where it fits on no number of nodes, or why none has
     an answer.
     """

@@ -18,7 +18,7 @@ def time_estimator(
     """A function of ``sky.Resources`` that gives the seconds of training on so many nodes.
 
     The machine is that of the resources' instance type, else the cheapest of their cloud with such
-    accelerators, by the names of SkyPilot's catalogue. `asked` goes to `estimate`. The function
+    accelerators, by the names of SkyPilot's catalogue. `options` go to `estimate`. The function
     raises UnknownMachineError for what has no profile.
     """
 

@@ -189,22 +189,22 @@ class _Keeper:
             self._miss(f"{self._doing} and what follows: {error}")
 
     def _gathered(self, kind: str, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         deadline, left = time.monotonic() + timeout_s, list(ranks)
         while left and time.monotonic() < deadline:
             if self.stop.is_set():
                 raise KeyboardInterrupt
             values = {rank: self.store.read(f"{kind}/{rank}") for rank in left}
-            found |= {rank: value for rank, value in values.items() if value is not None}
-            left = [rank for rank in left if rank not in found]
+            answers |= {rank: value for rank, value in values.items() if value is not None}
+            left = [rank for rank in left if rank not in answers]
             time.sleep(_POLL_S)
-        return found
+        return answers
 
     def _members(self, ranks: Sequence[int]) -> World:
-        found = self._gathered("member", ranks, START_S)
+        told_members = self._gathered("member", ranks, START_S)
         members = []
         for rank in ranks:
-            answer = found.get(rank, {"failure": f"rank {rank} fell silent at the start"})
+            answer = told_members.get(rank, {"failure": f"rank {rank} fell silent at the start"})
             if "failure" in answer:
                 self._miss(str(answer["failure"]))
             else:
@@ -428,21 +428,21 @@ class _Keeper:
 
     def profiles(self) -> ClusterProfiles:
         """Everything found; raises ProbeError where that is nothing."""
-        found = replace(
+        measured = replace(
             self.findings,
             missing=[*self.missing, *self.findings.missing],
             remarks=list(dict.fromkeys([*self.remarks, *self.findings.remarks])),
         )
-        if found.empty and (self.base is None or self.request.base is not None):
-            reason = "; ".join(found.missing[:3]) or "there was no time"
+        if measured.empty and (self.base is None or self.request.base is not None):
+            reason = "; ".join(measured.missing[:3]) or "there was no time"
             raise ProbeError(f"nothing was measured ({reason}); mend that and probe again")
         # The machine of rank 0 where nothing but the network was measured.
         bare = MachineProfile(
             name=self.request.name,
             devices=self._everyone.own_devices,
-            provenance=Provenance(source="measured", at=found.at, samples=0),
+            provenance=Provenance(source="measured", at=measured.at, samples=0),
         )
-        profile = found.merged(
+        profile = measured.merged(
             self.base or bare,
             name=self.request.name,
             world=self._everyone,

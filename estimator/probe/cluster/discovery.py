@@ -61,12 +61,12 @@ def _read_private(path: Path) -> str:
         # Not to wait for the other end where this is a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
                 raise ProbeError(f"{path} is no regular file; write the secret to one of mode 0600")
-            if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+            if state.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(state.st_mode) & 0o077:
                 raise ProbeError(
-                    f"{path} is of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o},"
+                    f"{path} is of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):04o},"
                     " so that others can read the secret; own it and run chmod 600 on it"
                 )
             return file.read(_MOST_CHARACTERS + 1)
@@ -143,14 +143,14 @@ def _file_of(port: int, attempt: str) -> Path:
     folder = Path(tempfile.gettempdir(), f"estimator-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        state = folder.lstat()
     except OSError as error:
         raise ProbeError(
             f"no secret can be shared in {folder} ({cause(error)}); give all ranks the same "
             f"{VARIABLE}"
         ) from None
-    is_private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
-    if not is_private or found.st_uid != os.geteuid():
+    is_private = stat.S_ISDIR(state.st_mode) and not stat.S_IMODE(state.st_mode) & 0o077
+    if not is_private or state.st_uid != os.geteuid():
         raise ProbeError(
             f"{folder} is open to other users, so no secret can be shared there; remove it, or "
             f"give all ranks the same {VARIABLE}"
@@ -332,10 +332,10 @@ def _port(environment: Mapping[str, str], *, default: int) -> int:
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
-    found = _optional_number(environment, *names)
-    if found is None:
+    number = _optional_number(environment, *names)
+    if number is None:
         raise ProbeError(f"{names[0]} is not set in this rank; start all ranks with one launcher")
-    return found
+    return number
 
 
 def _optional_number(environment: Mapping[str, str], *names: str) -> int | None:

@@ -208,12 +208,12 @@ def listen(place: Place) -> socket.socket:
 def _own_addresses(place: Place) -> Iterator[tuple[socket.AddressFamily, str]]:
     """Addresses to listen at: the first that can be bound is taken."""
     try:
-        found = socket.getaddrinfo(place.master_address, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(place.master_address, None, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
+        addresses = []
     own = [
         (family, str(where[0]))
-        for family, _, _, _, where in found
+        for family, _, _, _, where in addresses
         if (place.is_local or not is_loopback(str(where[0]))) and _is_own(family, str(where[0]))
     ]
     yield from own

@@ -212,12 +212,12 @@ def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> str:
     for locality in ("rack", "cluster"):
         near = [pair for pair in permutations(world.nodes, 2) if world.locality(*pair) == locality]
         chosen += _spread_out(near, _PAIRS_PER_CLASS)
-    found = _node_pairs(group, chosen, MESSAGE_SIZES_BYTES, seconds)
+    pairs = _node_pairs(group, chosen, MESSAGE_SIZES_BYTES, seconds)
     kind = network_kind(group.kind)
     for locality in ("rack", "cluster"):
         links = [
             pair_link(kind, locality, message, note=f"{source} to {target}")
-            for (source, target), message in found.items()
+            for (source, target), message in pairs.items()
             if world.locality(source, target) == locality
         ]
         if links:
@@ -234,19 +234,19 @@ def every_pair(group: Group, plan: ProbePlan, seconds: float) -> str:
         for step in range(1, len(hosts))
         for i in range(len(hosts))
     ]
-    found = _node_pairs(group, chosen, CELL_SIZES_BYTES, seconds)
-    slow = [tuple(pair) for pair in group.agreed(_slow_pairs(group.world, found))]
+    pairs = _node_pairs(group, chosen, CELL_SIZES_BYTES, seconds)
+    slow = [tuple(pair) for pair in group.agreed(_slow_pairs(group.world, pairs))]
     if slow:
         again = _node_pairs(group, slow, CELL_SIZES_BYTES, _AGAIN_SHARE * seconds)
         for pair, message in again.items():
             # What else runs on a machine makes messages slower, never faster.
-            found[pair] = max(found[pair], message, key=_rate_bytes_per_s)
-    if not found:
+            pairs[pair] = max(pairs[pair], message, key=_rate_bytes_per_s)
+    if not pairs:
         return "the budget was over"
-    plan.findings.pairs = pair_matrix(hosts, found, at=plan.findings.at)
+    plan.findings.pairs = pair_matrix(hosts, pairs, at=plan.findings.at)
     plan.findings.remarks += slow_links(plan.findings.pairs)
-    if len(found) < len(chosen):
-        return f"{len(chosen) - len(found)} of {len(chosen)}: the budget was over"
+    if len(pairs) < len(chosen):
+        return f"{len(chosen) - len(pairs)} of {len(chosen)}: the budget was over"
     return ""
 
 
@@ -259,8 +259,8 @@ def _node_pairs(
     place = {host: position for position, host in enumerate(hosts)}
     links = {(place[a], place[b]): world.links_between(a, b) for a, b in chosen}
     ranks = [world.nodes[host][0] for host in hosts]
-    found = _pairs(group, ranks, grouped(links, links), sizes_bytes, seconds)
-    return {(hosts[source], hosts[target]): message for (source, target), message in found.items()}
+    timed = _pairs(group, ranks, grouped(links, links), sizes_bytes, seconds)
+    return {(hosts[source], hosts[target]): message for (source, target), message in timed.items()}
 
 
 def _pairs(
@@ -329,19 +329,19 @@ def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> str:
         if (kind, locality) not in plan.known_links:
             pairs.setdefault(locality, (a, b))
     if pairs:
-        each = [[pair] for pair in pairs.values()]
-        found = _pairs(group, ranks, each, MESSAGE_SIZES_BYTES, seconds)
+        alone = [[pair] for pair in pairs.values()]
+        timed = _pairs(group, ranks, alone, MESSAGE_SIZES_BYTES, seconds)
         for locality, pair in pairs.items():
-            if pair in found:
-                plan.findings.links.append(pair_link(kind, locality, found[pair]))
+            if pair in timed:
+                plan.findings.links.append(pair_link(kind, locality, timed[pair]))
     return ""
 
 
 def _slow_pairs(
-    world: World, found: Mapping[tuple[str, str], Mapping[str, Any]]
+    world: World, timed: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
     """The pairs that look slow among those of the same locality."""
-    rates = {pair: _rate_bytes_per_s(message) for pair, message in found.items()}
+    rates = {pair: _rate_bytes_per_s(message) for pair, message in timed.items()}
     usual: dict[str, float] = {}
     for locality in ("rack", "cluster"):
         near = [rate for pair, rate in rates.items() if world.locality(*pair) == locality]
@@ -388,7 +388,7 @@ def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
     for number, ranks in enumerate(groups):
         left_s = group.agreed(planned_end - time.monotonic())
         if left_s < _LEAST_GROUP_RATIO * seconds:
-            words = ", ".join(shape_words(group.world, each) for each in groups[number:])
+            words = ", ".join(shape_words(group.world, ranks) for ranks in groups[number:])
             return f"{words}: the budget was over"
         own_s = left_s / min(_GROUPS_AT_MOST, len(groups) - number)
         _collectives(group, plan, ranks, _calls_of("all_reduce"), own_s, SIZES_BYTES)
@@ -573,8 +573,8 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     for message in itertools.chain(*group.measured(everything, over_the_host)):
         key = message["kind"], message["pinned"]
         points.setdefault(key, []).extend((size, taken_s) for size, taken_s in message["points"])
-    for (kind, pinned), found in points.items():
-        plan.findings.links.append(host_link(kind, found, pinned=pinned, flows=len(devices)))
+    for (kind, pinned), timed in points.items():
+        plan.findings.links.append(host_link(kind, timed, pinned=pinned, flows=len(devices)))
     plan.keep()
     # One process copies from any device to any other.
     indices = [device.index for device in devices]

@@ -207,7 +207,7 @@ class CudaBackend:
         self.synchronize()
         # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
         elapsed_s = [one.elapsed_time(two) * 1e-3 for one, two in spans]
-        return [max(each - self.event_s, _SHORTEST_S) for each in elapsed_s], issued_s
+        return [max(flight_s - self.event_s, _SHORTEST_S) for flight_s in elapsed_s], issued_s
 
     def measure_events(self, call: Callable[[int], object]) -> None:
         """Learn what a pair of events adds to a short `call`, so that it is not charged to calls.

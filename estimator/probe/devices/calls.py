@@ -27,24 +27,24 @@ def torch_dtype(name: str) -> Any:
     """torch's dtype of a TensorSpec's dtype name; raises ProbeError."""
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ProbeError(
             f"this torch has no dtype '{name}'; use the torch the graph was traced with"
         )
-    return found
+    return dtype
 
 
 def find_operator(target: str) -> Callable[..., Any]:
     """The overload that ``aten.addmm.default`` names; raises ProbeError if this torch lacks it."""
     import torch
 
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for name in target.split("."):
-        found = getattr(found, name, None)
-        if found is None:
+        operator = getattr(operator, name, None)
+        if operator is None:
             raise ProbeError(f"this torch has no operator '{target}'; trace the model again")
-    return found
+    return operator
 
 
 def output_tensors(result: Any) -> list[Any]:
@@ -167,7 +167,7 @@ def mask(*shape: int) -> TensorSpec:
     return tensor(*shape, dtype="bool")
 
 
-_MARKS = {each.name for each in fields(GridCall)} - {"call"}
+_MARKS = {option.name for option in fields(GridCall)} - {"call"}
 
 
 def grid_call(target: str, *arguments: Any, **given: Any) -> GridCall:
@@ -187,8 +187,8 @@ def grid_call(target: str, *arguments: Any, **given: Any) -> GridCall:
 
 @lru_cache(maxsize=1)
 def _grid_sizes() -> Mapping[str, Mapping[DeviceKind, Sequence[Any]]]:
-    found: Mapping[str, Any] = json.loads(shipped_data("grid.json").read_text(encoding="utf-8"))
-    return found
+    content: Mapping[str, Any] = json.loads(shipped_data("grid.json").read_text(encoding="utf-8"))
+    return content
 
 
 def sizes(name: str, kind: DeviceKind) -> Sequence[Any]:
@@ -221,11 +221,11 @@ def thinned(grid_calls: Iterable[GridCall], step: int) -> list[GridCall]:
     """Every `step`-th call of each operator, its first one included: no operator is lost."""
     numbers: dict[str, int] = {}
     kept = []
-    for each in grid_calls:
-        number = numbers.get(each.call.target, 0)
-        numbers[each.call.target] = number + 1
+    for grid_call in grid_calls:
+        number = numbers.get(grid_call.call.target, 0)
+        numbers[grid_call.call.target] = number + 1
         if number % step == 0:
-            kept.append(each)
+            kept.append(grid_call)
     return kept
 
 
@@ -237,17 +237,17 @@ def in_dtype(
     Those that name a dtype by a keyword are left out; `on_cuda` statistics stay in float32.
     """
     return [
-        _retyped_call(each, dtype, on_cuda=on_cuda)
-        for each in grid_calls
-        if "dtype" not in dict(each.call.keywords)
+        _retyped_call(grid_call, dtype, on_cuda=on_cuda)
+        for grid_call in grid_calls
+        if "dtype" not in dict(grid_call.call.keywords)
     ]
 
 
-def _retyped_call(each: GridCall, dtype: str, *, on_cuda: bool) -> GridCall:
-    kept = each.statistics if on_cuda else ()
-    arguments = _retyped(each.call.arguments, dtype, kept, itertools.count())
-    follows = each.follows and _retyped_call(each.follows, dtype, on_cuda=on_cuda)
-    return replace(each, call=replace(each.call, arguments=arguments), follows=follows)
+def _retyped_call(grid_call: GridCall, dtype: str, *, on_cuda: bool) -> GridCall:
+    kept = grid_call.statistics if on_cuda else ()
+    arguments = _retyped(grid_call.call.arguments, dtype, kept, itertools.count())
+    follows = grid_call.follows and _retyped_call(grid_call.follows, dtype, on_cuda=on_cuda)
+    return replace(grid_call, call=replace(grid_call.call, arguments=arguments), follows=follows)
 
 
 def _retyped(tree: Any, dtype: str, kept: Sequence[int], numbers: Iterator[int]) -> Any:

@@ -42,10 +42,10 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
     `results[rank]` lists ``{"bound", "bytes", "alone_s", "busy_s"}``; each rank is
     compared with itself alone.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     for cases in zip(*results, strict=True):
         ratio = statistics.fmean(case["busy_s"] / case["alone_s"] for case in cases)
-        found.setdefault(cases[0]["bound"], []).append((float(cases[0]["bytes"]), ratio))
+        pairs.setdefault(cases[0]["bound"], []).append((float(cases[0]["bytes"]), ratio))
     return [
         Contention(
             bound=bound,  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
             points=tuple(sorted(points)),
             provenance=Provenance(source="measured", at=at, samples=len(points)),
         )
-        for bound, points in found.items()
+        for bound, points in pairs.items()
     ]
 
 

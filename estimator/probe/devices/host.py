@@ -82,7 +82,7 @@ def dtensor_costs(backend: Backend) -> dict[str, float]:
             if style is not None:
                 for layer in layers:
                     parallelize_module(layer, mesh, style)
-            return nn.Sequential(*[each for layer in layers for each in (Cooling(), layer)])
+            return nn.Sequential(*[module for layer in layers for module in (Cooling(), layer)])
 
         forms = {
             "whole": model(_WIDTH, _WIDTH, None),
@@ -92,10 +92,10 @@ def dtensor_costs(backend: Backend) -> dict[str, float]:
         rounds = _passes(backend, forms, x)
         update = {"dtensor_update_tensor_s": _update_s(mesh)} if backend.kind == "cpu" else {}
 
-    def more_s(of: str, than: str, backward: bool) -> float:
+    def more_s(slower: str, than: str, backward: bool) -> float:
         """What a layer of one form takes longer."""
         one_s, other_s = (
-            _quicker_s([each[form][backward] for each in rounds]) for form in (of, than)
+            _quicker_s([passes[form][backward] for passes in rounds]) for form in (slower, than)
         )
         return max(0.0, one_s - other_s) / _MODULES
 
@@ -152,7 +152,7 @@ def _update_s(mesh: Any) -> float:
             value, gradient = (torch.full((_UPDATED_ELEMENTS,), 0.5) for _ in range(2))
             if is_dtensor:
                 value, gradient = (
-                    DTensor.from_local(each, mesh, [Shard(0)]) for each in (value, gradient)
+                    DTensor.from_local(one, mesh, [Shard(0)]) for one in (value, gradient)
                 )
             own.append(nn.Parameter(value))
             own[-1].grad = gradient
@@ -192,11 +192,11 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
 
     x = torch.ones(1, 16, device=backend.device)
     with world_of_one(backend):
-        whole, sharded = model(), model()
+        plain, sharded = model(), model()
         for layer in list(sharded.children()):
             fully_shard(layer)
         fully_shard(sharded)
-        forms = (whole, sharded)
+        forms = (plain, sharded)
         optimizers = [torch.optim.AdamW(form.parameters(), lr=0.0) for form in forms]
         steps = [
             _medians(backend, form, x, o.step) for form, o in zip(forms, optimizers, strict=True)
@@ -255,7 +255,7 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     end = time.monotonic() + budget_s
     bare_op_s = _bare_op_s(backend)
     backward_s, entry_s = _backward_costs(backend)
-    found = {
+    costs = {
         "bare_op_s": bare_op_s,
         "forward_op_s": _recording_s(backend),
         "forward_view_s": _view_s(backend),
@@ -266,7 +266,7 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         "ddp_step_s": 0.0,
         "ddp_bucket_s": 0.0,
     }
-    emit(found)
+    emit(costs)
     if time.monotonic() < end:
         cached = cold = mixing_costs(backend, cools=False)
         if backend.kind == "cpu":
@@ -274,18 +274,18 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
             cold = mixing_costs(backend, cools=True)
         for name, cached_s, cold_s in zip(_MIXED, cached, cold, strict=True):
             if backend.kind == "cpu":
-                found[f"cached_{name}"] = found[name] + cached_s
-            found[name] += max(cached_s, cold_s)
-        emit(found)
+                costs[f"cached_{name}"] = costs[name] + cached_s
+            costs[name] += max(cached_s, cold_s)
+        emit(costs)
     if time.monotonic() < end:
-        found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs(backend)
-        emit(found)
+        costs["ddp_step_s"], costs["ddp_bucket_s"] = _ddp_costs(backend)
+        emit(costs)
     if time.monotonic() < end:
-        found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs(backend)
-        emit(found)
+        costs["shard_unit_s"], costs["shard_update_tensor_s"] = shard_costs(backend)
+        emit(costs)
     if time.monotonic() < end:
-        found |= dtensor_costs(backend)
-        emit(found)
+        costs |= dtensor_costs(backend)
+        emit(costs)
 
 
 def _host_s(backend: Backend, call: Callable[[], object], *, rounds: int = _ROUNDS) -> float:
@@ -389,7 +389,7 @@ def mixing_costs(backend: Backend, *, cools: bool) -> tuple[float, float, float]
     idle = [lambda x: x] * len(ops) * _LOOPS
     count = len(idle)
     kinds = {"op": ops, "view": views, "node": ops}
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times_s: dict[str, list[float]] = {kind: [] for kind in kinds}
     end = time.monotonic() + _MOST_MIXING_S
     for rounds in range(_MIXING_ROUNDS):
         if rounds and time.monotonic() > end:
@@ -400,8 +400,8 @@ def mixing_costs(backend: Backend, *, cools: bool) -> tuple[float, float, float]
             mixed_s = seconds(some * (count // len(some))) - seconds(idle)
             seconds = getattr(alone, measure)
             alone_s = [seconds([op] * count) - seconds(idle) for op in some]
-            found[kind].append((mixed_s - statistics.fmean(alone_s)) / count)
-    op_s, view_s, node_s = (max(0.0, statistics.median(each)) for each in found.values())
+            times_s[kind].append((mixed_s - statistics.fmean(alone_s)) / count)
+    op_s, view_s, node_s = (max(0.0, statistics.median(some_s)) for some_s in times_s.values())
     return op_s, view_s, node_s
 
 

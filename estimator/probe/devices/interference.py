@@ -87,9 +87,9 @@ def _tree_ticks(pid: int, root: Path) -> int:
         children.setdefault(int(columns[1]), []).append(int(entry.name))
     total, left = 0, [pid]
     while left:
-        each = left.pop()
-        total += ticks.get(each, 0)
-        left += children.get(each, [])
+        process = left.pop()
+        total += ticks.get(process, 0)
+        left += children.get(process, [])
     return total
 
 
@@ -132,8 +132,8 @@ class Seen:
 
 def _usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None:
     """How long the canary takes undisturbed: the quickest tenth, since a first one may be odd."""
-    found = sorted(canaries_s)[int(_TENTH * len(canaries_s)) :][:1]
-    return min((*found, *((known_s,) if known_s else ())), default=None)
+    usual = sorted(canaries_s)[int(_TENTH * len(canaries_s)) :][:1]
+    return min((*usual, *((known_s,) if known_s else ())), default=None)
 
 
 def _canary_ratio(canary_s: float | None, usual_s: float | None) -> float:
@@ -186,8 +186,8 @@ class InterferenceWatch:
             took_s, after = self._clock() - began, self._read()
             others_s = self._others_s(before, after, took_s)
             canary_s, cores_s = self._canary_s(), took_s * self.cores
-            found = self._interference(others_s / (cores_s or 1.0), canary_s)
-            can_repeat = self._disturbs(found) and took_s < self.left_s
+            interference = self._interference(others_s / (cores_s or 1.0), canary_s)
+            can_repeat = self._disturbs(interference) and took_s < self.left_s
             if can_repeat and not self._disturbs(self.await_quiet()):
                 self.seen.waited_s += took_s
                 self.seen.repeats += 1
@@ -199,14 +199,14 @@ class InterferenceWatch:
 
     def await_quiet(self) -> Interference:
         """Wait for others to end, as long as the patience lasts; what they do at the end of it."""
-        found = self._look()
-        if self._disturbs(found) and self.left_s:
-            self._say(str(found))
-        while self._disturbs(found) and self.left_s:
+        look = self._look()
+        if self._disturbs(look) and self.left_s:
+            self._say(str(look))
+        while self._disturbs(look) and self.left_s:
             began = self._clock()
-            found = self._look()
+            look = self._look()
             self.seen.waited_s += self._clock() - began
-        return found
+        return look
 
     def _look(self) -> Interference:
         """What others do right now."""
@@ -226,9 +226,9 @@ class InterferenceWatch:
     def _canary_s(self) -> float | None:
         return self._canary() if self._canary else None
 
-    def _disturbs(self, found: Interference) -> bool:
-        is_slow = found.canary_ratio > self._disturbed_canary_ratio
-        return is_slow or found.others_ratio > DISTURBED_RATIO
+    def _disturbs(self, interference: Interference) -> bool:
+        is_slow = interference.canary_ratio > self._disturbed_canary_ratio
+        return is_slow or interference.others_ratio > DISTURBED_RATIO
 
     def _interference(self, others_ratio: float, canary_s: float | None) -> Interference:
         usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
@@ -236,10 +236,13 @@ class InterferenceWatch:
         return Interference(others_ratio=others_ratio, canary_ratio=ratio)
 
 
-def check_interference(found: Interference) -> None:
+def check_interference(interference: Interference) -> None:
     """Raise ProbeError where so much is disturbed that the numbers cannot be right."""
-    if found.others_ratio > REFUSED_RATIO or found.canary_ratio > REFUSED_CANARY_RATIO:
+    if (
+        interference.others_ratio > REFUSED_RATIO
+        or interference.canary_ratio > REFUSED_CANARY_RATIO
+    ):
         raise ProbeError(
-            f"this machine is too busy to be probed ({found}), and every estimate would be wrong; "
-            "end other programs and probe again, or keep such a profile without --strict"
+            f"this machine is too busy to be probed ({interference}), and every estimate would be "
+            "wrong; end other programs and probe again, or keep such a profile without --strict"
         )

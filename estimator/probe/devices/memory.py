@@ -137,11 +137,11 @@ def measure_cold_read(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         cold += backend.time_calls(partial(_read_one, some), repeats=len(some))
         warm += backend.time_calls(partial(_read, some[-1:]), repeats=len(some))
     more_s = statistics.median(cold) - statistics.median(warm)
-    found: dict[str, Any] = {"cold_read_s_per_byte": max(0.0, more_s) / (4 * count)}
+    costs: dict[str, Any] = {"cold_read_s_per_byte": max(0.0, more_s) / (4 * count)}
     if backend.kind == "cuda":
         # An accelerator has a cache of its own, whatever the host's cores have.
-        found |= {"private_cache_bytes": 0, "shared_cache_bytes": backend.last_level_cache_bytes()}
-    emit(found)
+        costs |= {"private_cache_bytes": 0, "shared_cache_bytes": backend.last_level_cache_bytes()}
+    emit(costs)
     if backend.kind == "cpu" and more_s > 0:
         emit({"reuse_points": _reuse_points(backend, pieces[0], block[count:], end=end)})
 

@@ -58,11 +58,11 @@ def resident_ratio(paths: Iterable[Path]) -> float:
     resident = pages = 0
     for path in paths:
         try:
-            found = _resident(path)
+            in_memory = _resident(path)
         except OSError:
             continue
-        resident += sum(each & 1 for each in found)
-        pages += len(found)
+        resident += sum(page & 1 for page in in_memory)
+        pages += len(in_memory)
     return resident / pages if pages else 0.0
 
 

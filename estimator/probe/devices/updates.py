@@ -84,7 +84,7 @@ def measure_updates(
     quickest: dict[tuple[str, str], _Times] = {}
     evict = _eviction(backend)
     order = _order(backend.kind)
-    first = [each for each in order if each[1] == default_form(backend.kind)]
+    first = [pair for pair in order if pair[1] == default_form(backend.kind)]
     again = first if backend.kind == "cpu" else order[:_OFTEN_USED]
     for number, (optimizer, form) in enumerate([*order, *again]):
         is_late = time.monotonic() >= end
@@ -93,12 +93,12 @@ def measure_updates(
             continue
         sets = _FEW_SETS if is_late else _sets(backend.kind, form, thorough=thorough)
         try:
-            found = _times(backend, optimizer, form, sets, evict=evict)
+            times = _times(backend, optimizer, form, sets, evict=evict)
         except RuntimeError as error:  # a form that this build lacks on this device
             skipped.append(f"{optimizer} ({form}): {str(error).splitlines()[0]}")
             continue
-        known = quickest.setdefault((optimizer, form), found)
-        for key, seconds in found.items():
+        known = quickest.setdefault((optimizer, form), times)
+        for key, seconds in times.items():
             known[key] = tuple(map(min, known.get(key, seconds), seconds))
         emit(_message(optimizer, form, backend.kind, known))
     emit({"skipped": skipped})
@@ -147,10 +147,10 @@ _OFTEN_USED = 2
 def _order(kind: DeviceKind) -> list[tuple[str, str]]:
     """(optimizer, form), what is used most first."""
     forms = ("foreach", "fused", "loop") if kind == "cuda" else ("loop", "foreach", "fused")
-    found = [(optimizer, form) for form in forms for optimizer in TORCH_OPTIMIZERS]
+    pairs = [(optimizer, form) for form in forms for optimizer in TORCH_OPTIMIZERS]
     if kind == "cuda":
-        found.sort(key=lambda each: each[0] != "adamw" or each[1] == "loop")
-    return found
+        pairs.sort(key=lambda pair: pair[0] != "adamw" or pair[1] == "loop")
+    return pairs
 
 
 def _points(

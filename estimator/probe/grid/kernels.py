@@ -284,7 +284,7 @@ def agreed_s(seconds: list[float]) -> float:
     1.1
     """
     quickest = sorted(seconds)[: max(1, (len(seconds) + 3) // 4)][-1]
-    return statistics.median(each for each in seconds if each <= _HELD_UP_RATIO * quickest)
+    return statistics.median(second for second in seconds if second <= _HELD_UP_RATIO * quickest)
 
 
 def noise_ratio(seconds: list[float]) -> float:

@@ -169,7 +169,7 @@ def broadcasts() -> Calls:
 
 def strided(kind: DeviceKind) -> Calls:
     """Copies and sums of permuted tensors, whose innermost run of memory is short."""
-    whole = "torch.contiguous_format"
+    contiguous = "torch.contiguous_format"
     for batch, length, heads, width in sizes("heads", kind):
         swapped, flat = (
             heads_inside(batch, heads, length, width),
@@ -177,9 +177,9 @@ def strided(kind: DeviceKind) -> Calls:
         )
         rows, columns = batch * length, heads * width
         across = tensor(rows, columns, strides=(1, rows))
-        yield grid_call("clone", swapped, memory_format=whole)
+        yield grid_call("clone", swapped, memory_format=contiguous)
         if kind == "cuda":
-            yield grid_call("clone", across, memory_format=whole)
+            yield grid_call("clone", across, memory_format=contiguous)
             yield grid_call("add.Tensor", flat, swapped)
             yield grid_call("copy_", flat, swapped)
             yield grid_call("cat", [flat, flat], -1)
@@ -188,13 +188,13 @@ def strided(kind: DeviceKind) -> Calls:
         turned = tensor(
             *(batch, heads, width, length), strides=(length * columns, width, 1, columns)
         )
-        yield grid_call("clone", turned, memory_format=whole)
+        yield grid_call("clone", turned, memory_format=contiguous)
         yield grid_call("add.Tensor", flat, swapped)
         yield grid_call("add.Tensor", tensor(rows, columns), across)
         yield grid_call("copy_", flat, swapped)
     for batch, channels, side in sizes("strided images", kind):
         last, first = channels_innermost(batch, channels, side), tensor(batch, channels, side, side)
-        yield grid_call("clone", last, memory_format=whole)
+        yield grid_call("clone", last, memory_format=contiguous)
         yield grid_call("add.Tensor", first, last)
         if kind == "cuda":
             yield grid_call("cat", [first, first], 1)

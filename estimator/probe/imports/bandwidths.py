@@ -82,8 +82,8 @@ def read_nccl_tests_json(report: Mapping[str, Any], *, at: str) -> Imported:
             f"test with -J again"
         ) from None
     _check_complete(finished, wrong)
-    found = _PROGRAM.search(program)
-    op = _known_op(found[1] if found else program)
+    match = _PROGRAM.search(program)
+    op = _known_op(match[1] if match else program)
     started = str(report.get("start_time", at))
     cost = _cost(op, ranks, [point for point in points if point[0] > 0], started)
     names = {rank.device: rank.name for rank in ranks}
@@ -284,9 +284,9 @@ def read_nvbandwidth(report: Mapping[str, Any], *, at: str) -> Imported:
 
 def _device_names(body: Mapping[str, Any]) -> dict[int, str]:
     listed = body.get("GPU Device list", body.get("GPU Device List", []))
-    found = [_DEVICE.fullmatch(str(entry)) for entry in listed]
-    names = {int(match[1]): match[2] for match in found if match}
-    if len({match[3] for match in found if match}) > 1 or len(names) < len(found):
+    matches = [_DEVICE.fullmatch(str(entry)) for entry in listed]
+    names = {int(match[1]): match[2] for match in matches if match}
+    if len({match[3] for match in matches if match}) > 1 or len(names) < len(matches):
         raise ImportedFileError(
             "the nvbandwidth report lists devices of several hosts; run it on one node"
         )
@@ -397,21 +397,21 @@ def read_perftest(text: str, *, at: str) -> Imported:
             kind=kind,
             locality="rack",
             latency_s=0.0,
-            bandwidth_bytes_per_s=max(rate for _, rate in found),
-            provenance=imported(at, samples=len(found), note=PERFTEST),
+            bandwidth_bytes_per_s=max(rate for _, rate in rates_of_kind),
+            provenance=imported(at, samples=len(rates_of_kind), note=PERFTEST),
         )
-        for kind, found in rates.items()
+        for kind, rates_of_kind in rates.items()
     ]
     return Imported(formats=(PERFTEST,), network=tuple(network), latencies_s=latencies)
 
 
 def _kind(part: str) -> LinkKind:
-    found = _LINK_TYPE.search(part)
-    if found is None or found[1] not in _KINDS:
+    match = _LINK_TYPE.search(part)
+    if match is None or match[1] not in _KINDS:
         raise ImportedFileError(
             "the perftest output does not say its link type (IB or Ethernet); give the whole output"
         )
-    return _KINDS[found[1]]
+    return _KINDS[match[1]]
 
 
 def _bandwidths(part: str) -> Iterator[tuple[float, float]]:

@@ -142,8 +142,8 @@ def _facts(gpu: _Device, gpus: Sequence[_Device], nets: Sequence[_Device]) -> di
 
 
 def _transfers(pci: Element) -> float:
-    found = re.match(r"([\d.]+) GT/s", pci.get("link_speed", ""))
-    return float(found[1]) if found else 0.0
+    match = re.match(r"([\d.]+) GT/s", pci.get("link_speed", ""))
+    return float(match[1]) if match else 0.0
 
 
 def _peer_path(gpu: _Device, other: _Device) -> Route:

@@ -125,18 +125,18 @@ class SharedClock:
         for _ in range(_ROUND_TRIPS):
             began = time.perf_counter()
             self.dist.send(self._number(0.0), group=self.group, group_dst=other)
-            told = self._number(0.0)
-            self.dist.recv(told, group=self.group, group_src=other)
-            theirs, ended = float(told), time.perf_counter()
+            number = self._number(0.0)
+            self.dist.recv(number, group=self.group, group_src=other)
+            theirs, ended = float(number), time.perf_counter()
             if ended - began < quickest_s:
                 quickest_s, offset_s = ended - began, theirs - (began + ended) / 2
         return offset_s
 
     def _answer(self, other: int, offset_s: float) -> None:
-        asked = self._number(0.0)
+        wanted = self._number(0.0)
         for _ in range(_ROUND_TRIPS):
-            self.dist.recv(asked, group=self.group, group_src=other)
-            float(asked)  # where it lies on a device, it has come only once it was read
+            self.dist.recv(wanted, group=self.group, group_src=other)
+            float(wanted)  # where it lies on a device, it has come only once it was read
             here = self._number(time.perf_counter() + offset_s)
             self.dist.send(here, group=self.group, group_dst=other)
 
@@ -310,10 +310,10 @@ class CallTimer(RankTimer):
         Each makes `queued` calls and waits for all of them.
         """
         count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
-        each = [self._call(op, size, turn) for turn in range(count)]
+        turns = [self._call(op, size, turn) for turn in range(count)]
 
         def in_a_row(first: int) -> None:
-            works = [each[(first + number) % count]() for number in range(queued)]
+            works = [turns[(first + number) % count]() for number in range(queued)]
             for work in works:
                 work.wait()
 
@@ -323,17 +323,17 @@ class CallTimer(RankTimer):
         dist, how = self.dist, {"group": self.group, "async_op": True}
         elements = max(1, size // 4 // self.world_size) * self.world_size
         start = turn * elements
-        whole, other = (half[start : start + elements] for half in self.halves)
+        buffer, other = (half[start : start + elements] for half in self.halves)
         if op == "all_reduce":
-            return lambda: dist.all_reduce(whole, **how)
+            return lambda: dist.all_reduce(buffer, **how)
         if op == "broadcast":
-            return lambda: dist.broadcast(whole, group_src=0, **how)
+            return lambda: dist.broadcast(buffer, group_src=0, **how)
         if op == "all_to_all":
-            return lambda: dist.all_to_all_single(other, whole, **how)
+            return lambda: dist.all_to_all_single(other, buffer, **how)
         part = other[: elements // self.world_size]
         if op == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, **how)
-        return lambda: dist.reduce_scatter_tensor(part, whole, **how)
+            return lambda: dist.all_gather_into_tensor(buffer, part, **how)
+        return lambda: dist.reduce_scatter_tensor(part, buffer, **how)
 
 
 def _after_computing(

@@ -244,7 +244,7 @@ def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s
 
 
 def peer_links(
-    devices: Sequence[Device], found: Mapping[tuple[int, int], Points]
+    devices: Sequence[Device], timed: Mapping[tuple[int, int], Points]
 ) -> tuple[Link, ...]:
     """One link for each way in which devices reach each other, typical of its pairs.
 
@@ -259,15 +259,15 @@ def peer_links(
         }
     links = []
     for way in ("nvlink", "pcie", "no", ""):
-        pairs = [pair for pair in found if ways.get(pair[0], {}).get(pair[1], "") == way]
+        pairs = [pair for pair in timed if ways.get(pair[0], {}).get(pair[1], "") == way]
         if not pairs:
             continue
         kind: LinkKind = "nvlink" if way == "nvlink" else "pcie" if way else "d2d"
-        rings = [1 + sum(each == way for each in peers.values()) for peers in ways.values()]
+        rings = [1 + sum(peer == way for peer in peers.values()) for peers in ways.values()]
         joined = min(size for size in rings if size > 1) if way else len(devices)
         over = "over the host" if way == "no" else "directly"
         note = f"{len(pairs)} pairs of devices, copied {over}"
-        link = typical_link([link_from(kind, found[pair], note=note) for pair in pairs])
+        link = typical_link([link_from(kind, timed[pair], note=note) for pair in pairs])
         links.append(
             replace(
                 link,
@@ -302,7 +302,7 @@ def host_copies(
     `meet` is called before each size, so that several processes copy at the same time; how often
     a size is repeated follows from the budget and not from the clock, alike in all of them.
     """
-    found = []
+    links = []
     cases = list(itertools.product(("h2d", "d2h"), (True, False)))
     for kind, pinned in cases:
         points: Points = []
@@ -313,8 +313,8 @@ def host_copies(
             meet()
             slice_s = budget_s / len(cases) / len(sizes_bytes)
             points += _time_copy(backend, target, source, size, slice_s)
-        found.append({"kind": kind, "pinned": pinned, "points": points})
-    return found
+        links.append({"kind": kind, "pinned": pinned, "points": points})
+    return links
 
 
 def _time_copy(
@@ -326,7 +326,7 @@ def _time_copy(
     seconds = backend.time_calls(
         lambda _: target.copy_(source, non_blocking=True), repeats=_WARM_UPS + repeats
     )
-    return [(size_bytes, each) for each in seconds[_WARM_UPS:]]
+    return [(size_bytes, second) for second in seconds[_WARM_UPS:]]
 
 
 def time_peer_copies(indices: Sequence[int], *, budget_s: float) -> Iterator[dict[str, Any]]:

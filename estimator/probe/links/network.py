@@ -125,7 +125,7 @@ class _Messenger(RankTimer):
             (last_s,) = self._burst(target, size, 1)
             times_s = self._burst(target, size, pace.repeats(number, last_s, left_s))
             last_size, last_s = size, statistics.median(times_s)
-            points += [(size, max(1e-9, each - latency_s)) for each in times_s]
+            points += [(size, max(1e-9, time_s - latency_s)) for time_s in times_s]
         self._send(self._header(*_OVER), target)
         return latency_s, points
 
@@ -243,13 +243,13 @@ def flow_link(
 
 
 def pair_matrix(
-    hosts: Sequence[str], found: Mapping[tuple[str, str], Mapping[str, Any]], *, at: str
+    hosts: Sequence[str], timed: Mapping[tuple[str, str], Mapping[str, Any]], *, at: str
 ) -> PairMatrix:
     """The matrix from what the senders of (from, to) reported; None where nothing was."""
     latencies: dict[tuple[str, str], float] = {}
     rates: dict[tuple[str, str], float] = {}
     errors = []
-    for pair, message in found.items():
+    for pair, message in timed.items():
         link = pair_link("tcp", "rack", message)
         latencies[pair] = message["latency_s"]
         rates[pair] = link.bandwidth_bytes_per_s
@@ -261,7 +261,7 @@ def pair_matrix(
         provenance=Provenance(
             source="measured",
             at=at,
-            samples=sum(len(message["points"]) for message in found.values()),
+            samples=sum(len(message["points"]) for message in timed.values()),
             relative_error=statistics.median(errors) if errors else None,
             note="gloo or NCCL send and receive, one device of each node",
         ),

@@ -132,16 +132,16 @@ class OverlapCosts:
     def __init__(
         self, profiles: Sequence[MachineProfile], sizes_bytes: Array, cache: Cache
     ) -> None:
-        found = [
+        lines = [
             (2 * number + across, group)
             for number, profile in enumerate(profiles)
             for across in (False, True)
             for group in group_overlaps(profile, cache, across=across)
         ]
         self._nearest = Nearest(
-            [(pool, group.group_size) for pool, group in found], 2 * len(profiles)
+            [(pool, group.group_size) for pool, group in lines], 2 * len(profiles)
         )
-        groups = [group for _, group in found]
+        groups = [group for _, group in lines]
         # The last value stands for groups of which nothing was measured: perfect overlap.
         self._known = Lookup([*(g.beside(sizes_bytes) for g in groups), (0.0, 1.0, math.inf)])
 

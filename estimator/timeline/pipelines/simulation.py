@@ -146,7 +146,7 @@ class _Ordering:
         order, place = self._orders[rank], len(self._passes[rank])
         passes = order[place : place + 1 + self._is_paired(rank, place)]
         needed = map(self._needed, passes)
-        if not passes or any(each is not None and each not in self._left for each in needed):
+        if not passes or any(stage is not None and stage not in self._left for stage in needed):
             return False
         return all(self._add_pass(rank, place + n) for n in range(len(passes)))
 
@@ -288,11 +288,11 @@ def _last_ends_s(
     schedule: Schedule, ranks: int, micro_batches: int, stages: tuple[StageCosts, ...]
 ) -> tuple[float, ...]:
     # Strategies differ in what comes after the last pass: the passes themselves are played once.
-    each = schedule.round_of(ranks, micro_batches)
-    pattern = _pattern(schedule, ranks, each, micro_batches // each)
+    per_round = schedule.round_of(ranks, micro_batches)
+    pattern = _pattern(schedule, ranks, per_round, micro_batches // per_round)
     seconds = [float(cost) for stage in stages for cost in stage.of()]
     ends = [0.0]
-    added = micro_batches // each - pattern.blocks
+    added = micro_batches // per_round - pattern.blocks
     for run in pattern.runs:
         play_run(run, run.times + run.more * added, pattern.reach, seconds, ends)
     return tuple([ends[place] for place in pattern.last])
@@ -367,20 +367,20 @@ def _advance(ends: list[float], growth: Sequence[float], blocks: int, reach: int
 
 
 @lru_cache(maxsize=512)
-def _pattern(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern:
+def _pattern(schedule: Schedule, ranks: int, per_round: int, blocks: int) -> _Pattern:
     """The pattern of a step; that of many micro-batches is found from fewer."""
-    few = 4 * schedule.virtual * ranks // each + 6
+    few = 4 * schedule.virtual * ranks // per_round + 6
     if blocks > few:
-        found = _repeating(schedule, ranks, each, few)
-        if found is not None:
-            return found
-    return _runs_of(schedule, ranks, each, blocks)
+        pattern = _repeating(schedule, ranks, per_round, few)
+        if pattern is not None:
+            return pattern
+    return _runs_of(schedule, ranks, per_round, blocks)
 
 
 @lru_cache(maxsize=128)
-def _repeating(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern | None:
+def _repeating(schedule: Schedule, ranks: int, per_round: int, blocks: int) -> _Pattern | None:
     """The pattern of so many blocks and more; None where one more changes what does not repeat."""
-    one, more = (_runs_of(schedule, ranks, each, count) for count in (blocks, blocks + 1))
+    one, more = (_runs_of(schedule, ranks, per_round, count) for count in (blocks, blocks + 1))
     alike = [run.tasks for run in one.runs] == [run.tasks for run in more.runs]
     if not alike or one[1:3] != more[1:3]:
         return None
@@ -391,9 +391,9 @@ def _repeating(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Patte
     return one._replace(runs=tuple(runs))
 
 
-def _runs_of(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern:
+def _runs_of(schedule: Schedule, ranks: int, per_round: int, blocks: int) -> _Pattern:
     """All tasks of a step, as runs of those that repeat and of those that do not."""
-    tasks, micro_batches, last = _tasks(schedule, ranks, each * blocks)
+    tasks, micro_batches, last = _tasks(schedule, ranks, per_round * blocks)
     place = {
         (task.cost, number): at
         for at, (task, number) in enumerate(zip(tasks, micro_batches, strict=True))
@@ -403,12 +403,12 @@ def _runs_of(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern
     known: dict[int, int] = {}
     begin = at = 0
     while at < len(tasks):
-        length = place.get((tasks[at].cost, micro_batches[at] + each), at) - at
+        length = place.get((tasks[at].cost, micro_batches[at] + per_round), at) - at
         end = max(at, known.get(length, 0))
         while (
             0 < length < len(tasks) - end
             and tasks[end] == tasks[end + length]
-            and micro_batches[end] + each == micro_batches[end + length]
+            and micro_batches[end] + per_round == micro_batches[end + length]
         ):
             end += 1
         known[length] = end

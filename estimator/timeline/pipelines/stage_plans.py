@@ -133,10 +133,10 @@ class PipelinedStep:
             )
             for number, task in enumerate(tasks.tasks)
         ]
-        each, compute = self.ranks // count, LANES.index("compute")
+        per_stage, compute = self.ranks // count, LANES.index("compute")
         labels = [task.label for task in tasks.tasks] + [Label("gradients and update")]
         for rank, (number, tail_s) in enumerate(zip(last, self.tails_s, strict=True)):
-            rows.append((len(labels) - 1, rank * each, compute, float(ends[number]), tail_s))
+            rows.append((len(labels) - 1, rank * per_stage, compute, float(ends[number]), tail_s))
         columns = [np.array(column) for column in zip(*rows, strict=True)]
         return Timeline(
             step_time_s=float(max(ends[last] + np.array(self.tails_s))),
@@ -148,15 +148,17 @@ class PipelinedStep:
                 start_s=columns[3],
                 duration_s=columns[4],
             ),
-            ranks_like=tuple(rank // each * each for rank in range(self.ranks)),
+            ranks_like=tuple(rank // per_stage * per_stage for rank in range(self.ranks)),
         )
 
     def _where(self, lane: str) -> tuple[int, int]:
         """(the first rank of those that work or send there, the number of their lane)."""
         words = lane.split()
         sends = words[0] == "from"
-        each = self.ranks // len(self.tails_s)
-        return int(words[2 if sends else 1]) * each, LANES.index("network" if sends else "compute")
+        per_stage = self.ranks // len(self.tails_s)
+        return int(words[2 if sends else 1]) * per_stage, LANES.index(
+            "network" if sends else "compute"
+        )
 
 
 class PipelineAnswer(NamedTuple):
@@ -177,12 +179,12 @@ def pipeline_answer(
 ) -> PipelineAnswer:
     """The step of `ranks` pipeline ranks; raises StrategyError, ProfileError."""
     # Stages that compute the same on equal ranks have one plan.
-    distinct = {id(each.plan): each.plan for each in stages}
+    distinct = {id(stage.plan): stage.plan for stage in stages}
     answered = {key: answer_of(plan) for key, plan in distinct.items()}
     peaks = {key: plan.memory()[0] for key, plan in distinct.items()}
-    answers = [answered[id(each.plan)] for each in stages]
+    answers = [answered[id(stage.plan)] for stage in stages]
     passes = schedule.passes_of(micro_batches)
-    costs = [_costs(each) for each in stages]
+    costs = [_costs(stage) for stage in stages]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, passes) for own in held]
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
@@ -204,11 +206,11 @@ def pipeline_answer(
     own = [answers[n].slowest.lane for n in held[last]]
     at_peak = _at_peak_s(held, passes / micro_batches, stages)
     slowest = _with_lanes(answers[longest].slowest, own, passes, at_peak)
-    each_peak = [peaks[id(each.plan)] for each in stages]
+    each_peak = [peaks[id(stage.plan)] for stage in stages]
     memories = [
         _memory(schedule, ranks, rank, micro_batches, stages, each_peak) for rank in range(ranks)
     ]
-    fullest, (memory, used_ratio) = max(enumerate(memories), key=lambda each: each[1][1])
+    fullest, (memory, used_ratio) = max(enumerate(memories), key=lambda pair: pair[1][1])
     widest = max(held[fullest], key=lambda number: each_peak[number].activations_bytes)
     found = StepAnswer(parts, slowest, answers[longest].communication)
     first = stages[0].plan
@@ -217,7 +219,7 @@ def pipeline_answer(
         micro_batches=micro_batches,
         costs=costs,
         tails_s=tails,
-        points=[each.stage.point for each in stages[1 : schedule.model_stages(ranks)]],
+        points=[stage.stage.point for stage in stages[1 : schedule.model_stages(ranks)]],
         ranks=first.mesh.placement.ranks,
         is_ddp=first.members.table.shape.strategy.keeps.state == "whole"
         and first.mesh.replicas > 1,
@@ -253,7 +255,7 @@ def _tail_s(
 
 
 def _parts(
-    each: Sequence[Breakdown[Any]],
+    stage_parts: Sequence[Breakdown[Any]],
     passes_s: float,
     passes: int,
     *,
@@ -267,7 +269,7 @@ def _parts(
     What its passes take beyond kernels and the collectives among them is the host's.
     """
     total = {
-        item.name: float(sum(getattr(parts, item.name) for parts in each))
+        item.name: float(sum(getattr(parts, item.name) for parts in stage_parts))
         for item in fields(Breakdown)
     }
     for name in ("forward_s", "backward_s", "layer_communication_s", "straggler_s"):
@@ -299,15 +301,15 @@ def _at_peak_s(
 
 def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankClass, int]]:
     """How many ranks of each kind are one pipeline rank of so many."""
-    each = plan.placement.ranks // count
-    found, first = [], 0
+    per_stage = plan.placement.ranks // count
+    ranks_of_stages, first = [], 0
     for group, number in zip(plan.placement.node_groups, plan.members.kind_of, strict=True):
         end = first + group.ranks
-        own = min(end, (rank + 1) * each) - max(first, rank * each)
+        own = min(end, (rank + 1) * per_stage) - max(first, rank * per_stage)
         if own > 0:
-            found.append((plan.kinds[number], own))
+            ranks_of_stages.append((plan.kinds[number], own))
         first = end
-    return found
+    return ranks_of_stages
 
 
 def _with_lanes(
@@ -439,24 +441,24 @@ def stage_plans(
     placement = mesh.placement
     one = shape._replace(accumulation_steps=1)
     axes = mesh.layout, mesh.dp_replicate, mesh.dp_shard, mesh.link_ratio
-    found = cache.get(
+    compiled = cache.get(
         "stage plans",
         (graph, placement.cluster, *placement.kinds),
         lambda: _Planner(graph, mesh, batches, one, cache).plans(),
         *(placement.allocation, *axes, batches, one),
     )
     if coefficients is UNCALIBRATED:
-        return found
+        return compiled
     ratio, ratios = coefficients.communication_ratio, ratios_of(coefficients)
     return tuple(
         replace(
-            each,
-            plan=each.plan._replace(coefficients=coefficients, ratios=ratios),
-            sent_s=ratio * each.sent_s,
-            returned_s=ratio * each.returned_s,
-            tied_s=ratio * each.tied_s,
+            stage,
+            plan=stage.plan._replace(coefficients=coefficients, ratios=ratios),
+            sent_s=ratio * stage.sent_s,
+            returned_s=ratio * stage.returned_s,
+            tied_s=ratio * stage.tied_s,
         )
-        for each in found
+        for stage in compiled
     )
 
 
@@ -482,25 +484,25 @@ class _Planner(NamedTuple):
         stages = self._stages()
         if self.schedule.is_two_way:
             stages += stages
-        whole = bound_of(self.graph, self.batch, cache)
+        bound = bound_of(self.graph, self.batch, cache)
         held = Counter(name for stage in stages for name in stage.parameters)
         tied = frozenset(name for name, count in held.items() if count > 1)
         plans: dict[Members, StepPlan] = {}
-        found = []
+        planned = []
         returned_s = 0.0
         busy = max(kind.ranks_per_node for kind in mesh.placement.kinds)
         for number, stage in enumerate(stages):
-            of = stage.graph, mesh.placement, self.batches, self.shape, cache
-            members = members_of(*of, merging=mesh.replicas > 1)
+            parts = stage.graph, mesh.placement, self.batches, self.shape, cache
+            members = members_of(*parts, merging=mesh.replicas > 1)
             own = _held(mesh, members, self.schedule.rank_of(number, mesh.pp))
             plan = plans.get(own)
             if plan is None:
                 plan = plans[own] = step_plan(mesh, own, cache)
             slowest = slowest_kind(plan.kinds, plan.shards)
-            sent_s = self._passing_s(number, stage.sent_bytes(whole))
+            sent_s = self._passing_s(number, stage.sent_bytes(bound))
             # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
             outputs = () if mesh.layout.megatron else stage.outputs
-            found.append(
+            planned.append(
                 StagePlan(
                     stage=stage,
                     plan=plan,
@@ -514,7 +516,7 @@ class _Planner(NamedTuple):
             )
             # What a stage sends on comes back as its gradient, over the same link.
             returned_s = sent_s
-        return tuple(found)
+        return tuple(planned)
 
     def _stages(self) -> tuple[Stage, ...]:
         graph, mesh, cache, points = self.graph, self.mesh, self.cache, self.mesh.layout.cut
@@ -529,7 +531,10 @@ class _Planner(NamedTuple):
         """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
         if not size_bytes:
             return 0.0
-        one, other = (self.schedule.rank_of(each, self.mesh.pp) for each in (number, number + 1))
+        one, other = (
+            self.schedule.rank_of(number_of_stage, self.mesh.pp)
+            for number_of_stage in (number, number + 1)
+        )
         return _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
 
     def _tied_s(self, number: int, stages: Sequence[Stage], tied: frozenset[str]) -> float:
@@ -639,8 +644,8 @@ def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
     """Of the kinds of nodes, those on which the ranks of one pipeline rank are."""
-    each = mesh.placement.ranks // mesh.pp
-    begin, end = rank * each, (rank + 1) * each
+    per_stage = mesh.placement.ranks // mesh.pp
+    begin, end = rank * per_stage, (rank + 1) * per_stage
     first, numbers = 0, list[int]()
     for node_group, number in zip(mesh.placement.node_groups, members.kind_of, strict=True):
         if first < end and first + node_group.ranks > begin:
@@ -666,7 +671,7 @@ def _pair_s(
     def slowest() -> tuple[ProcessGroup, NodeKind]:
         rows: Indices = np.arange(placement.ranks).reshape(count, -1)
         pairs = mesh.groups_along(rows[[one, other]].T)
-        return min(pairs, key=lambda each: each[0].bytes_per_s)
+        return min(pairs, key=lambda pair: pair[0].bytes_per_s)
 
     owners = placement.cluster, *placement.kinds
     key = placement.allocation, mesh.link_ratio, count, one, other
