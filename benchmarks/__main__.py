@@ -94,6 +94,10 @@ def _run(options: argparse.Namespace) -> int:
     answers = [
         (part.name, _answer(part, told)) for part in _parts(suite, given.keys(), options.quick)
     ]
+    if not any(answer.get("cases") for _, answer in answers):
+        failed(
+            f"{options.suite} has no such case; 'python -m benchmarks run' without --only has all"
+        )
     result = result_of(
         options.suite,
         answers,

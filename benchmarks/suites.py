@@ -152,7 +152,7 @@ SUITES: dict[str, Suite] = {
             Part(
                 name="llm",
                 words=("--data", "{data}", "--cache", "{work}/llm"),
-                quick=("--only", "Llama-3-8B"),
+                quick=("--data", "{data}", "--cache", "{work}/llm", "--only", "Llama-3 8B"),
                 takes=DATA,
             ),
         ),

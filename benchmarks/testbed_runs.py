@@ -18,9 +18,10 @@ from testbed.network import Testbed, testbed
 from testbed.paced import paced_graph, paced_machine
 from testbed_cases import Case, beds
 
-import estimator as est
 from estimator.errors import EstimatorError
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
+from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -203,7 +204,8 @@ class ModelBench(Bench):
         }
         if case.rank_s and options["layout"]:
             options["tp_plan"] = self.divided(case).plan
-        return est.estimate(self.graph(case), allocation, **{**self.asked(case), **options})
+        asked = {**self.asked(case), **options}
+        return DEFAULT.estimate(EstimateRequest.of(self.graph(case), allocation, **asked))
 
     def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
         """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""

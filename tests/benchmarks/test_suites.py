@@ -58,6 +58,14 @@ def test_an_option_that_a_suite_does_not_take_is_refused(tmp_path: Path) -> None
     assert "order takes no --data" in refused.stderr
 
 
+def test_a_suite_without_a_case_of_a_name_is_no_result(tmp_path: Path) -> None:
+    words = ("--quick", "--only", "nowhere", "--out", str(tmp_path))
+    refused = benchmarks("run", "published", *words)
+    assert refused.returncode == 2
+    assert "published has no such case" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_result_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     saved = result(0.9)
     path = saved.save(tmp_path)
