@@ -9,13 +9,16 @@ of every batch from pageable memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from options import Options
 from records import say
-from zoo.vision import MODELS, classifier
+from torch import nn
+from zoo.convolutional import Labelled, mobilenet_layers, residual_layers, vgg_layers
+from zoo.inputs import Built, labelled_images
 
 import estimator as est
 from estimator.estimates.request import EstimateRequest
@@ -29,6 +32,43 @@ STRATEGY = "ddp:unbucketed"
 RELEASED = {"alexnet": 256, "resnet18": 128}
 IMAGE_BYTES, PAGEABLE_BYTES_PER_S = 4 * 3 * 224 * 224, (6e9, 3e9)
 NODE, NODES, ONE_NODE = "1x16:k80-p2", "2x4:v100-p3-8xlarge", "1x8:v100-p3"
+
+
+def alexnet_layers() -> list[nn.Module]:
+    """AlexNet on one tower (Krizhevsky 2014), as torchvision publishes it."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, size, stride, padding, pooled in (
+        (64, 11, 4, 2, True),
+        (192, 5, 1, 2, True),
+        (384, 3, 1, 1, False),
+        (256, 3, 1, 1, False),
+        (256, 3, 1, 1, True),
+    ):
+        layers += [nn.Conv2d(channels, width, size, stride, padding), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(3, 2)] if pooled else []
+        channels = width
+    layers.append(nn.Flatten())
+    for inputs in (256 * 6 * 6, 4096):
+        layers += [nn.Dropout(), nn.Linear(inputs, 4096), nn.ReLU(inplace=True)]
+    return [*layers, nn.Linear(4096, 1000)]
+
+
+_MOBILENET_V2 = 32, (16, 24, 32, 64, 96, 160, 320), 1280
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "alexnet": alexnet_layers,
+    "resnet18": lambda: residual_layers((2, 2, 2, 2), classes=1000, basic=True),
+    "resnet50": lambda: residual_layers((3, 4, 6, 3), classes=1000),
+    "mobilenet-v2": lambda: mobilenet_layers(*_MOBILENET_V2, classes=1000),
+    "vgg11": lambda: vgg_layers((1, 1, 2, 2, 2)),
+}
+
+
+def classifier(name: str, batch: int) -> Built:
+    """One of `MODELS` with its loss on 224-pixel images, no weights allocated."""
+    with torch.device("meta"):
+        model = Labelled(nn.Sequential(*MODELS[name]())).train()
+    return model, labelled_images(224, 1000, "images")(batch), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

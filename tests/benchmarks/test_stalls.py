@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from records import Record, Records
 from stall_accuracy import Case, _fewest, _measured, _some_of
-from stall_headlines import HEADLINES, cases_of
+from stall_headlines import HEADLINES, MODELS, cases_of, classifier
 from stall_headlines import Case as HeadlineCase
-from zoo.vision import MODELS, classifier
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.typical import achieved_bytes_per_s
