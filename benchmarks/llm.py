@@ -251,15 +251,21 @@ def _recipe_of(row: Row) -> str:
         blocks = row.model in ("Qwen3-30B-A3B", "DeepSeek-V3") and "H100" not in published["gpu"]
         said = "mxfp8" if blocks else "fp8"
     parts = [f"fp8={_SCALINGS[said]}"] if said in _SCALINGS else []
-    if "fp8_dot_product_attention=True" in recipe.get("other", ""):
+    # Some rows of the first releases are known by the recipe of a later one.
+    is_late = row.release >= "26.06" or not recipe.get("dispatcher")
+    if "fp8_dot_product_attention=True" in recipe.get("other", "") and is_late:
         parts.append("fp8-attention")
     if row.model == "DeepSeek-V3":
         parts.append("deterministic")
     graphs = recipe.get("cuda_graph") or ""
-    if "full_iteration" in (graphs, recipe.get("scope")):
+    if "full_iteration" in (graphs, recipe.get("scope")) and is_late:
         parts.append("graphs=iteration")
-    elif graphs == "transformer_engine":
+    elif graphs in ("transformer_engine", "full_iteration"):
         parts.append("graphs=layers")
+    if dispatcher := recipe.get("dispatcher"):
+        parts.append(f"dispatch={dispatcher}")
+    if recipe.get("a2a_overlap") == "True" and (is_late or dispatcher != "hybridep"):
+        parts.append("expert-overlap")
     if modules := re.findall(r"\w+", recipe.get("recompute_modules") or ""):
         parts.append("recompute=" + "+".join(modules))
     for name in ("recompute_layers", "offload_layers"):

@@ -54,6 +54,7 @@ def parameter_dtype(precision: str) -> str:
 Framework = Literal["megatron"]
 Scaling = Literal["current", "delayed", "block", "mxfp8", "nvfp4"]
 Graphs = Literal["layers", "iteration"]
+Dispatch = Literal["deepep", "hybridep"]
 # recompute_modules of Megatron-Core's TransformerConfig.
 Recomputed = Literal[
     "layernorm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "shared_experts"
@@ -61,6 +62,7 @@ Recomputed = Literal[
 _CHOICES: dict[str, tuple[str, ...]] = {
     "fp8": get_args(Scaling),
     "graphs": get_args(Graphs),
+    "dispatch": get_args(Dispatch),
     "recompute": get_args(Recomputed),
 }
 _LAYERS = ("recompute-layers", "offload-layers")
@@ -77,6 +79,8 @@ class Recipe:
     tensor-parallel exchanges beside products (userbuffers). Modules of `recompute`, by
     Megatron-Core's names (``recompute=layernorm+moe_act``), and the first `recompute_layers` blocks
     whole are computed again for gradients; what `offload_layers` blocks save waits on the host.
+    Tokens go to experts of other ranks once for each expert (NCCL's all-to-all), or by `dispatch`
+    once for each node and rank; with `expert_overlap` beside another micro-batch.
     """
 
     framework: Framework = "megatron"
@@ -85,6 +89,8 @@ class Recipe:
     deterministic: bool = False
     graphs: Graphs | None = None
     tp_overlap: bool = False
+    dispatch: Dispatch | None = None
+    expert_overlap: bool = False
     recompute: tuple[str, ...] = ()
     recompute_layers: int = 0
     offload_layers: int = 0

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from estimator.graph.ir.op_graph import OpGraph, unit_path, unit_runs
+from estimator.graph.ir.op_graph import OpGraph, unit_path, unit_runs, with_ops
 from estimator.graph.ir.ops import Op, Value
 from estimator.graph.ir.structure import GraphStructure, value_roots
 from estimator.tensors import OpCall
@@ -262,17 +262,8 @@ class _Added:
                 ops.extend(self._again(graph.ops[number], copy.values) for number in copy.ops)
             place.append(len(ops))
             ops.append(self._reading(op) if op.phase == "backward" else op)
-        parameters = [
-            each if each.ready_after is None else replace(each, ready_after=place[each.ready_after])
-            for each in graph.parameters
-        ]
-        return replace(
-            graph,
-            ops=tuple(ops),
-            values=tuple(self.values),
-            parameters=tuple(parameters),
-            module_calls=graph.module_calls + self._module_calls(),
-        )
+        calls = graph.module_calls + self._module_calls()
+        return with_ops(graph, ops, self.values, place, module_calls=calls)
 
     def _again(self, op: Op, numbers: dict[int, int]) -> Op:
         return replace(

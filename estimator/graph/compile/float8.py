@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.ir.op_graph import OpGraph, unit_path
-from estimator.graph.ir.ops import Op, Value
+from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
+from estimator.graph.ir.ops import Op, Value, with_calls
 from estimator.tensors import OpCall, TensorSpec
 
 RECIPES = ("tensorwise", "rowwise")
@@ -47,14 +47,11 @@ def with_float8(graph: OpGraph, recipe: str) -> OpGraph:
             f"{graph.name} has no linear layers in repeated blocks of sizes that 16 divides; leave "
             "out float8"
         )
-    return replace(
+    return with_ops(
         graph,
-        ops=tuple(changed.ops),
-        values=tuple(changed.values),
-        parameters=tuple(
-            p if p.ready_after is None else replace(p, ready_after=changed.place[p.ready_after])
-            for p in graph.parameters
-        ),
+        changed.ops,
+        changed.values,
+        changed.place,
         float8=recipe,
         assumptions=(*graph.assumptions, FLOAT8_ASSUMPTION.format(recipe=recipe)),
     )
@@ -84,7 +81,7 @@ class _Changed:
         # The inner dimension of the left factor is its last one, of the right one its first.
         cast = [self._cast(op, place, number == 1) for number, place in enumerate(positions)]
         rest = [i for place, i in enumerate(op.inputs) if place not in positions]
-        product = _with_calls(
+        product = with_calls(
             op, [_scaled(call) for call in _calls(op)], inputs=(*cast, *rest), outputs=op.outputs
         )
         self.ops.append(product)
@@ -99,7 +96,7 @@ class _Changed:
         self.ops[-1] = replace(product, outputs=(raw,))
         specs = [call.outputs[0] for call in _calls(product)]
         calls = [OpCall("aten.mul.Tensor", (spec,), (), (spec,)) for spec in specs]
-        rescaled = _with_calls(product, calls, inputs=(raw,), outputs=(made,))
+        rescaled = with_calls(product, calls, inputs=(raw,), outputs=(made,))
         self.ops.append(replace(rescaled, name=f"mul_{made}"))
 
     def _cast(self, op: Op, place: int, along_columns: bool) -> int:
@@ -122,16 +119,9 @@ class _Changed:
         out = len(self.values)
         self.values.append(Value(spec=made[0], other_spec=made[1], kind="activation"))
         calls = [OpCall(target, (spec,), (), (to,)) for spec, to in zip(specs, made, strict=True)]
-        cast = _with_calls(op, calls, inputs=(value,), outputs=(out,))
+        cast = with_calls(op, calls, inputs=(value,), outputs=(out,))
         self.ops.append(replace(cast, name=f"{target.split('.')[1]}_{out}"))
         return out
-
-
-def _with_calls(op: Op, calls: list[OpCall], *, inputs: Any, outputs: Any) -> Op:
-    """An op of the same module and phase that makes these calls, at each of the two batches."""
-    call, other = calls
-    other = call if call == other else other
-    return replace(op, call=call, other_call=other, inputs=inputs, outputs=outputs)
 
 
 def _calls(op: Op) -> tuple[OpCall, OpCall]:

@@ -27,12 +27,13 @@ from estimator.graph.compile.added_checkpoints import (
     with_offloaded,
     with_recomputed,
 )
+from estimator.graph.compile.expert_tokens import with_expert_tokens
 from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.op_graph import OpGraph, unit_path
-from estimator.graph.ir.ops import Op, Value, ValueKind
+from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
+from estimator.graph.ir.ops import Op, Value, ValueKind, with_calls
 from estimator.graph.ir.structure import Dataflow, owners
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
@@ -65,6 +66,7 @@ def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
     """What a compiler, or the framework of its recipe, makes of an eager graph, as of another."""
     if graph.recipe is not None:
         recipe = Recipe.parse(graph.recipe)
+        eager = with_expert_tokens(eager, recipe)
         eager = with_recomputed(eager, recipe.recompute, recipe.recompute_layers)
         made = as_megatron(compile_graph(eager, graph.execution), recipe)
         return with_offloaded(made, recipe.offload_layers) if recipe.offload_layers else made
@@ -150,15 +152,7 @@ class _Cast:
             op = replace(op, holds=tuple([self._saved(value) for value in op.holds]))
             self._ops.append(self._product(op) if self._is_cast(op) else op)
             self._place.append(len(self._ops) - 1)
-        return replace(
-            self._graph,
-            ops=tuple(self._ops),
-            values=tuple(self._values),
-            parameters=tuple(
-                p if p.ready_after is None else replace(p, ready_after=self._place[p.ready_after])
-                for p in self._graph.parameters
-            ),
-        )
+        return with_ops(self._graph, self._ops, self._values, self._place)
 
     def _saved(self, value: int) -> int:
         """What is held for gradients instead of a tensor that was cast."""
@@ -185,8 +179,8 @@ class _Cast:
         if places[0]:
             # The bias comes after the factors.
             inputs = [*(inputs[place] for place in places), inputs[0]]
-        one, two = (self._scaled(call, places) for call in (op.call, op.other_call))
-        return replace(op, inputs=tuple(inputs), call=one, other_call=one if one == two else two)
+        calls = [self._scaled(call, places) for call in (op.call, op.other_call)]
+        return with_calls(op, calls, inputs=tuple(inputs))
 
     def _has_weight(self, op: Op) -> bool:
         roots = (self._roots[op.inputs[place]] for place in _FACTORS[op.call.target])
@@ -266,11 +260,10 @@ class _Cast:
             for side in (0, 1)
         ]
         self._ops.append(
-            replace(
+            with_calls(
                 op,
+                calls,
                 name=f"{target.split('.')[1]}_{outputs[0]}",
-                call=calls[0],
-                other_call=calls[0] if calls[0] == calls[1] else calls[1],
                 inputs=inputs,
                 outputs=outputs,
                 is_view=False,

@@ -162,7 +162,8 @@ def _whole(index: int, op: Op) -> KernelPart:
 def _parts(split: SplitGraph, index: int, op: Op) -> list[KernelPart]:
     family, name = family_of(op.call.target), _name(op)
     whole = _whole(index, op)
-    if not op.outputs or op_cost(op.call) == OpCost():
+    is_library = op.call.target.startswith("te.")
+    if not op.outputs or is_library or op_cost(op.call) == OpCost():
         return [whole]
     rule = _RULES.get(family)
     if family == "index" and name in _LOOKUPS:

@@ -224,6 +224,12 @@ def _copy(call: OpCall) -> OpCost:
     return OpCost(0.0, bytes_of(read), output_bytes)
 
 
+@cost_of("te.permute", "te.unpermute", family="copy")
+def _permuted(call: OpCall) -> OpCost:
+    """Rows of tokens copied for each of their experts, or added up; their order is little."""
+    return OpCost(0.0, bytes_of(call.inputs), written(call))
+
+
 def elements_written(call: OpCall) -> float:
     """Elements of all outputs together."""
     return float(sum(spec.numel for spec in call.outputs))

@@ -20,9 +20,10 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
 # Queries, keys and values are three products of one factor.
 _MOST_PIECES = 3
 
-# What a collective runs beside: the next attention, the other product of its layer's gradients, or
-# in pieces ("ring") the products that take what it gathers, or give what it scatters.
-Overlapped = Literal["attention", "product", "ring"]
+# What a collective runs beside: the next attention, the other product of its layer's gradients, in
+# pieces ("ring") the products that take what it gathers, or give what it scatters, or the passes of
+# another micro-batch.
+Overlapped = Literal["attention", "product", "ring", "micro-batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,10 @@ class Collective:
     of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
     `share` of the gather that all its hops make, one of narrower numbers so much less. It runs
     beside the operator `beside`, if any, and as a ring beside those of `pieces`.
-    `of_update` is a sum that DTensor leaves to the operators of the update that read the gradient.
+    Of an all-to-all of tokens that have `copies` each, once for each of their experts, a rank or a
+    node with several of these is sent one (0: all are sent); `beside_passes` is one that runs while
+    another micro-batch is computed. `of_update` is a sum that DTensor leaves to the operators of
+    the update that read the gradient.
     """
 
     op: CollectiveName
@@ -45,6 +49,8 @@ class Collective:
     share: float = 1.0
     beside: int | None = None
     pieces: tuple[int, ...] = ()
+    copies: int = 0
+    beside_passes: bool = False
     of_update: bool = False
 
 
@@ -158,7 +164,8 @@ def _collective(
     call: OpCall, op: Op, index: int, beside: int | None, dtensors: Set[int | None]
 ) -> Collective:
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
-    name, share = call.target.split(".")[1], float(dict(call.keywords).get("share", 1.0))
+    keywords = dict(call.keywords)
+    name, share = call.target.split(".")[1], float(keywords.get("share", 1.0))
     if call.target == _RING:
         # The hops of a ring of n ranks, n - 1 of them, gather what all have.
         degree = call.arguments[2]
@@ -172,5 +179,7 @@ def _collective(
         op_index=index,
         share=share,
         beside=beside,
+        copies=int(keywords.get("copies", 0)),
+        beside_passes=keywords.get("overlaps") == "micro-batch",
         of_update=name == "all_reduce" and not dtensors.isdisjoint(op.outputs),
     )

@@ -10,8 +10,8 @@ import hashlib
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -374,6 +374,19 @@ class UnitRun:
     path: str
     first: int
     last: int
+
+
+def with_ops(
+    graph: OpGraph, ops: Iterable[Op], values: Iterable[Value], place: Sequence[int], **changes: Any
+) -> OpGraph:
+    """The graph with other operators and values; `place` says where each of its own stands now."""
+    parameters = [
+        p if p.ready_after is None else replace(p, ready_after=place[p.ready_after])
+        for p in graph.parameters
+    ]
+    return replace(
+        graph, ops=tuple(ops), values=tuple(values), parameters=tuple(parameters), **changes
+    )
 
 
 @lru_cache(maxsize=1 << 16)

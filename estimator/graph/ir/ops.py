@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from estimator.tensors import OpCall, TensorSpec
 
@@ -107,6 +107,12 @@ class Op:
     is_repeated: bool = False
     holds: tuple[int, ...] = ()
     enters_dtensor: bool = False
+
+
+def with_calls(op: Op, calls: Sequence[OpCall], **changes: Any) -> Op:
+    """An op of the same module and phase that makes these calls, at each of the two batches."""
+    one, two = calls
+    return replace(op, call=one, other_call=one if one == two else two, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

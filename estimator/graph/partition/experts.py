@@ -14,7 +14,7 @@ from estimator.errors import StrategyError
 from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.ops import Op, Parameter
+from estimator.graph.ir.ops import Op, Parameter, with_calls
 from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
 from estimator.graph.partition.plan import divided_experts
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Routed, Shard
@@ -137,10 +137,16 @@ class ExpertSplitter(Partitioner):
                 op, inputs, Placed((None,) * len(inputs), (None,) * len(op.call.outputs))
             )
 
+    def _held(self, value: int, op: Op) -> int:
+        # What was sent is not kept, what came is.
+        value = super()._held(value, op)
+        return self.combined.get(value, self.dispatched.get(value, value))
+
     def _placed_op(self, op: Op, inputs: list[int], found: Placed) -> None:
         given = [self._met(v, want, op) for v, want in zip(inputs, found.wants, strict=True)]
         calls = [self._localized(call, found) for call in (op.call, op.other_call)]
-        self.ops.append(replace(op, inputs=tuple(given), call=calls[0], other_call=calls[1]))
+        holds = tuple([self._held(value, op) for value in op.holds])
+        self.ops.append(with_calls(op, calls, inputs=tuple(given), holds=holds))
         self._mark(op, found.outputs)
 
     def _grouped(self, op: Op, before: tuple[Placement, ...]) -> Placed:

@@ -283,7 +283,7 @@ class Algorithm(NamedTuple):
     node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
     gets of the rates that a ring gets, inside and across; `rank_s` is added for each rank. `runs`
     says where NCCL has it. Of its `protocols`, those after the first need a network that keeps the
-    order of bytes.
+    order of bytes. One kernel that sends all at once `waits_for_chunks` of nobody.
     """
 
     rounds: Callable[[GroupShape], Cost]
@@ -293,6 +293,7 @@ class Algorithm(NamedTuple):
     protocols: tuple[Protocol, ...] = (Protocol(),)
     in_switch: bool = False
     rank_s: float = 0.0
+    waits_for_chunks: bool = True
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -328,6 +329,34 @@ _ALL_TO_ALL = Algorithm(
     rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
     share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
 )
+# Of their links, beside what a ring gets of NVLink and of the network: HybridEP on GB200 moves 546,
+# 523, 484 and 479 GB/s in bf16 among 8, 16, 32 and 36 ranks, own tokens counted, 450 to 490 without
+# (702 by a ring); on H100 50 to 58 GB/s of tokens for 2 to 8 nodes, 40 without those that stay, of
+# a 50 GB/s card (deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md).
+_DISPATCH_RATIO = Cost(0.68, 0.85)
+
+
+def expert_dispatch(copies: int) -> Algorithm:
+    """DeepEP's and HybridEP's exchange of tokens that each have `copies`, for random experts.
+
+    A token goes once to each node that has any of these, and there over NVLink to each rank.
+    """
+
+    def reached(places: Any) -> Any:
+        return places * (1.0 - (1.0 - 1.0 / places) ** copies)
+
+    return Algorithm(
+        rounds=lambda g: Cost(1, where(g.nodes > 1, 1, 0)),
+        share=lambda g: Cost(
+            reached(g.ranks) * (1.0 - 1.0 / g.per_node) / copies,
+            g.per_node * reached(g.nodes) * (1.0 - 1.0 / g.nodes) / copies,
+        ),
+        ratio=_DISPATCH_RATIO,
+        protocols=(Protocol(pipelining=0.0),),
+        waits_for_chunks=False,
+    )
+
+
 # Parallel aggregated trees (NCCL 2.23) between nodes of one GPU each: a logarithm of rounds, each
 # 1/3.5 of a hop, 2.8 µs for each rank, and 0.75 of the ring's rate (ncclPatEnable, tuning.cc).
 _PAT = Algorithm(
@@ -390,6 +419,7 @@ class _Costed(NamedTuple):
     beta_inside: Any
     beta_across: Any
     share_across: Any
+    pipelining: Any
 
 
 def _costed(
@@ -407,6 +437,7 @@ def _costed(
         beta_inside=where(inside, share.inside / rate, 0.0),
         beta_across=where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
         share_across=share.across,
+        pipelining=links.pipelining if algorithm.waits_for_chunks else 0.0,
     )
 
 
@@ -419,7 +450,7 @@ def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: Inner
     alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
     # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k of the
     # hop would leap where the network overtakes the node's own links.
-    pipelining = where(across, protocol.pipelining, links.pipelining)
+    pipelining = where(across, protocol.pipelining, costed.pipelining)
     beta = maximum(costed.beta_inside, costed.beta_across)
     slowed = maximum(beta / protocol.ratio, costed.share_across / protocol.most_bytes_per_s)
     return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)

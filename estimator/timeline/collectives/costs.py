@@ -36,10 +36,12 @@ from estimator.timeline.collectives.algorithms import (
     RING_SHARE,
     START_S,
     USUAL_HOP_S,
+    Algorithm,
     InnerLinks,
     Line,
     LinksByDevices,
     as_array,
+    expert_dispatch,
     fastest_s,
     hop_latency_s,
     keeps_order,
@@ -251,7 +253,8 @@ class CollectiveCosts:
     """What some profiles say of one collective; a group names one of them by its number.
 
     Their devices are all of one kind, whose backend says how many rounds a collective takes. Groups
-    measured on nodes of `cluster` are seen with its links.
+    measured on nodes of `cluster` are seen with its links. With `copies` it is what DeepEP does of
+    an all-to-all of tokens, of which no group was measured.
     """
 
     def __init__(
@@ -261,14 +264,17 @@ class CollectiveCosts:
         kind: DeviceKind,
         cluster: Cluster | None,
         cache: Cache,
+        copies: int = 0,
     ) -> None:
         self.op, self.kind, self.profiles = op, kind, profiles
+        self._algorithms = (expert_dispatch(copies),) if copies else None
         found: list[tuple[int, tuple[int, int]]] = []
         references: list[MeasuredReference] = []
         inner: list[tuple[InnerLinks | None, ...]] = []
         for number, profile in enumerate(profiles):
             links, known = known_of(profile, op, cluster, cache)
             inner.append(links)
+            known = () if copies else known
             references += known
             found += [
                 (2 * number + each.cost.spans_nodes, (each.cost.group_size, each.cost.nodes))
@@ -282,7 +288,7 @@ class CollectiveCosts:
         self._inner = LinksByDevices(inner)
         # Other jobs ask of groups of the same shapes.
         self._models: dict[ProcessGroup, CollectiveModel] = cache.get(
-            "models", (cluster, *profiles), dict, op, kind
+            "models", (cluster, *profiles), dict, op, kind, copies
         )
 
     def model(self, group: ProcessGroup) -> CollectiveModel:
@@ -305,7 +311,7 @@ class CollectiveCosts:
         known = reference >= 0
         farther = log(where(known, unlike, 1.0))
         return CollectiveModel(
-            lines=lines_of(self.op, group, links, self.kind),
+            lines=lines_of(self.op, group, links, self.kind, self._algorithms),
             reference=where(known, reference, len(self.references)),
             unlike=unlike,
             relative_error=self._errors[reference] + self._doubt(group, known, farther),
@@ -338,14 +344,18 @@ def _unlike_factor(shape: tuple[int, int], group: ProcessGroup) -> Any:
 
 
 def lines_of(
-    op: CollectiveName, group: ProcessGroup, links: InnerLinks, kind: DeviceKind
+    op: CollectiveName,
+    group: ProcessGroup,
+    links: InnerLinks,
+    kind: DeviceKind,
+    algorithms: Sequence[Algorithm] | None = None,
 ) -> tuple[Line, ...]:
     """What each algorithm of the backend takes: NCCL's on GPUs, gloo's ring on CPUs.
 
     In a ring the slowest hop sets the pace of every round.
     """
     if kind == "cuda":
-        return nccl_lines(op, group, links)
+        return nccl_lines(op, group, links, algorithms=algorithms)
     inside = group.per_node > 1
     latency_s = maximum(group.latency_s, where(inside, links.latency_s, 0.0))
     rate = minimum(group.bytes_per_s, where(inside, links.bytes_per_s, math.inf))

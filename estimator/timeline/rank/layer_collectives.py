@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import RULES
 
 _DDP = DDP()
+# HybridEP is given 32 (Megatron-Bridge, scripts/performance/utils/overrides.py).
+_DISPATCH_MULTIPROCESSORS = 32.0
 # What userbuffers' rings leave uncovered: no figure is published; of four ranks' pieces the last
 # one waits for nothing, and copies take some of the multiprocessors.
 _RING_EXPOSED_RATIO = 0.25
@@ -86,8 +89,10 @@ class LayerCollectives:
         *,
         merges: bool = True,
         micro_batches: int = 1,
+        passes_alone: float = 1.0,
     ) -> None:
         self.groups, self.merges = dict(groups), merges
+        self._passes_alone = passes_alone
         self._micro_batches = micro_batches
         self._profile, self._cluster, self._cache = profile, cluster, cache
         self._host_s = profile.host.dtensor_exchange_s if profile.host else 0.0
@@ -103,7 +108,7 @@ class LayerCollectives:
         where nothing tells what one costs.
         """
         each_s = np.zeros(len(bound.calls))
-        of_groups: dict[tuple[CollectiveName, str], list[Collective]] = {}
+        of_groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
         beside = []
         every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
         # A group of one rank exchanges nothing.
@@ -115,12 +120,13 @@ class LayerCollectives:
             if collective.beside is not None and bound.graph.target == "cuda":
                 beside.append((collective.op_index, collective.beside))
             beside += [(collective.op_index, piece) for piece in collective.pieces]
-            of_groups.setdefault((collective.op, collective.axis), []).append(collective)
+            kind = collective.op, collective.axis, collective.copies
+            of_groups.setdefault(kind, []).append(collective)
         error_s, sources = 0.0, {"measured"}
         reads, summed_again = RULES[bound.graph.optimizer].gradient_reads, 0
-        for (op, axis), some in of_groups.items():
-            group, kind = self.groups[axis], bound.graph.target
-            costs = CollectiveCosts((self._profile,), op, kind, self._cluster, self._cache)
+        for (op, axis, copies), some in of_groups.items():
+            of = op, bound.graph.target, self._cluster, self._cache, copies
+            group, costs = self.groups[axis], CollectiveCosts((self._profile,), *of)
             model = costs.model(group)
             if model.unknown:
                 raise ProfileError(
@@ -149,7 +155,28 @@ class LayerCollectives:
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)
         timed = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), rings, summed_again)
-        return timed if durations is None else timed.exposed(durations)
+        if durations is None:
+            return timed
+        passing = [each.op_index for each in collectives if each.beside_passes]
+        return self._beside_passes(timed.exposed(durations), durations, passing)
+
+    def _beside_passes(
+        self, timed: LayerCollectiveSeconds, durations: Durations, passing: list[int]
+    ) -> LayerCollectiveSeconds:
+        """What is left of exchanges that run while another micro-batch is computed.
+
+        They take multiprocessors from it. Passes before the first backward one, and after the last
+        forward one, have none beside them.
+        """
+        sent_s = float(timed.each_s[passing].sum())
+        if not sent_s:
+            return timed
+        computed_s = float(durations.device_s.sum())
+        taken = _DISPATCH_MULTIPROCESSORS / _multiprocessors(self._profile)
+        left = max(sent_s - computed_s, min(taken, 1.0) * sent_s) / sent_s
+        each_s, alone = timed.each_s.copy(), min(self._passes_alone, 1.0)
+        each_s[passing] *= alone + (1.0 - alone) * left
+        return timed._replace(each_s=each_s)
 
 
 def _before_s(places: Sequence[int], durations: Durations) -> Array:
@@ -202,15 +229,37 @@ def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) ->
     named = tuple((axis, group) for axis, group, _ in by_axis)
     merges = strategy.keeps.parameters == "shard" or mesh.dp > 1
     profile, cluster = by_axis[0][2].profile, mesh.placement.cluster
-    micro_batches = mesh.micro_batches
+    micro_batches, alone = mesh.micro_batches, _passes_alone(mesh)
     return cache.get(
         "exchanges",
         (profile, cluster),
         lambda: LayerCollectives(
-            named, profile, cluster, cache, merges=merges, micro_batches=micro_batches
+            named,
+            profile,
+            cluster,
+            cache,
+            merges=merges,
+            micro_batches=micro_batches,
+            passes_alone=alone,
         ),
-        *(named, merges, micro_batches),
+        *(named, merges, micro_batches, alone),
     )
+
+
+def _multiprocessors(profile: MachineProfile) -> float:
+    count = profile.devices[0].details.get("sm_count")
+    return float(count) if isinstance(count, int | float) and count > 0 else math.inf
+
+
+def _passes_alone(mesh: Mesh) -> float:
+    """The share of a rank's passes in a direction beside which it has none in the other.
+
+    Those of the first rank before its first backward pass, in Megatron-LM's schedules: one more
+    than it has in flight to fill the pipeline (schedules.py, get_pp_rank_microbatches).
+    """
+    virtual = mesh.layout.schedule.virtual if mesh.pp > 1 else 1
+    first = 2 * (mesh.pp - 1) + (virtual - 1) * mesh.pp + 1
+    return first / (virtual * mesh.micro_batches)
 
 
 NO_LAYER_COLLECTIVES = LayerCollectiveSeconds(np.zeros(0), 0.0, "measured")

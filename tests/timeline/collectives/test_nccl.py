@@ -23,6 +23,7 @@ from estimator.timeline.collectives.algorithms import (
     InnerLinks,
     Line,
     algorithms_of,
+    expert_dispatch,
     hop_latency_s,
     keeps_order,
     links_over,
@@ -208,3 +209,23 @@ def test_a_collective_without_an_algorithm_of_its_own_goes_around_its_ring(
     assert line.beta_s_per_byte == pytest.approx(7 / 8 / 20e9)
     start_s = START_S + 3 * USUAL_HOP_S
     assert hop_latency_s("gather", 4, start_s) == pytest.approx(USUAL_HOP_S)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ranks", "gigabytes_per_s"), [(8, 546), (16, 523), (32, 484)])
+def test_tokens_go_to_ranks_of_a_rack_at_published_rates(ranks: int, gigabytes_per_s: int) -> None:
+    # HybridEP on GB200: 4096 tokens of 7168 in bf16, 8 experts each, of all ranks' experts at
+    # random; its rates count what a rank gets, its own tokens too (docs/README_Hybrid-EP.md).
+    profile = load_profile("gb200-nvl72")
+    links = links_over(profile, widest_link(profile, ranks))
+    (line,) = nccl_lines("all_to_all", group(1, ranks), links, algorithms=(expert_dispatch(8),))
+    copied = 4096 * 8 * 7168 * 2
+    got = copied / 8 * ranks * (1 - (1 - 1 / ranks) ** 8)
+    assert got / seconds(line, copied) == pytest.approx(gigabytes_per_s * 1e9, rel=0.1)
+
+
+def test_a_token_crosses_the_network_once_for_each_node() -> None:
+    algorithm = expert_dispatch(8)
+    share = algorithm.share(GroupShape(16, 2, 8))
+    # Of 2 nodes a token's 8 experts are on 2 (1 - 2^-8), half of which are its own.
+    assert share.across == pytest.approx(8 * (1 - 2**-8) / 8)
+    assert share.inside == pytest.approx(16 * (1 - (15 / 16) ** 8) * 7 / 8 / 8)

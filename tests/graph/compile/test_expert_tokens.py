@@ -1,0 +1,115 @@
+"""Tokens to experts and back in Megatron's kernels, and what ranks exchange of them."""
+
+from __future__ import annotations
+
+import pytest
+
+import estimator as est
+from estimator.api import with_recipe
+from estimator.graph.compile.expert_tokens import PERMUTE, UNPERMUTE
+from estimator.graph.ir.collectives import Collective, collectives_of
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.ops import Op
+from estimator.graph.models.model_text import load_model
+from estimator.graph.partition.layout import split_by_layout
+from estimator.workload.layouts import Layout
+from tests.graph.partition.test_split_experts import BATCH, CHOSEN, LAYERS, ROWS, TOKENS, WIDTH, moe
+
+ROW_BYTES = ROWS * WIDTH * 2
+
+
+def traced(kind: str = "qwen3_moe") -> OpGraph:
+    module, batch = moe(kind)
+    return est.trace_model(module, batch, target="cuda", precision="bf16", recipe="megatron")
+
+
+GRAPH = traced()
+
+
+def of_rank(recipe: str, layout: str = "ep=4") -> OpGraph:
+    return split_by_layout(with_recipe(GRAPH, recipe=recipe), Layout.parse(layout))
+
+
+def of_first(graph: OpGraph, phase: str, *targets: str) -> list[Op]:
+    return [
+        op
+        for op in graph.ops
+        if op.phase == phase and op.call.target in targets and "layers.0." in op.module
+    ]
+
+
+def exchanges(graph: OpGraph) -> list[Collective]:
+    found = [each for each in collectives_of(graph.at(None)) if each.op == "all_to_all"]
+    return [each for each in found if each.size_bytes == ROW_BYTES]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_one_kernel_copies_tokens_and_one_adds_them_up(phase: str) -> None:
+    copied, added = of_first(GRAPH, phase, PERMUTE, UNPERMUTE)
+    assert copied.call.outputs[0].shape == (ROWS, WIDTH)
+    assert added.call.outputs[0].shape == (BATCH * TOKENS, WIDTH)
+    # Nothing else puts rows where they belong, or saves what experts give.
+    rows = of_first(GRAPH, phase, "aten.index_put.default")
+    assert all(len(op.call.outputs[0].shape) == 1 for op in rows)
+    assert added.call.inputs[0].dtype == "bfloat16"
+
+
+def test_results_of_experts_are_not_saved() -> None:
+    last = of_first(GRAPH, "forward", "aten._grouped_mm.default")[-1]
+    readers = [op for op in GRAPH.ops if set(last.outputs) & {*op.inputs, *op.holds}]
+    assert [op.phase for op in readers] == ["forward"]
+
+
+def test_an_all_to_all_sends_a_copy_for_each_expert() -> None:
+    found = exchanges(of_rank("megatron"))
+    # To experts and back, forward and backward.
+    assert len(found) == 4 * LAYERS
+    assert not any(each.copies or each.beside_passes for each in found)
+    # Rows come rank by rank, are put in the order of experts, and back again.
+    assert len(of_first(of_rank("megatron"), "forward", PERMUTE)) == 3
+
+
+def test_a_dispatcher_copies_on_the_way() -> None:
+    graph = of_rank("megatron:dispatch=hybridep,expert-overlap")
+    found = exchanges(graph)
+    assert [each.copies for each in found] == [CHOSEN] * 4 * LAYERS
+    assert all(each.beside_passes for each in found)
+    assert not of_first(graph, "forward", UNPERMUTE)
+    # From what came to the order of experts, and back.
+    assert len(of_first(graph, "forward", PERMUTE)) == 2
+    sent = next(op for op in graph.ops if "all_to_all" in op.call.target and op.inputs)
+    assert sent.call.inputs[0].shape == (BATCH * TOKENS, WIDTH)
+
+
+def test_routers_multiply_bf16() -> None:
+    small = "hidden_size=64,intermediate_size=64,moe_intermediate_size=32,num_hidden_layers=2"
+    small += ",num_attention_heads=4,num_key_value_heads=4,n_routed_experts=8,n_group=2"
+    small += ",topk_group=1,num_experts_per_tok=2,first_k_dense_replace=0,vocab_size=64"
+    module, batch, loss, _ = load_model(
+        f"hf:deepseek_v3,{small}", batch=2, seq_len=32, weights=False
+    )
+    graph = est.trace_model(module, batch, loss, target="cuda", precision="bf16", recipe="megatron")
+    products = [op for op in graph.ops if op.module.endswith(".gate") and ".mm." in op.call.target]
+    assert len(products) == 3 * 2
+    factors = [each.dtype for op in products for each in op.call.inputs]
+    # Scores are summed in fp32, and so is their gradient.
+    assert factors.count("bfloat16") == len(factors)
+    assert {op.call.outputs[0].dtype for op in products if op.phase == "forward"} == {"float32"}
+    # No copy of tokens in fp32 is made for them.
+    made = [s for op in graph.ops if op.module.endswith(".gate") for s in op.call.outputs]
+    assert not any(s.dtype == "float32" and s.shape == (64, 64) for s in made)
+
+
+@pytest.mark.parametrize(("where", "batches"), [("1x8:gb300-nvl72", 4), ("1x8:b200", 64)])
+def test_exchanges_beside_another_micro_batch_are_hidden_but_at_the_ends(
+    where: str, batches: int
+) -> None:
+    seconds = []
+    for recipe in ("megatron:dispatch=hybridep", "megatron:dispatch=hybridep,expert-overlap"):
+        graph = with_recipe(GRAPH, recipe=recipe)
+        found = est.estimate(
+            graph, where, batch_per_gpu=4096, layout="ep=8,dp=*", accumulation_steps=batches
+        )
+        seconds.append(found.breakdown.layer_communication_s)
+    # A pass of the first and one of the last micro-batch have none beside them.
+    assert 1 / batches < seconds[1] / seconds[0] < 1.0
