@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.structure import GraphStructure
 from estimator.kernels.contention import Eviction
 from estimator.machines.profile import HostCost
@@ -131,10 +131,13 @@ _CALL_S = 4e-5
 # (pytorch/pytorch, issue 150488, 2025).
 _REPLAY_S = 1.7e-4
 
-# Transformer Engine's modules are called from Python: a linear layer, of some three kernels, takes
-# the host 13.5 µs on a DGX H100 in bf16 (NVIDIA/TransformerEngine, issue 2053), as much as
-# compiled kernels do; graphs of layers leave router and exchanges of experts to the host.
-_MODULE_RATIOS: dict[str | None, float] = {None: 1.0, "layers": 0.3, "iteration": 0.0}
+# Transformer Engine's modules are called from Python: a linear layer in bf16 takes the host 2.7
+# times as long as torch's (99.7 and 37.1 µs on GB200, 90.5 and 33.2 on GH200;
+# NVIDIA/TransformerEngine, issue 2053), one in FP8 twice as long again (issue 761). Products of
+# experts are launched one by one (issue 1499), once the host has read how many tokens each has.
+_MODULE_RATIO, _FLOAT8_RATIO = 2.7, 2.0
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten._scaled_mm")
+_EXPERTS = ("aten._grouped_mm", "aten._scaled_grouped_mm")
 
 
 def compiled_host_seconds(graph: OpGraph, host: HostCost) -> Array:
@@ -146,9 +149,9 @@ def compiled_host_seconds(graph: OpGraph, host: HostCost) -> Array:
     on_gpu = graph.target == "cuda"
     is_replayed = graph.execution == "cuda-graphs"
     launch_s = _LAUNCH_RATIO * host.bare_op_s if on_gpu and not is_replayed else 0.0
-    if graph.recipe is not None:
-        launch_s *= _MODULE_RATIOS[Recipe.parse(graph.recipe).graphs]
     per_op = np.full(len(graph.ops), launch_s)
+    if graph.recipe is not None:
+        per_op = _megatron_seconds(graph, host, per_op)
     phases = [op.phase for op in graph.ops]
     for phase in dict.fromkeys(phases):
         per_op[phases.index(phase)] += _CALL_S + (_REPLAY_S if is_replayed else 0.0)
@@ -159,6 +162,37 @@ def compiled_host_seconds(graph: OpGraph, host: HostCost) -> Array:
     if len(per_op):
         per_op[0] += host.step_s
     return per_op
+
+
+def _megatron_seconds(graph: OpGraph, host: HostCost, per_op: Array) -> Array:
+    """Launches, and the calls of Transformer Engine's modules; graphs of layers leave experts out.
+
+    What reads one tensor, as queries, keys and values do, is one module. Its backward pass, of two
+    products, takes as long as the forward one.
+    """
+    recipe = Recipe.parse(graph.recipe or "")
+    if recipe.graphs == "iteration":
+        return np.zeros_like(per_op)
+    linear_s = host.forward_op_s + host.module_call_s + host.bare_op_s
+    module_s = _MODULE_RATIO * (_FLOAT8_RATIO if recipe.fp8 else 1.0) * linear_s
+    experts = {op.module for op in graph.ops if op.call.target.startswith(_EXPERTS)}
+    before = -1
+    for index, op in enumerate(graph.ops):
+        is_grouped = op.call.target.startswith(_EXPERTS)
+        if recipe.graphs == "layers" and unit_path(op.module) and op.module not in experts:
+            per_op[index] = 0.0
+        elif is_grouped or op.call.target.startswith(_PRODUCTS):
+            if op.inputs[0] != before:
+                per_op[index] += module_s if op.phase == "forward" else module_s / 2
+            before = op.inputs[0]
+            if is_grouped:
+                per_op[index] += host.bare_op_s * _expert_count(op.call)
+    return per_op
+
+
+def _expert_count(call: OpCall) -> int:
+    """How many products one call of a grouped product is."""
+    return max((s.shape[0] for s in (*call.inputs, *call.outputs) if len(s.shape) == 3), default=1)
 
 
 _WAITING = frozenset(
@@ -187,7 +221,21 @@ def awaited_ops(structure: GraphStructure) -> tuple[int, ...]:
         return ()
     ops = structure.graph.ops
     waits = np.array([_waits(ops[op].call) for op in structure.first_op], dtype=np.bool_)
-    return tuple(np.flatnonzero(waits[structure.call_of]).tolist()) if len(ops) else ()
+    awaited = np.flatnonzero(waits[structure.call_of]).tolist() if len(ops) else []
+    return tuple(sorted({*awaited, *_token_counts(structure.graph)}))
+
+
+def _token_counts(graph: OpGraph) -> list[int]:
+    """Where Megatron-Core's host reads how many tokens experts have, but where all is one graph."""
+    if graph.recipe is None or Recipe.parse(graph.recipe).graphs == "iteration":
+        return []
+    return [
+        index
+        for index, op in enumerate(graph.ops)
+        if op.phase == "forward"
+        and op.call.target == "aten.cumsum.default"
+        and op.module.endswith(".experts")
+    ]
 
 
 def _waits(call: OpCall) -> bool:

@@ -120,8 +120,8 @@ class LayerCollectives:
             if collective.beside is not None and bound.graph.target == "cuda":
                 beside.append((collective.op_index, collective.beside))
             beside += [(collective.op_index, piece) for piece in collective.pieces]
-            kind = collective.op, collective.axis, collective.copies
-            of_groups.setdefault(kind, []).append(collective)
+            alike = collective.op, collective.axis, collective.copies
+            of_groups.setdefault(alike, []).append(collective)
         error_s, sources = 0.0, {"measured"}
         reads, summed_again = RULES[bound.graph.optimizer].gradient_reads, 0
         for (op, axis, copies), some in of_groups.items():

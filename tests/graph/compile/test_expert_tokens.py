@@ -10,8 +10,12 @@ from estimator.graph.compile.expert_tokens import PERMUTE, UNPERMUTE
 from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
+from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.models.model_text import load_model
 from estimator.graph.partition.layout import split_by_layout
+from estimator.kernels.host import awaited_ops, compiled_host_seconds
+from estimator.machines.catalogue import load_profile
+from estimator.machines.typical import with_typical_costs
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split_experts import BATCH, CHOSEN, LAYERS, ROWS, TOKENS, WIDTH, moe
 
@@ -113,3 +117,22 @@ def test_exchanges_beside_another_micro_batch_are_hidden_but_at_the_ends(
         seconds.append(found.breakdown.layer_communication_s)
     # A pass of the first and one of the last micro-batch have none beside them.
     assert 1 / batches < seconds[1] / seconds[0] < 1.0
+
+
+def test_the_host_reads_token_counts_and_launches_products_of_experts_one_by_one() -> None:
+    host = with_typical_costs(load_profile("h100-sxm")).host
+    assert host is not None
+    modules = [GRAPH.ops[index].module for index in awaited_ops(GraphStructure.of(GRAPH))]
+    experts = [f"model.layers.{number}.mlp.experts" for number in range(LAYERS)]
+    assert [module for module in modules if "layers" in module] == experts
+    seconds = compiled_host_seconds(GRAPH, host)
+    products = [i for i, op in enumerate(GRAPH.ops) if op.call.target.startswith("aten._grouped")]
+    launch_s = 1.5 * host.bare_op_s
+    # 2.7 times a linear layer of torch, and a launch for each of 8 experts.
+    module_s = 2.7 * (host.forward_op_s + host.module_call_s + host.bare_op_s)
+    assert seconds[products[0]] == pytest.approx(launch_s + module_s + 8 * host.bare_op_s)
+    # A backward pass has two products, each half of the module's.
+    assert seconds[products[-1]] == pytest.approx(launch_s + module_s / 2 + 8 * host.bare_op_s)
+    replayed = with_recipe(GRAPH, recipe="megatron:graphs=iteration")
+    assert len(awaited_ops(GraphStructure.of(replayed))) == len(modules) - LAYERS
+    assert compiled_host_seconds(replayed, host)[products[0]] == 0.0
