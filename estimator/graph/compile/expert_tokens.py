@@ -33,14 +33,14 @@ def with_expert_tokens(graph: OpGraph, recipe: Recipe) -> OpGraph:
     experts = dict.fromkeys(op.module for op in graph.ops if op.call.target == GROUPED)
     if not experts:
         return graph
-    changed = _Changed(graph, recipe)
+    changed = _ExpertTokens(graph, recipe)
     for module in experts:
         changed.experts(module)
     changed.routers()
     return changed.graph()
 
 
-class _Changed:
+class _ExpertTokens:
     """Which operators of a graph are left out, which stand in their place, which values differ."""
 
     def __init__(self, graph: OpGraph, recipe: Recipe) -> None:

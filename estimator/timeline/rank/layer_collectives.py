@@ -16,7 +16,7 @@ from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.partition.experts import EXPERT_DP
 from estimator.kernels.durations import Durations
-from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfile
 from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
@@ -109,17 +109,12 @@ class LayerCollectives:
         """
         each_s = np.zeros(len(bound.calls))
         of_groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
-        beside = []
         every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
         # A group of one rank exchanges nothing.
         collectives = [collective for collective in every if collective.axis in self.groups]
         places = [collective.op_index for collective in collectives]
         windows_s = None if durations is None else _before_s(places, durations)
         for collective in collectives:
-            # On CPUs a collective is work for the cores that compute.
-            if collective.beside is not None and bound.graph.target == "cuda":
-                beside.append((collective.op_index, collective.beside))
-            beside += [(collective.op_index, piece) for piece in collective.pieces]
             alike = collective.op, collective.axis, collective.copies
             of_groups.setdefault(alike, []).append(collective)
         error_s, sources = 0.0, {"measured"}
@@ -154,11 +149,14 @@ class LayerCollectives:
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)
-        timed = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), rings, summed_again)
-        if durations is None:
-            return timed
-        passing = [each.op_index for each in collectives if each.beside_passes]
-        return self._beside_passes(timed.exposed(durations), durations, passing)
+        beside = _kernels_beside(collectives, bound.graph.target)
+        timed = LayerCollectiveSeconds(each_s, error_s, source, beside, rings, summed_again)
+        passing = [collective.op_index for collective in collectives if collective.beside_passes]
+        if durations is not None:
+            return self._beside_passes(timed.exposed(durations), durations, passing)
+        # Beside another micro-batch they may add nothing.
+        each_s[passing] = 0.0
+        return timed
 
     def _beside_passes(
         self, timed: LayerCollectiveSeconds, durations: Durations, passing: list[int]
@@ -177,6 +175,19 @@ class LayerCollectives:
         each_s, alone = timed.each_s.copy(), min(self._passes_alone, 1.0)
         each_s[passing] *= alone + (1.0 - alone) * left
         return timed._replace(each_s=each_s)
+
+
+def _kernels_beside(
+    collectives: Sequence[Collective], target: DeviceKind
+) -> tuple[tuple[int, int], ...]:
+    """(operator of a collective, kernel that runs meanwhile) of all that run beside one."""
+    pairs = []
+    for collective in collectives:
+        # On CPUs a collective is work for the cores that compute.
+        if collective.beside is not None and target == "cuda":
+            pairs.append((collective.op_index, collective.beside))
+        pairs += [(collective.op_index, piece) for piece in collective.pieces]
+    return tuple(pairs)
 
 
 def _before_s(places: Sequence[int], durations: Durations) -> Array:
