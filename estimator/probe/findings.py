@@ -28,7 +28,7 @@ from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
 from estimator.probe.imports.findings import may_be_alike
-from estimator.probe.links.copies import host_link
+from estimator.probe.links.copies import link_from
 from estimator.tensors import ITEM_BYTES, OpCall
 
 _UPDATES = "updates: "
@@ -75,8 +75,8 @@ class Findings:
             self.facts.update(message.get("facts", {}))
             self.sustained.update(message.get("sustained", {}))
         elif part == "copies alone":
-            points = [(size, seconds) for size, seconds in message["points"]]
-            self.links.append(host_link(message["kind"], points, pinned=message["pinned"], flows=1))
+            kind, pinned = message["kind"], message["pinned"]
+            self.links.append(link_from(kind, message["points"], pinned=pinned))
         elif "memory_resident" in message:
             self.memory_resident = message["memory_resident"]
 

@@ -52,7 +52,7 @@ from estimator.probe.links.copies import (
     MESSAGE_SIZES_BYTES,
     Points,
     host_copies,
-    host_link,
+    link_from,
     peer_links,
     time_peer_copies,
     typical_link,
@@ -569,20 +569,16 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
 
         return host_copies(backend, torch, meet=meet, budget_s=own_s)
 
-    points: dict[tuple[str, bool], Points] = {}
+    points: dict[tuple[LinkKind, bool], Points] = {}
     for message in itertools.chain(*group.measured(everything, over_the_host)):
-        key = message["kind"], message["pinned"]
-        points.setdefault(key, []).extend((size, taken_s) for size, taken_s in message["points"])
+        points.setdefault((message["kind"], message["pinned"]), []).extend(message["points"])
     for (kind, pinned), timed in points.items():
-        plan.findings.links.append(host_link(kind, timed, pinned=pinned, flows=len(devices)))
+        plan.findings.links.append(link_from(kind, timed, pinned=pinned, flows=len(devices)))
     plan.keep()
     # One process copies from any device to any other.
     indices = [device.index for device in devices]
     (copied,) = group.measured((0,), lambda **_: time_peer_copies(indices, budget_s=own_s)) or [[]]
-    pairs = {
-        (one["from"], one["to"]): [(size, taken_s) for size, taken_s in one["points"]]
-        for one in copied
-    }
+    pairs = {(one["from"], one["to"]): one["points"] for one in copied}
     plan.findings.links += peer_links(devices, pairs)
     plan.keep()
     return ""

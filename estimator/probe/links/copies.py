@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device, Link, LinkKind, Provenance
+from estimator.machines.profile import Device, Link, LinkKind, Locality, Provenance
 from estimator.probe.devices.backend import Backend, device_seconds, open_backend
 from estimator.units import KIB
 
@@ -204,7 +204,13 @@ Points = list[tuple[float, float]]
 
 
 def link_from(
-    kind: LinkKind, points: Points, *, pinned: bool = False, flows: int = 1, note: str = ""
+    kind: LinkKind,
+    points: Points,
+    *,
+    locality: Locality = "node",
+    pinned: bool = False,
+    flows: int = 1,
+    note: str = "",
 ) -> Link:
     """A Link fitted to (bytes, seconds) samples; the points kept are medians by size."""
     by_size: dict[float, list[float]] = {}
@@ -214,6 +220,7 @@ def link_from(
     line = fit_line([size for size, _ in medians], [seconds for _, seconds in medians])
     return Link(
         kind=kind,
+        locality=locality,
         latency_s=line.latency_s,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         pinned=pinned,
@@ -227,12 +234,6 @@ def link_from(
             note=note,
         ),
     )
-
-
-def host_link(kind: str, points: Points, *, pinned: bool, flows: int) -> Link:
-    """The link of host copies, "h2d" or "d2h", of one device or of all at once."""
-    host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
-    return link_from(host_kind, points, pinned=pinned, flows=flows)
 
 
 def measure_host_copies(backend: Backend, emit: Callable[..., None], *, budget_s: float) -> None:

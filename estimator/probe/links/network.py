@@ -181,8 +181,7 @@ def pair_link(
     kind: LinkKind, locality: Locality, message: Mapping[str, Any], *, note: str = ""
 ) -> Link:
     """The Link of one pair from what its sender reported."""
-    points = [(size, seconds) for size, seconds in message["points"]]
-    link = replace(link_from(kind, points, note=note), locality=locality)
+    link = link_from(kind, message["points"], locality=locality, note=note)
     return _with_line(link, message["latency_s"])
 
 
@@ -238,8 +237,8 @@ def flow_link(
         # The senders are on one node and read one clock.
         taken_s = max(left for _, _, left in calls) - max(entered for _, entered, _ in calls)
         points.append((calls[0][0], max(1e-9, taken_s - latency_s)))
-    link = link_from(kind, points, flows=len(messages), note=note)
-    return _with_line(replace(link, locality=locality), latency_s)
+    link = link_from(kind, points, locality=locality, flows=len(messages), note=note)
+    return _with_line(link, latency_s)
 
 
 def pair_matrix(
