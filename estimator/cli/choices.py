@@ -34,10 +34,9 @@ _CHOSEN = (*OF_LAYOUTS, "accumulation", "loader", "strategy")
 # Beside a model as it is, where its activation checkpoints are left open.
 _CHECKPOINTS = ("full", "selective:op")
 _REVOKED = ("checkpoint_time", "restart")
-_RENT = (
-    *("max_nodes", "mixed", "strategies", "samples", "tokens", "deadline", "budget", "prices"),
-    *("spot", "revoked_every", *_REVOKED),
-)
+# As the function that answers takes them.
+_PASSED = ("max_nodes", "mixed", "samples", "tokens", "deadline_s", "budget_usd", "prices", "spot")
+_RENT = (*_PASSED, "strategies", "revoked_every", *_REVOKED)
 _strategies_option = click.option("--strategies", help="To choose from, as in 'ddp zero2'.")
 
 
@@ -82,8 +81,10 @@ def rent_options(command: Any) -> Any:
             metavar="FILE",
             help="Own prices: a CSV with Machine,AcceleratorCount,Price, or SkyPilot's.",
         ),
-        click.option("--budget", type=Amount(least=0.0), help="USD, at most."),
-        click.option("--deadline", type=Duration(), help="Such as 12h or 14d, at most."),
+        click.option("--budget", "budget_usd", type=Amount(least=0.0), help="USD, at most."),
+        click.option(
+            "--deadline", "deadline_s", type=Duration(), help="Such as 12h or 14d, at most."
+        ),
         click.option("--tokens", type=Amount(), help="How much is trained."),
         click.option("--samples", type=Amount(), help="How much is trained."),
         _strategies_option,
@@ -300,14 +301,7 @@ def _chosen(
         choice = what_to_rent(
             graphs[0],
             machines,
-            max_nodes=rent["max_nodes"],
-            mixed=rent["mixed"],
-            deadline_s=rent["deadline"],
-            budget_usd=rent["budget"],
-            samples=rent["samples"],
-            tokens=rent["tokens"],
-            prices=rent["prices"],
-            spot=rent["spot"],
+            **{name: rent[name] for name in _PASSED},
             revocations=revocations,
             strategies=tuple(rent["strategies"].split()) if rent["strategies"] else SEARCHED,
             batch_per_gpu=request.batch,

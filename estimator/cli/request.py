@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.cli.console import remark, waiting
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
@@ -35,6 +35,7 @@ _TRACED = (
     *("checkpoint", "float8", "recipe", "seq_len", "channels_last", "grad_scaler"),
     *("clip_grad_norm", "execution"),
 )
+_CHANGEABLE = ("optimizer", "grad_scaler", "clip_grad_norm", "float8", "recipe")
 _COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
     None: None,
     "compiled": True,
@@ -118,17 +119,13 @@ class Request:
             model,
             batch,
             loss=loss,
-            optimizer=self.optimizer,
+            **self._recipe,
             precision=self.precision or Strategy.parse(self.strategy).gathered_dtype or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,
             compiled=_COMPILED[self.execution],
             channels_last=self.channels_last,
-            grad_scaler=self.grad_scaler,
-            clip_grad_norm=self.clip_grad_norm,
             checkpoint=self.checkpoint,
-            float8=self.float8,
-            recipe=self.recipe,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,
@@ -159,14 +156,15 @@ class Request:
                 )
         return with_recipe(
             graph,
-            optimizer=self.optimizer,
             precision=self.precision,
             compiled=self.execution,
-            grad_scaler=self.grad_scaler,
-            clip_grad_norm=self.clip_grad_norm,
-            float8=self.float8,
-            recipe=self.recipe,
+            **self._recipe,
         )
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        """What can be changed of a graph, too."""
+        return {name: getattr(self, name) for name in _CHANGEABLE}
 
     def _trace_command(self, graph: OpGraph) -> str:
         """What traces the model as it was traced, but for what is asked."""

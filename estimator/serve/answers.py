@@ -161,13 +161,8 @@ class Answers:
         answer = estimate(
             self.graphs.get(question.graph),
             known(question.on),
-            batch_per_gpu=question.batch_per_gpu,
-            global_batch=question.global_batch,
-            accumulation_steps=question.accumulation_steps,
-            strategy=question.strategy,
-            layout=question.layout,
-            loader=question.loader,
             calibration=self.calibrator if question.calibrated else None,
+            **question.options,
         )
         if len(self._warm) >= _MOST_WARM:
             self._warm.clear()
@@ -185,11 +180,8 @@ class Answers:
         table = estimate_many(
             self.graphs.get(question.graph),
             question.on,
-            batch_per_gpu=question.batch_per_gpu,
-            global_batch=question.global_batch,
-            accumulation_steps=question.accumulation_steps,
-            strategy=question.strategy,
             calibration=self.calibrator if question.calibrated else None,
+            **question.options,
         )
         return {name: getattr(table, name) for name in question.columns}
 
@@ -202,15 +194,8 @@ class Answers:
         choice = what_to_rent(
             self.graphs.get(question.graph),
             question.machines,
-            max_nodes=question.max_nodes,
-            deadline_s=question.deadline_s,
-            budget_usd=question.budget_usd,
-            samples=question.samples,
-            tokens=question.tokens,
-            spot=question.spot,
-            batch_per_gpu=question.batch_per_gpu,
-            global_batch=question.global_batch,
             calibration=self.calibrator,
+            **question.model_dump(exclude={"graph", "machines"}),
         )
         return choice.to_dict()
 
@@ -222,13 +207,9 @@ class Answers:
             workload=summary.name,
             fingerprint=summary.fingerprint,
             allocation=known(seen.on),
-            step_time_s=seen.step_time_s,
-            batch_per_gpu=seen.batch_per_gpu,
-            accumulation_steps=seen.accumulation_steps,
-            strategy=seen.strategy,
-            steps=seen.steps,
             source="service",
             identity=seen.identity or uuid4().hex,
+            **seen.model_dump(exclude={"graph", "on", "identity"}),
         )
         return self.calibrator.add_many([observation], summaries=[summary])
 
@@ -297,12 +278,4 @@ def _machine(group: str) -> str:
 
 
 def _key(question: EstimateQuestion) -> Hashable:
-    return (
-        question.graph,
-        question.on,
-        question.batch_per_gpu,
-        question.global_batch,
-        question.accumulation_steps,
-        question.strategy,
-        question.layout,
-    )
+    return question.graph, question.on, *question.options.values()

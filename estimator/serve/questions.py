@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,6 +47,11 @@ class Question(BaseModel):
     accumulation_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
     strategy: Text = "ddp"
     calibrated: Annotated[bool, Field(description="Correct by observed steps.")] = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is trained, as `estimator.estimate` takes it."""
+        return self.model_dump(exclude={"graph", "on", "calibrated", "reasons", "columns"})
 
 
 class EstimateQuestion(Question):

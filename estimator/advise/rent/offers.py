@@ -217,13 +217,13 @@ def _by_strategy(
 
 
 class _Best(NamedTuple):
-    """How an allocation trains fastest."""
+    """How an allocation trains fastest, as an `Offer` has it; the interval is of the step."""
 
     strategy: str
     layout: str | None
     checkpoint: str | None
     batch_per_gpu: int
-    micro_batches: int
+    accumulation_steps: int
     global_batch: int
     fits: str
     step_time_s: float
@@ -241,7 +241,7 @@ class _Best(NamedTuple):
             layout=None,
             checkpoint=graph.checkpoint,
             batch_per_gpu=int(table.batch_per_gpu[row]),
-            micro_batches=micro_batches,
+            accumulation_steps=micro_batches,
             global_batch=int(table.global_batch[row]),
             fits=str(table.fits[row]),
             step_time_s=float(table.step_time_s[row]),
@@ -283,7 +283,7 @@ def _laid_out(
         layout=answer.layout,
         checkpoint=row.checkpoint,
         batch_per_gpu=row.batch_per_gpu,
-        micro_batches=row.micro_batches,
+        accumulation_steps=row.micro_batches,
         global_batch=global_batch,
         fits=answer.fits,
         step_time_s=answer.step_time_s,
@@ -404,20 +404,10 @@ def _offer(
         paid_usd(prices, allocation, time_s, spot=spot) for time_s in (duration_s, low_s, high_s)
     )
     return Offer(
+        **best._replace(low_s=low_s, high_s=high_s)._asdict(),
         allocation=str(allocation),
-        strategy=best.strategy,
-        layout=best.layout,
-        checkpoint=best.checkpoint,
-        batch_per_gpu=best.batch_per_gpu,
-        accumulation_steps=best.micro_batches,
-        global_batch=best.global_batch,
         ranks=allocation.ranks,
-        fits=best.fits,
-        step_time_s=best.step_time_s,
-        samples_per_s=best.samples_per_s,
         duration_s=duration_s,
-        low_s=low_s,
-        high_s=high_s,
         usd=usd,
         low_usd=low_usd,
         high_usd=high_usd,
