@@ -123,20 +123,20 @@ class Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
         with self._learning:
             seen = dict(self._fitted.seen)
-            changed = [known for known in self._read() if known is not seen[known.job]]
+            # Read first: what comes in between is read again rather than missed.
+            revision = self.store.revision
+            changed = [known for known in self._read(revision) if known is not seen[known.job]]
             seen |= {known.job: known for known in changed}
             # Those seen most teach first.
             for known in sorted(changed, key=lambda job: -len(job.observations)):
                 seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
-            self._fitted = _Fitted(seen)
+            self._fitted = _Fitted(seen, revision)
         return self
 
-    def _read(self) -> list[_JobObservations]:
+    def _read(self, revision: int) -> list[_JobObservations]:
         """Every job with what was observed of it since; the same object where nothing was."""
         jobs = self._fitted.seen.values()
-        # Read first: what comes in between is read again rather than missed.
-        revision = self.store.revision
-        new = self.store.observations(added_after=min((job.revision for job in jobs), default=0))
+        new = self.store.observations(added_after=self._fitted.revision) if jobs else []
         names = {one.fingerprint for one in new} | {one.workload for one in new}
         return [
             job.read(self.store, revision)
@@ -191,7 +191,7 @@ class Calibrator:
                 )
                 known = new.read(self.store, self.store.revision)
                 seen[question.job] = known.fit(self.half_life_days, _others(seen, known))
-                self._fitted = _Fitted(seen)
+                self._fitted = _Fitted(seen, self._fitted.revision)
             return self._fitted
 
 
@@ -215,10 +215,16 @@ def _other_layouts(
 
 
 class _Fitted:
-    """What all jobs have taught by some moment, and the answers given by that."""
+    """What all jobs have taught by some moment, and the answers given by that.
 
-    def __init__(self, seen: Mapping[str, _JobObservations] | None = None) -> None:
+    All jobs have taken in what the store held at `revision`, those learnt of since then more.
+    """
+
+    def __init__(
+        self, seen: Mapping[str, _JobObservations] | None = None, revision: int = 0
+    ) -> None:
         self.seen: Mapping[str, _JobObservations] = seen or {}
+        self.revision = revision
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
         self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
         self._changes: dict[tuple[str, str], Sequence[Change]] = {}

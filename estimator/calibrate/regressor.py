@@ -16,7 +16,6 @@ without observations the answer is then exactly the engine's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -164,71 +163,6 @@ class _RobustFit:
         errors = np.concatenate([(model.log_step - self.data.log_times) * scale, standardised])
         jacobian = model.jacobian * self.prior_sigmas * scale[:, None]
         return errors, np.vstack([jacobian, np.eye(len(standardised))])
-
-
-# Two populations differ by this much at least.
-_LEAST_SHIFT_RATIO = 0.05
-# Standard errors between both, as for `drift`.
-_LEAST_Z = 4.5
-# Observation noise between two runs of the same step is at least about this (`mixture`).
-_LEAST_SIGMA = 0.02
-# Steps of each of two populations, and the share of variance that two groups may leave: normal
-# values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.
-_LEAST_POPULATION = 4
-_MOST_WITHIN_RATIO = 0.12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Populations:
-    """Machines of one name whose steps fall into two groups, one `ratio` times as long."""
-
-    name: str
-    ratio: float
-    slower: int
-    steps: int
-
-    def __str__(self) -> str:
-        return (
-            f"steps on {self.name} fall into two groups: {self.slower} of {self.steps} take "
-            f"{self.ratio:.2f} times as long as the others; name the unlike machines apart"
-        )
-
-
-def populations(name: str, residuals: Array) -> Populations | None:
-    """Two groups of log(observed / expected), far apart and each close together, else None."""
-    is_slow = slower_ones(residuals)
-    if is_slow is None:
-        return None
-    shift = float(residuals[is_slow].mean() - residuals[~is_slow].mean())
-    count = int(is_slow.sum())
-    return Populations(name=name, ratio=math.exp(shift), slower=count, steps=len(residuals))
-
-
-def slower_ones(residuals: Array) -> NDArray[np.bool_] | None:
-    """Which residuals are of the slower of two populations, None where there is but one.
-
-    The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
-    population it leaves 36 % of the variance; two groups have to leave far less.
-    """
-    order = np.argsort(residuals, kind="stable")
-    values, steps = residuals[order], len(residuals)
-    if steps < 2 * _LEAST_POPULATION:
-        return None
-    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
-    values = values - values.mean()
-    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
-    below = np.cumsum(values)[shorter - 1]
-    between = below**2 * steps / (shorter * (steps - shorter))
-    best = int(np.argmax(between))
-    cut, total = int(shorter[best]), float(values @ values)
-    within = max(total - float(between[best]), 0.0)
-    shift = float(values[cut:].mean() - values[:cut].mean())
-    is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > _LEAST_SHIFT_RATIO
-    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
-        return None
-    is_slow = np.zeros(steps, dtype=bool)
-    is_slow[order[cut:]] = True
-    return is_slow
 
 
 # The columns by whose range a row is inside or outside of the training data.

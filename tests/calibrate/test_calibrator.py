@@ -18,6 +18,7 @@ import estimator as est
 from estimator import trace_model
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.corrections import StepCorrections
+from estimator.calibrate.observed import Observation
 from estimator.coefficients import Calibration
 from estimator.errors import ObservationError
 from estimator.estimates.estimate import Estimate
@@ -409,6 +410,25 @@ def test_only_jobs_with_new_observations_are_fitted_again(
     cluster.observe("2x2:synthetic")
     cluster.estimate("2x2:synthetic", graph=OTHER)
     assert len(fitted) == 1
+
+
+def test_a_fit_reads_no_job_again_of_which_nothing_was_observed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Asked for before anything was observed.
+    cluster.estimate("1x1:synthetic", graph=OTHER)
+    cluster.estimate("1x1:synthetic")
+    cluster.observe("1x1:synthetic")
+    read, observations = [], cluster.calibrator.store.observations
+
+    def counted(**conditions: Any) -> list[Observation]:
+        if "of_job" in conditions:
+            read.append(conditions["of_job"].name)
+        return observations(**conditions)
+
+    monkeypatch.setattr(cluster.calibrator.store, "observations", counted)
+    cluster.observe("2x2:synthetic", graph=OTHER)
+    assert read == [OTHER.workload]
 
 
 def test_an_observation_in_the_place_of_another_is_noticed(cluster: Cluster) -> None:

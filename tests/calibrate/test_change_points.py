@@ -10,7 +10,8 @@ import pytest
 
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.performance_model import EngineTimes
-from estimator.calibrate.regressor import StepTimeRegressor, populations
+from estimator.calibrate.regressor import StepTimeRegressor
+from estimator.calibrate.review import populations
 from estimator.estimates.estimate import Estimate
 from tests.calibrate.test_calibrator import JOB, OTHER, answer
 
