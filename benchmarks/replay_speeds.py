@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+from calibration.evaluation import Regressor
 
-from estimator.calibrate.baselines import Regressor
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.replay.job_files import drawn_run_s, job_of_run_time
 from estimator.replay.jobs import Job

@@ -11,22 +11,34 @@ from functools import partial
 from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from summary import noise_ratio
 
 from calibration.machine_priors import priors_of
 from calibration.protocols import Split, all_splits
 from calibration.tables import Job
-from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.errors import EstimatorError, ObservationError
 
 Array = NDArray[np.float64]
 Report = Callable[[str, float], None]
+
+
+class Regressor(Protocol):
+    """What every method offers; some have `predict_interval` (low, high) too."""
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Regressor:
+        """Learn from rows and their step times."""
+        ...
+
+    def predict(self, X: ArrayLike) -> Array:
+        """Step times of rows, in seconds."""
+        ...
+
 
 # The regressor of each method; the protocol of asynchronous training has its own.
 REGRESSORS = {

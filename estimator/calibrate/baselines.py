@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,18 +19,6 @@ from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RA
 from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
-
-
-class Regressor(Protocol):
-    """What every method offers; some have `predict_interval` (low, high) too."""
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Regressor:
-        """Learn from rows and their step times."""
-        ...
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Step times of rows, in seconds."""
-        ...
 
 
 def checked(X: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:

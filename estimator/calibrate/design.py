@@ -129,16 +129,6 @@ class Dataset:
             engine_times=engine_times,
         )
 
-    def part(self, places: slice | NDArray[np.intp]) -> Dataset:
-        """Some of the observations."""
-        times = self.engine_times
-        return Dataset(
-            rows=self.rows[places],
-            log_times=self.log_times[places],
-            weights=self.weights[places],
-            engine_times=None if times is None else times.part(places),
-        )
-
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:
         """The distinct rows, and for each row which of them it is."""
         rows, places = np.unique(self.rows, axis=0, return_inverse=True)

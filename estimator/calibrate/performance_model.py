@@ -173,12 +173,6 @@ class EngineTimes:
         if not all(0 <= seconds < math.inf for seconds in sync_s):
             raise WorkloadError(f"sync_s must not be negative, found {self.sync_s}; correct it")
 
-    def part(self, places: slice | NDArray[np.intp]) -> EngineTimes:
-        """Those of some rows."""
-        known = (self.compute_s, self.sync_s, self.step_s)
-        compute_s, sync_s, step_s = (None if column is None else column[places] for column in known)
-        return EngineTimes(compute_s=compute_s, sync_s=sync_s, step_s=step_s)
-
     def columns(self, rows: int) -> tuple[Array | None, Array | None]:
         """Both, checked against the number of rows."""
         for name, seconds in (("compute_s", self.compute_s), ("sync_s", self.sync_s)):

@@ -316,13 +316,9 @@ class StepTimeRegressor:
         variance = left_out.variance * spread.inflation_variance + spread.scatter_variance
         return np.abs(left_out.log_ratio) / np.sqrt(variance)
 
-    @one_thread
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
-        inputs, model = self._inputs(design_matrix(X), engine_times)
-        mean, variance = self.posterior_.mean_and_variance(inputs)
-        log_step, _ = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
-        return np.exp(log_step)
+        return np.exp(self.prediction(X, engine_times=engine_times).log_step)
 
     def predict_interval(
         self,
@@ -338,12 +334,6 @@ class StepTimeRegressor:
             np.exp(found.log_step + found.half_width),
         )
 
-    def extrapolates(
-        self, X: ArrayLike, *, engine_times: EngineTimes | None = None
-    ) -> NDArray[np.bool_]:
-        """Which rows are too far from all observations for their prediction to be trusted."""
-        return self.prediction(X, engine_times=engine_times).extrapolates
-
     @one_thread
     def prediction(
         self,
@@ -355,7 +345,10 @@ class StepTimeRegressor:
         """Step times, intervals, the model's values and extrapolation of rows, at once."""
         inputs, model = self._inputs(design_matrix(X), engine_times)
         mean, variance = self.posterior_.mean_and_variance(inputs)
-        log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
+        log_model = model.log_step + mean + self._log_offsets(inputs.rows, engine_times)
+        log_step, between = self.mixture_.combine(
+            inputs.rows, log_model, variance, _engine_log_s(engine_times)
+        )
         variance = self._spread_variance(inputs.rows, variance + between)
         variance = variance + self._level_variance(inputs.rows, model, engine_times)
         quantiles = self._score_quantiles(inputs, coverage_ratio)
@@ -370,13 +363,6 @@ class StepTimeRegressor:
             ),
             model=model,
         )
-
-    def _mixed(
-        self, rows: Array, log_model: Array, variance: Array, engine_times: EngineTimes | None
-    ) -> tuple[Array, Array]:
-        """Log step times of the mixture, and the variance between its experts."""
-        log_model = log_model + self._log_offsets(rows, engine_times)
-        return self.mixture_.combine(rows, log_model, variance, _engine_log_s(engine_times))
 
     def _level_variance(
         self, rows: Array, model: ModelValues, engine_times: EngineTimes | None

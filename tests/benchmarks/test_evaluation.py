@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibration.evaluation import evaluate
+from calibration.evaluation import Regressor, evaluate
 from calibration.scores import interval_scores, overall, pair_scores, scores_of, wins
 from calibration.tables import Job
 from summary import summarise
 
-from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.errors import ObservationError, WorkloadError
 

@@ -203,9 +203,10 @@ def test_intervals_shrink_with_observations_and_widen_far_from_them() -> None:
 def test_rows_far_from_all_observations_extrapolate() -> None:
     fitted = StepTimeRegressor().fit(ROWS, MEASURED_S)
     far = np.array([(1024, 256, 16, 1, 4), (8, 4, 4096, 1, 4)], dtype=float)
-    assert fitted.extrapolates(far).all()
-    assert not fitted.extrapolates(ROWS).any()
-    assert StepTimeRegressor().fit(ROWS[ALONE], MEASURED_S[ALONE]).extrapolates(ROWS[-4:-3]).all()
+    assert fitted.prediction(far).extrapolates.all()
+    assert not fitted.prediction(ROWS).extrapolates.any()
+    alone = StepTimeRegressor().fit(ROWS[ALONE], MEASURED_S[ALONE])
+    assert alone.prediction(ROWS[-4:-3]).extrapolates.all()
 
 
 def test_the_prior_decides_where_no_row_identifies_a_parameter() -> None:
