@@ -31,11 +31,8 @@ import torch
 
 from estimator.cli.main import main as command_line
 from tests.fuzz.harmless_inputs import HARMLESS, harmless_files, whole_profile
-from tests.fuzz.hostile_files import KINDS as KINDS_OF_FILES
-from tests.fuzz.hostile_inputs import KINDS as KINDS_OF_WORDS
-from tests.fuzz.hostile_inputs import HostileInput
+from tests.fuzz.hostile_inputs import KINDS, HostileInput
 
-KINDS = {**KINDS_OF_WORDS, **KINDS_OF_FILES}
 # Of a sentence on stderr, however long what it quotes is.
 MOST_SAID = 1050
 MOST_CPU_S, MOST_RSS_BYTES = 5.0, 1 << 30
