@@ -13,8 +13,8 @@ import pytest
 from suites import SUITES
 
 import estimator as est
+from estimator.cli.estimate import Stalls
 from estimator.cli.main import commands
-from estimator.cli.step import Stalls
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -22,11 +22,10 @@ from estimator.cli.console import (
     print_text,
     remark,
 )
-from estimator.cli.estimate import estimate, sweep, trace, validate
+from estimator.cli.estimate import estimate, memory, stalls, sweep, trace, validate
 from estimator.cli.machines import machines, probe
 from estimator.cli.replay import replay
 from estimator.cli.report import report, serve, slurm
-from estimator.cli.step import memory, stalls
 from estimator.errors import EstimatorError
 
 
