@@ -13,7 +13,7 @@ import torch
 from demo_models import gpt2
 
 import estimator as est
-from estimator.integrations.schedulers.sizes import scaling_config, sizes
+from estimator.integrations.schedulers.launchers import scaling_config, sizes
 
 LAYERS, VOCABULARY, STEPS = 1, 1000, 3
 

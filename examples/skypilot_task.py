@@ -11,7 +11,7 @@ from typing import Any
 from demo_models import resnet18
 
 import estimator as est
-from estimator.integrations.schedulers.skypilot import time_estimator
+from estimator.integrations.schedulers.launchers import time_estimator
 
 # Instance types with the accelerators that SkyPilot's catalogue lists for them.
 INSTANCES = {"g4dn.12xlarge": "T4:4", "p3.8xlarge": "V100:4", "p4d.24xlarge": "A100:8"}

@@ -12,7 +12,7 @@ import sys
 from demo_models import resnet18
 
 import estimator as est
-from estimator.integrations.schedulers.sizes import sizes
+from estimator.integrations.schedulers.launchers import sizes
 from estimator.integrations.schedulers.slurm import (
     SINFO_FORMAT,
     job_script,

@@ -16,7 +16,7 @@ from demo_models import gpt2
 from torch.nn.parallel import DistributedDataParallel
 
 import estimator as est
-from estimator.integrations.schedulers.sizes import sizes, torchrun
+from estimator.integrations.schedulers.launchers import sizes, torchrun
 
 LAYERS, VOCABULARY, STEPS = 1, 1000, 3
 

@@ -16,7 +16,7 @@ import pytest
 
 from estimator.api import estimate
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.integrations.schedulers.sizes import sizes
+from estimator.integrations.schedulers.launchers import sizes
 from tests.synthetic import perceptron
 
 pytestmark = pytest.mark.usefixtures("examples")

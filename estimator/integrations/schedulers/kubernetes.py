@@ -23,7 +23,7 @@ from estimator.api import estimate
 from estimator.errors import EstimatorError, WorkloadError, quoted
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.integrations.schedulers.sizes import WANTED_RATIO, sizes
+from estimator.integrations.schedulers.launchers import WANTED_RATIO, sizes
 from estimator.units import parse_whole
 
 # Of a pod: the graph that it trains, and with how many pods like it, a node each. Of a node: its

@@ -141,7 +141,7 @@ def test_a_dask_cluster_gives_the_same_columns_though_a_worker_is_killed() -> No
 
 def test_ray_gives_the_same_columns() -> None:
     ray = pytest.importorskip("ray", reason="needs ray")
-    from estimator.integrations.ray_executor import RayExecutor
+    from estimator.integrations.schedulers.launchers import RayExecutor
 
     ray.init(num_cpus=2, include_dashboard=False)
     try:
@@ -151,7 +151,7 @@ def test_ray_gives_the_same_columns() -> None:
 
 
 def test_without_ray_its_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from estimator.integrations.ray_executor import RayExecutor
+    from estimator.integrations.schedulers.launchers import RayExecutor
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(WorkloadError, match="RayExecutor needs Ray"):

@@ -25,8 +25,9 @@ from estimator.errors import (
     WorkloadError,
 )
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.integrations.schedulers import kubernetes, skypilot, slurm
-from estimator.integrations.schedulers.sizes import nnodes, scaling_config, sizes, torchrun
+from estimator.integrations.schedulers import kubernetes, slurm
+from estimator.integrations.schedulers import launchers as skypilot
+from estimator.integrations.schedulers.launchers import nnodes, scaling_config, sizes, torchrun
 from tests.synthetic import perceptron
 
 
