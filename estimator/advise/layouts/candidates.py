@@ -435,9 +435,10 @@ class LayoutBounds:
         return _MicroBatch(bound, each_s, float(each_s.sum()), kept, touched)
 
     def _least_s(self, bound: BoundGraph, node: NodeKind) -> Array:
-        cache, busy = self._engine.cache, node.ranks_per_node
+        cache = self._engine.cache
         profile, blocks = costed(node.profile, cache), blocks_of(bound.graph, cache).owner
-        least_s = least_device_s(bound, profile, blocks=blocks, devices_busy=busy, cache=cache)
+        # In a bubble of the others a stage computes alone.
+        least_s = least_device_s(bound, profile, blocks=blocks, devices_busy=1, cache=cache)
         return np.asarray(node.slowdown_ratio * least_s)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from estimator.graph.ir.op_graph import BoundGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op, Phase
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
@@ -71,6 +71,14 @@ def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> Op
     """The call in which every rank of `degree` sends to the next one."""
     keywords = (("overlaps", "attention"),) if overlaps else ()
     return OpCall(_RING, (sent, axis, degree), keywords, (sent,))
+
+
+def adds_in_switch(graph: OpGraph) -> bool:
+    """Whether NCCL may have switches add: Megatron-Bridge runs with NCCL_NVLS_ENABLE=0.
+
+    It saves the memory of its buffers (scripts/performance/utils/executors.py).
+    """
+    return graph.recipe is None
 
 
 def is_collective(call: OpCall) -> bool:

@@ -375,9 +375,13 @@ ALGORITHMS: dict[CollectiveName, tuple[Algorithm, ...]] = {
 }
 
 
-def algorithms_of(op: CollectiveName) -> tuple[Algorithm, ...]:
-    """How a collective is carried out: as `ALGORITHMS` lists, else around its ring."""
-    return ALGORITHMS.get(op) or (_ring(op),)
+def algorithms_of(op: CollectiveName, *, in_switch: bool = True) -> tuple[Algorithm, ...]:
+    """How a collective is carried out: as `ALGORITHMS` lists, else around its ring.
+
+    Without `in_switch` no switch adds (NCCL_NVLS_ENABLE=0).
+    """
+    found = ALGORITHMS.get(op) or (_ring(op),)
+    return found if in_switch else tuple(each for each in found if not each.in_switch)
 
 
 def nccl_lines(

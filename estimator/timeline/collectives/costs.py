@@ -40,6 +40,7 @@ from estimator.timeline.collectives.algorithms import (
     InnerLinks,
     Line,
     LinksByDevices,
+    algorithms_of,
     as_array,
     expert_dispatch,
     fastest_s,
@@ -254,7 +255,7 @@ class CollectiveCosts:
 
     Their devices are all of one kind, whose backend says how many rounds a collective takes. Groups
     measured on nodes of `cluster` are seen with its links. With `copies` it is what DeepEP does of
-    an all-to-all of tokens, of which no group was measured.
+    an all-to-all of tokens, of which no group was measured; `in_switch` says whether switches add.
     """
 
     def __init__(
@@ -265,9 +266,12 @@ class CollectiveCosts:
         cluster: Cluster | None,
         cache: Cache,
         copies: int = 0,
+        in_switch: bool = True,
     ) -> None:
         self.op, self.kind, self.profiles = op, kind, profiles
-        self._algorithms = (expert_dispatch(copies),) if copies else None
+        self._algorithms = algorithms_of(op, in_switch=in_switch)
+        if copies:
+            self._algorithms = (expert_dispatch(copies),)
         found: list[tuple[int, tuple[int, int]]] = []
         references: list[MeasuredReference] = []
         inner: list[tuple[InnerLinks | None, ...]] = []
@@ -288,7 +292,7 @@ class CollectiveCosts:
         self._inner = LinksByDevices(inner)
         # Other jobs ask of groups of the same shapes.
         self._models: dict[ProcessGroup, CollectiveModel] = cache.get(
-            "models", (cluster, *profiles), dict, op, kind, copies
+            "models", (cluster, *profiles), dict, op, kind, copies, in_switch
         )
 
     def model(self, group: ProcessGroup) -> CollectiveModel:

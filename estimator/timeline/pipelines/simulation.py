@@ -18,7 +18,7 @@ are added at once. The result is that of all tasks, but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,6 +42,11 @@ class StageCosts(NamedTuple):
     sent_s: Any = 0.0
     returned_s: Any = 0.0
     added_s: Any = 0.0
+
+    @property
+    def both_s(self) -> Any:
+        """Seconds of a forward and a backward pass."""
+        return self.forward_s + self.input_s + self.weight_s
 
     def of(self) -> tuple[Any, ...]:
         """Seconds of each of COSTS."""
@@ -446,3 +451,41 @@ def _tasks(
         tasks.append(RunTask(cost, *(backs * 3)[:3]))
         numbers.append(action.micro_batch)
     return tasks, numbers, tuple(at - len(tasks) for at in last)
+
+
+def most_held_bytes(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int, kept: Mapping[int, int]
+) -> int:
+    """The most that micro-batches hold on a rank, whose stages keep `kept` bytes for each.
+
+    That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
+    of weights still needs counts.
+    """
+    own = schedule.stages_of(rank, ranks)
+    return max(
+        sum(count * kept[stage] for count, stage in zip(counts, own, strict=True))
+        for counts in _held_at_once(schedule, ranks, rank, micro_batches)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held_at_once(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of each of a rank's stages that are held at once, where none holds more."""
+    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
+    seen: set[tuple[int, ...]] = set()
+    for action in schedule.orders(ranks, micro_batches)[rank]:
+        if action.kind == "forward":
+            held[action.stage] += 1
+            seen.add(tuple(held.values()))
+        elif action.kind in ("backward", "weight"):
+            held[action.stage] -= 1
+    return tuple(
+        one
+        for one in seen
+        if not any(
+            other != one and all(more >= count for more, count in zip(other, one, strict=True))
+            for other in seen
+        )
+    )

@@ -10,9 +10,8 @@ communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,12 @@ from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.placement import NodeKind
 from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP
-from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s, pipeline_tasks
+from estimator.timeline.pipelines.simulation import (
+    StageCosts,
+    last_ends_s,
+    most_held_bytes,
+    pipeline_tasks,
+)
 from estimator.timeline.plan import (
     Breakdown,
     Members,
@@ -66,13 +70,15 @@ class StagePlan:
     """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes.
 
     `passes_s` are (forward, gradients of inputs, those of weights) of the slowest of its ranks in a
-    run of micro-batches; each holds `kept_bytes` between its passes. Adding its gradients to those
-    of the ones before takes `added_s`.
+    run of micro-batches, `apart_s` the same while no other stage computes on its nodes; each
+    micro-batch holds `kept_bytes` between its passes. Adding its gradients to those of the ones
+    before takes `added_s`.
     """
 
     stage: Stage
     plan: StepPlan
     passes_s: tuple[float, float, float]
+    apart_s: tuple[float, float, float]
     sent_s: float
     returned_s: float
     tied_s: float
@@ -184,7 +190,7 @@ def pipeline_answer(
     peaks = {key: plan.memory()[0] for key, plan in distinct.items()}
     answers = [answered[id(stage.plan)] for stage in stages]
     passes = schedule.passes_of(micro_batches)
-    costs = [_costs(stage) for stage in stages]
+    costs = _contended(schedule, ranks, micro_batches, stages)
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, passes) for own in held]
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
@@ -195,8 +201,9 @@ def pipeline_answer(
     unsent_s = last_ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
     parts = _parts(
         [answers[number].parts for number in held[last]],
-        sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
+        sum(costs[n].both_s for n in held[last]),
         passes,
+        relief_s=sum(_costs(stages[n]).both_s - costs[n].both_s for n in held[last]),
         added_s=(passes - 1) * sum(costs[number].added_s for number in held[last]),
         tied_s=sum(stages[number].tied_s for number in held[last]),
         moved_s=max(step_s - unsent_s, 0.0),
@@ -228,9 +235,38 @@ def pipeline_answer(
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
 
-def _costs(stage: StagePlan) -> StageCosts:
+def _contended(
+    schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StagePlan]
+) -> list[StageCosts]:
+    """What stages take on nodes where others compute beside them, as long as these do.
+
+    Two ranks that are busy for a and b of a step of T, in which always one is, are so together for
+    a + b - T; of more ranks each pair is taken to be together for as long.
+    """
+    costs = [_costs(stage) for stage in stages]
+    if all(stage.apart_s == stage.passes_s for stage in stages):
+        return costs
+    held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
+    passes = schedule.passes_of(micro_batches)
+    # In a shorter step ranks overlap about as much.
+    for _ in range(2):
+        busy_s = [passes * sum(costs[number].both_s for number in own) for own in held]
+        step_s = max(last_ends_s(schedule, ranks, micro_batches, costs))
+        together_s = max(sum(busy_s) - step_s, 0.0) / (ranks - 1)
+        for own, rank_s in zip(held, busy_s, strict=True):
+            share = min(together_s / rank_s, 1.0) if rank_s else 1.0
+            for number in own:
+                costs[number] = _costs(stages[number], share)
+    return costs
+
+
+def _costs(stage: StagePlan, contended: float = 1.0) -> StageCosts:
+    """What a stage takes beside busy neighbours for a share of its time, and apart from them."""
     ratio = stage.plan.coefficients.compute_ratio
-    forward_s, input_s, weight_s = (ratio * seconds for seconds in stage.passes_s)
+    forward_s, input_s, weight_s = (
+        ratio * (contended * beside_s + (1.0 - contended) * apart_s)
+        for beside_s, apart_s in zip(stage.passes_s, stage.apart_s, strict=True)
+    )
     return StageCosts(
         forward_s=forward_s,
         input_s=input_s,
@@ -259,6 +295,7 @@ def _parts(
     passes_s: float,
     passes: int,
     *,
+    relief_s: float,
     added_s: float,
     tied_s: float,
     moved_s: float,
@@ -266,14 +303,16 @@ def _parts(
 ) -> Breakdown[Any]:
     """The parts of the rank that ends last: its stages' passes, each as often as they compute.
 
-    What its passes take beyond kernels and the collectives among them is the host's.
+    What its passes take beyond kernels and the collectives among them is the host's. Kernels of a
+    pass take `relief_s` less than beside neighbours that are always busy.
     """
     total = {
         item.name: float(sum(getattr(parts, item.name) for parts in stage_parts))
         for item in fields(Breakdown)
     }
+    left = max(1.0 - relief_s / (total["forward_s"] + total["backward_s"] or 1.0), 0.0)
     for name in ("forward_s", "backward_s", "layer_communication_s", "straggler_s"):
-        total[name] *= passes
+        total[name] *= passes * (left if name in ("forward_s", "backward_s") else 1.0)
     kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
     total["host_exposed_s"] = max(passes_s * passes - kernels_s, 0.0)
     total["copies_exposed_s"] += added_s
@@ -355,18 +394,14 @@ def _memory(
     # Beside one stage at its peak the others are not at theirs.
     beside = waiting - (sums["activations_bytes"] - highest)
     sums["activations_bytes"] += beside
-    sums["total_bytes"] = max(
-        sum(_passes_bytes(stages[number].plan) for number in own) + beside,
-        sum(min(peak.total_bytes, _update_bytes(peak)) for peak in peaks),
-    )
+    plans = [stages[number].plan for number in own]
+    # The most that each stage's fullest rank holds before the update.
+    held = [max(k.program.memory.passes.at(plan.shards) for k in plan.kinds) for plan in plans]
+    updating = [min(peak.total_bytes, _update_bytes(peak)) for peak in peaks]
+    sums["total_bytes"] = max(sum(held) + beside, sum(updating))
     found = PeakMemory(**sums, peak_op=None)
     device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
     return found, found.total_bytes / device
-
-
-def _passes_bytes(plan: StepPlan) -> int:
-    """The most that a stage's fullest rank holds before the update."""
-    return max(kind.program.memory.passes.at(plan.shards) for kind in plan.kinds)
 
 
 def _update_bytes(peak: PeakMemory) -> int:
@@ -374,44 +409,6 @@ def _update_bytes(peak: PeakMemory) -> int:
     names = [item.name for item in fields(PeakMemory)]
     held = sum(int(getattr(peak, name)) for name in names if name not in ("total_bytes", "peak_op"))
     return held - peak.activations_bytes
-
-
-def most_held_bytes(
-    schedule: Schedule, ranks: int, rank: int, micro_batches: int, kept: Mapping[int, int]
-) -> int:
-    """The most that micro-batches hold on a rank, whose stages keep `kept` bytes for each.
-
-    That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
-    of weights still needs counts.
-    """
-    own = schedule.stages_of(rank, ranks)
-    return max(
-        sum(count * kept[stage] for count, stage in zip(counts, own, strict=True))
-        for counts in _held_at_once(schedule, ranks, rank, micro_batches)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _held_at_once(
-    schedule: Schedule, ranks: int, rank: int, micro_batches: int
-) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches of each of a rank's stages that are held at once, where none holds more."""
-    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
-    seen: set[tuple[int, ...]] = set()
-    for action in schedule.orders(ranks, micro_batches)[rank]:
-        if action.kind == "forward":
-            held[action.stage] += 1
-            seen.add(tuple(held.values()))
-        elif action.kind in ("backward", "weight"):
-            held[action.stage] -= 1
-    return tuple(
-        one
-        for one in seen
-        if not any(
-            other != one and all(more >= count for more, count in zip(other, one, strict=True))
-            for other in seen
-        )
-    )
 
 
 def stage_plans(
@@ -499,6 +496,8 @@ class _Planner(NamedTuple):
             if plan is None:
                 plan = plans[own] = step_plan(mesh, own, cache)
             slowest = slowest_kind(plan.kinds, plan.shards)
+            passes_s = _passes_s(slowest, stage, cache)
+            apart = self._apart(own, slowest)
             sent_s = self._passing_s(number, stage.sent_bytes(bound))
             # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
             outputs = () if mesh.layout.megatron else stage.outputs
@@ -506,7 +505,8 @@ class _Planner(NamedTuple):
                 StagePlan(
                     stage=stage,
                     plan=plan,
-                    passes_s=_passes_s(slowest, stage, cache),
+                    passes_s=passes_s,
+                    apart_s=passes_s if apart is None else _passes_s(apart, stage, cache),
                     sent_s=sent_s,
                     returned_s=returned_s,
                     tied_s=self._tied_s(number, stages, tied),
@@ -517,6 +517,14 @@ class _Planner(NamedTuple):
             # What a stage sends on comes back as its gradient, over the same link.
             returned_s = sent_s
         return tuple(planned)
+
+    def _apart(self, members: Members, kind: RankClass) -> RankClass | None:
+        """The ranks of one stage while those of others on their nodes wait; None if none does."""
+        each = self.mesh.placement.ranks // self.mesh.pp
+        for node in self.mesh.placement.kinds:
+            if each < node.ranks_per_node and members.table[node] is kind:
+                return members.table.kind(node.profile, each, node.slowdown_ratio)
+        return None
 
     def _stages(self) -> tuple[Stage, ...]:
         graph, mesh, cache, points = self.graph, self.mesh, self.cache, self.mesh.layout.cut

@@ -12,7 +12,7 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array
 from estimator.errors import ProfileError
-from estimator.graph.ir.collectives import Collective, collectives_of
+from estimator.graph.ir.collectives import Collective, adds_in_switch, collectives_of
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.partition.experts import EXPERT_DP
 from estimator.kernels.durations import Durations
@@ -107,7 +107,7 @@ class LayerCollectives:
         any computing, and those that run beside a kernel are not hidden by it. Raises ProfileError
         where nothing tells what one costs.
         """
-        each_s = np.zeros(len(bound.calls))
+        each_s, graph = np.zeros(len(bound.calls)), bound.graph
         of_groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
         every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
         # A group of one rank exchanges nothing.
@@ -118,9 +118,9 @@ class LayerCollectives:
             alike = collective.op, collective.axis, collective.copies
             of_groups.setdefault(alike, []).append(collective)
         error_s, sources = 0.0, {"measured"}
-        reads, summed_again = RULES[bound.graph.optimizer].gradient_reads, 0
+        reads, summed_again = RULES[graph.optimizer].gradient_reads, 0
         for (op, axis, copies), some in of_groups.items():
-            of = op, bound.graph.target, self._cluster, self._cache, copies
+            of = op, graph.target, self._cluster, self._cache, copies, adds_in_switch(graph)
             group, costs = self.groups[axis], CollectiveCosts((self._profile,), *of)
             model = costs.model(group)
             if model.unknown:
@@ -149,7 +149,7 @@ class LayerCollectives:
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)
-        beside = _kernels_beside(collectives, bound.graph.target)
+        beside = _kernels_beside(collectives, graph.target)
         timed = LayerCollectiveSeconds(each_s, error_s, source, beside, rings, summed_again)
         passing = [collective.op_index for collective in collectives if collective.beside_passes]
         if durations is not None:

@@ -23,6 +23,7 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, Indices, maximum, minimum
 from estimator.errors import ProfileError
+from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import Holding
@@ -256,8 +257,9 @@ class Network(ABC):
         self, op: CollectiveName, sizes_bytes: Array
     ) -> tuple[CollectiveCosts, SizedCollective]:
         """A collective of buffers of some sizes."""
-        kind, cache = self._rules.graph.target, self._rules.cache
-        costs = CollectiveCosts(self._profiles, op, kind, self._cluster, cache)
+        graph, cache = self._rules.graph, self._rules.cache
+        of = graph.target, self._cluster, cache
+        costs = CollectiveCosts(self._profiles, op, *of, in_switch=adds_in_switch(graph))
         return costs, SizedCollective(costs.corrections, sizes_bytes)
 
     @cached_property

@@ -14,6 +14,7 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, exp, where
 from estimator.errors import ProfileError
+from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
 from estimator.graph.memory.step import Holding, Update, held_whole
@@ -330,8 +331,8 @@ class ReplicaRules(Rules[S]):
         self, profiles: Sequence[MachineProfile], cluster: Cluster | None
     ) -> CollectiveCosts:
         """What carries one bucket of gradients."""
-        kind = self.graph.target
-        return CollectiveCosts(profiles, self.reduce_op, kind, cluster, self.cache)
+        of = self.graph.target, cluster, self.cache
+        return CollectiveCosts(profiles, self.reduce_op, *of, in_switch=adds_in_switch(self.graph))
 
     def bytes_after(self) -> Array:
         """The sizes of the collectives that follow the update, one after the other."""

@@ -229,3 +229,14 @@ def test_a_token_crosses_the_network_once_for_each_node() -> None:
     # Of 2 nodes a token's 8 experts are on 2 (1 - 2^-8), half of which are its own.
     assert share.across == pytest.approx(8 * (1 - 2**-8) / 8)
     assert share.inside == pytest.approx(16 * (1 - (15 / 16) ** 8) * 7 / 8 / 8)
+
+
+def test_megatron_s_recipes_keep_sums_out_of_the_switch() -> None:
+    # 8 H100 at about 330 GB/s without NVLS, 475 with it (NVIDIA/nccl, issue 1221).
+    profile, size = load_profile("dgx-h100"), 8 << 30
+    links = links_over(profile, widest_link(profile, 8))
+    for in_switch, gigabytes_per_s in ((False, 330), (True, 475)):
+        algorithms = algorithms_of("all_reduce", in_switch=in_switch)
+        lines = nccl_lines("all_reduce", group(1, 8), links, algorithms=algorithms)
+        fastest_s = min(seconds(line, size) for line in lines)
+        assert 1.75 * size / fastest_s == pytest.approx(gigabytes_per_s * 1e9, rel=0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from estimator.timeline.pipelines.stage_plans import most_held_bytes
+from estimator.timeline.pipelines.simulation import most_held_bytes
 from estimator.workload.schedules import Schedule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ import estimator as est
 from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate
+from estimator.machines.profile import Contention
 from estimator.placement.mesh import Mesh
 from estimator.timeline.pipelines.stage_plans import stage_plans
 from estimator.timeline.rank.rules import StepShape
 from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from tests.graph.partition.test_stages import traced
-from tests.synthetic import Machine, with_every_collective
+from tests.synthetic import CHOSEN, Machine, with_every_collective
 
 PROFILE = with_every_collective(Machine(rank_jitter_ratio=0.0).profile())
 GRAPH = traced(8)
@@ -228,3 +230,24 @@ def test_gradients_of_micro_batches_are_added_up_but_megatrons() -> None:
     assert one.breakdown.copies_exposed_s == fused.breakdown.copies_exposed_s == 0
     # Half of the parameters take half as long but for the start of an operator.
     assert 0.5 < found.breakdown.copies_exposed_s / whole.breakdown.copies_exposed_s < 1
+
+
+def _passes_s(micro_batches: int, *contentions: Contention) -> float:
+    """What a micro-batch takes in two stages on one node."""
+    machine = Machine(rank_jitter_ratio=0.0, devices=2).profile()
+    found = est.estimate(
+        GRAPH,
+        "1x2:m",
+        layout="pp=2,schedule=gpipe,dp=1",
+        accumulation_steps=micro_batches,
+        profile=replace(with_every_collective(machine), contentions=contentions),
+    )
+    assert found.breakdown.total_s == pytest.approx(found.step_time_s, rel=1e-6)
+    return (found.breakdown.forward_s + found.breakdown.backward_s) / micro_batches
+
+
+def test_stages_slow_each_other_only_while_both_compute() -> None:
+    twice = Contention(bound="compute", devices_busy=2, points=((1.0, 2.0),), provenance=CHOSEN)
+    # Of one micro-batch a stage waits while the other computes.
+    assert _passes_s(1, twice) == pytest.approx(_passes_s(1), rel=1e-9)
+    assert _passes_s(1) < _passes_s(4, twice) < _passes_s(64, twice) < 2.0 * _passes_s(64)
