@@ -30,6 +30,7 @@ from estimator.api import with_recipe
 from estimator.errors import EstimatorError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.models.model_text import load_model
+from estimator.workload.layouts import layers_of
 
 SEED = 20261126
 # A regression that the vendor states (Megatron-Bridge, docs/performance-summary-archive.md).
@@ -200,7 +201,9 @@ def question_of(row: Row) -> Question:
     parts += [f"ep={ep}"] if ep > 1 else []
     if pp > 1:
         parts.append(f"pp={pp}" + (f",schedule=interleaved:{virtual}" if virtual > 1 else ""))
-    parts += [f"cut={row.recipe['pp_layout']}"] if row.recipe.get("pp_layout") else []
+    # A later release's recipe may lay out other stages.
+    cut = row.recipe.get("pp_layout") or ""
+    parts += [f"cut={cut}"] if len(layers_of((cut,))) == pp * virtual else []
     parts += ["megatron"] if tp * pp > 1 and row.is_megatron else []
     if fsdp:
         strategy = "fsdp" + (",shard=8" if "hsdp" in published["parallelism"] else "")
