@@ -54,6 +54,8 @@ _SIA_RTX = Setting(
     in_containers=True,
     source="assumed: 12 Gbit/s for a TCP flow between containers, not stated",
 )
+# "2 DGX-A100 nodes, each with eight A100-40GB": Jayaram Subramanya et al.: Sia, SOSP 2023.
+_SIA_A100 = Setting(machine="dgx-a100", source="Sia, SOSP 2023: its cluster of DGX A100")
 _GAVEL = Setting(
     network="tcp", network_bit_per_s=32e9, source="assumed: 32 Gbit/s of a cloud's GPU instances"
 )
@@ -93,7 +95,7 @@ def pollux(row: PublishedRow) -> Workload:
 def sia(row: PublishedRow) -> Workload:
     workload = _adaptdl(row)
     if "network not stated" not in row.text("interconnect"):
-        return workload
+        return _in(_SIA_A100, workload)
     remarks = (*workload.remarks, "network of 12 Gbit/s between containers assumed")
     return replace(_in(_SIA_RTX, workload), remarks=remarks)
 

@@ -137,8 +137,9 @@ class InnerLinks(NamedTuple):
     `reduces` says that the switch between devices adds what they send; `start_s` is what a
     collective takes before its first hop. `keeps_order` says that the node's network writes bytes
     in the order in which they were sent, on which NCCL's LL and LL128 protocols rely; LL128 also
-    needs links `over_nvlink` between the devices of a node. `switch_ratio` is what the adding
-    switch gets of what a ring gets, after `switch_start_s` more than a ring's start.
+    needs links `over_nvlink` between the devices of a node. `over_sockets` says that the network is
+    TCP. `switch_ratio` is what the adding switch gets of what a ring gets, after `switch_start_s`
+    more than a ring's start.
     """
 
     latency_s: Any
@@ -148,11 +149,9 @@ class InnerLinks(NamedTuple):
     start_s: Any = START_S
     keeps_order: Any = True
     over_nvlink: Any = True
+    over_sockets: Any = False
     switch_ratio: Any = IN_SWITCH_RATIO
     switch_start_s: Any = 0.0
-
-
-NO_LINKS = InnerLinks(0.0, math.inf)
 
 
 def pace_of(profile: MachineProfile, link: Link | None) -> str:
@@ -162,8 +161,10 @@ def pace_of(profile: MachineProfile, link: Link | None) -> str:
     return "quick" if is_quick and (capability is None or capability >= 8) else "slow"
 
 
-def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
-    """The hops over a link that some devices reach each other by."""
+def links_over(profile: MachineProfile, link: Link | None) -> InnerLinks:
+    """The hops over a link that some devices reach each other by: of no time without one."""
+    if link is None:
+        return InnerLinks(0.0, math.inf, **network_traits(profile))
     is_blackwell = (profile.devices[0].compute_capability or 0.0) >= 10
     ratio, start_s = _BLACKWELL_SWITCH if is_blackwell else (IN_SWITCH_RATIO, 0.0)
     return InnerLinks(
@@ -171,11 +172,17 @@ def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
         bytes_per_s=achieved_bytes_per_s(link),
         pipelining=PIPELINING[pace_of(profile, link)],
         reduces=link.reduces,
-        keeps_order=keeps_order(profile),
         over_nvlink=link.kind == "nvlink",
         switch_ratio=ratio,
         switch_start_s=start_s,
+        **network_traits(profile),
     )
+
+
+def network_traits(profile: MachineProfile) -> dict[str, bool]:
+    """What NCCL's protocols need to know of a machine's network."""
+    kinds = {link.kind for link in profile.network}
+    return {"keeps_order": keeps_order(profile), "over_sockets": kinds == {"tcp"}}
 
 
 def keeps_order(profile: MachineProfile) -> bool:
@@ -209,24 +216,19 @@ def widest_link(profile: MachineProfile, devices: int) -> Link | None:
 class LinksByDevices:
     """The inner links of some profiles, by the number of a profile and of devices in use."""
 
-    def __init__(self, found: Sequence[Sequence[InnerLinks | None]]) -> None:
+    def __init__(self, found: Sequence[Sequence[InnerLinks]]) -> None:
         most = max((len(row) for row in found), default=1)
         self._most = most - 1
         self._plain = [[*row, *[row[-1]] * (most - len(row))] for row in found]
-        known = [[tuple(each or NO_LINKS) for each in row] for row in self._plain]
-        self._columns = np.array(known, dtype=np.float64).transpose(2, 0, 1).copy()
-        self._unknown = np.array([[each is None for each in row] for row in self._plain])
+        self._columns = np.array(self._plain, dtype=np.float64).transpose(2, 0, 1).copy()
 
-    def at(self, profile: Any, devices: Any) -> tuple[InnerLinks, Any]:
-        """(links, whether nothing is known of them), of one group or of each row."""
+    def at(self, profile: Any, devices: Any) -> InnerLinks:
+        """The links of one group or of each row: of no time where nothing is known of them."""
         if type(profile) is int and type(devices) is int:
-            found = self._plain[profile][min(devices, self._most)]
-            return found or NO_LINKS, found is None
-        used = np.minimum(devices, self._most)
-        links = InnerLinks(*self._columns[:, profile, used])
-        flags = ("reduces", "keeps_order", "over_nvlink")
-        links = links._replace(**{name: getattr(links, name) != 0 for name in flags})
-        return links, self._unknown[profile, used]
+            return self._plain[profile][min(devices, self._most)]
+        links = InnerLinks(*self._columns[:, profile, np.minimum(devices, self._most)])
+        flags = ("reduces", "keeps_order", "over_nvlink", "over_sockets")
+        return links._replace(**{name: getattr(links, name) != 0 for name in flags})
 
 
 # k of α + βS + k·√(α·βS) of a tree between nodes: see `PIPELINING`.
@@ -453,8 +455,11 @@ def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: Inner
     alpha_s = costed.start_s + beyond * protocol.start_s + rounds.inside * hop_s
     alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
     # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k of the
-    # hop would leap where the network overtakes the node's own links.
-    pipelining = where(across, protocol.pipelining, costed.pipelining)
+    # hop would leap where the network overtakes the node's own links. A connection's slice of 1 MiB
+    # takes far longer than the hops that it waits for where it goes through a socket: rings of 2 to
+    # 8 Perlmutter nodes get 1.2 GB/s of 40 MB as of 2 GB (estimate-train-time).
+    between = where(links.over_sockets, 0.0, protocol.pipelining)
+    pipelining = where(across, between, costed.pipelining)
     beta = maximum(costed.beta_inside, costed.beta_across)
     slowed = maximum(beta / protocol.ratio, costed.share_across / protocol.most_bytes_per_s)
     return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)

@@ -30,7 +30,6 @@ from estimator.placement.mesh import ProcessGroup, carrier_of, ring_between
 from estimator.placement.placement import nic_of
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import (
-    NO_LINKS,
     PIPELINING,
     RING_ROUNDS,
     RING_SHARE,
@@ -45,9 +44,9 @@ from estimator.timeline.collectives.algorithms import (
     expert_dispatch,
     fastest_s,
     hop_latency_s,
-    keeps_order,
     links_over,
     nccl_lines,
+    network_traits,
     pace_of,
     powers,
     widest_link,
@@ -274,7 +273,7 @@ class CollectiveCosts:
             self._algorithms = (expert_dispatch(copies),)
         found: list[tuple[int, tuple[int, int]]] = []
         references: list[MeasuredReference] = []
-        inner: list[tuple[InnerLinks | None, ...]] = []
+        inner: list[tuple[InnerLinks, ...]] = []
         for number, profile in enumerate(profiles):
             links, known = known_of(profile, op, cluster, cache)
             inner.append(links)
@@ -308,7 +307,7 @@ class CollectiveCosts:
         return found
 
     def _model(self, group: ProcessGroup) -> CollectiveModel:
-        links, unlinked = self._inner.at(group.network, group.per_node)
+        links = self._inner.at(group.network, group.per_node)
         reference, unlike = self._nearest.to(
             pool_of(group), lambda shape: _unlike_factor(shape, group)
         )
@@ -319,7 +318,7 @@ class CollectiveCosts:
             reference=where(known, reference, len(self.references)),
             unlike=unlike,
             relative_error=self._errors[reference] + self._doubt(group, known, farther),
-            unknown=(group.nodes == 1) & unlinked,
+            unknown=(group.nodes == 1) & (links.bytes_per_s == math.inf),
         )
 
     def _doubt(self, group: ProcessGroup, known: Any, farther: Any) -> Any:
@@ -464,7 +463,7 @@ class GroupCollective:
         return np.asarray(SizedCollective(self._costs.corrections, sizes_bytes).times_s(self.model))
 
 
-_Known = tuple[tuple[InnerLinks | None, ...], tuple[MeasuredReference, ...]]
+_Known = tuple[tuple[InnerLinks, ...], tuple[MeasuredReference, ...]]
 
 
 def known_of(
@@ -496,7 +495,7 @@ def _costs_of(profile: MachineProfile, op: CollectiveName) -> list[CollectiveCos
 
 def _inner_links(
     costs: Sequence[CollectiveCost], profile: MachineProfile
-) -> tuple[InnerLinks | None, ...]:
+) -> tuple[InnerLinks, ...]:
     """Hops within a node by how many devices take part.
 
     From the smallest measured group of one node, else from the links between devices.
@@ -506,7 +505,7 @@ def _inner_links(
     if local:
         cost = min(local, key=lambda item: item.group_size)
         return (_measured_links(cost, profile, direct[-1]),)
-    return tuple(None if link is None else links_over(profile, link) for link in direct)
+    return tuple(links_over(profile, link) for link in direct)
 
 
 def _measured_links(cost: CollectiveCost, profile: MachineProfile, link: Link | None) -> InnerLinks:
@@ -519,8 +518,8 @@ def _measured_links(cost: CollectiveCost, profile: MachineProfile, link: Link | 
             bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[op](ranks),
             pipelining=PIPELINING[pace_of(profile, link)],
             start_s=hop_s * START_S / USUAL_HOP_S,
-            keeps_order=keeps_order(profile),
             over_nvlink=link is not None and link.kind == "nvlink",
+            **network_traits(profile),
         )
     carrier = carrier_of(op, profile.kind)
     return InnerLinks(
@@ -532,13 +531,13 @@ def _measured_links(cost: CollectiveCost, profile: MachineProfile, link: Link | 
 def _reference(
     profile: MachineProfile,
     cost: CollectiveCost,
-    inner: Sequence[InnerLinks | None],
+    inner: Sequence[InnerLinks],
     cluster: Cluster | None,
 ) -> MeasuredReference:
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
     nic = nic_of(profile, math.ceil(cost.group_size / cost.nodes))
     ring = ring_between(cost, network_latency_s(profile), nic, profile, cluster)
-    links = inner[min(ring.per_node, len(inner) - 1)] or NO_LINKS
+    links = inner[min(ring.per_node, len(inner) - 1)]
     lines = lines_of(cost.op, ring, links, profile.kind)
     corrections = Corrections.of(cost, lines, profile.kind)
     blocking: dict[float, list[tuple[float, float]]] = {}

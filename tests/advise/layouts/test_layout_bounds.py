@@ -13,7 +13,7 @@ from estimator.advise.layouts.candidates import Candidate, LayoutBounds, Stages
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
-from estimator.timeline.pipelines.stage_plans import _held_at_once
+from estimator.timeline.pipelines.simulation import _held_at_once
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule

@@ -28,6 +28,7 @@ from estimator.timeline.collectives.algorithms import (
     keeps_order,
     links_over,
     nccl_lines,
+    network_traits,
     widest_link,
 )
 from estimator.timeline.collectives.costs import GroupCollective
@@ -141,6 +142,24 @@ def test_without_nvlink_in_its_nodes_a_ring_has_no_ll128() -> None:
     simple, low_latency, _ = nccl_lines("all_gather", group(2, 8), LINKS)
     over_pcie = LINKS._replace(over_nvlink=False)
     assert nccl_lines("all_gather", group(2, 8), over_pcie) == (simple, low_latency)
+
+
+def test_rings_over_sockets_lose_nothing_to_their_hops() -> None:
+    # Perlmutter over sockets, estimate-train-time, all-reduce: µs of 2 to 8 nodes of one GPU.
+    over_sockets = LINKS._replace(over_sockets=True)
+    ring = algorithms_of("all_reduce")[:1]
+    for nodes, log in {
+        2: {41943040: 33770, 2074435456: 1766173},
+        4: {268435456: 332610, 2399635456: 3025499},
+        8: {268435456: 408320, 2399635456: 3598228},
+    }.items():
+        along = replace(group(nodes, 1), bytes_per_s=1.19e9, latency_s=25e-6)
+        lines = nccl_lines("all_reduce", along, over_sockets, algorithms=ring)
+        for size, time_us in log.items():
+            found_s = min(seconds(line, size) for line in lines)
+            assert found_s * 1e6 == pytest.approx(time_us, rel=0.05)
+    assert network_traits(load_profile("t4-g4dn"))["over_sockets"]
+    assert not network_traits(load_profile("dgx-a100"))["over_sockets"]
 
 
 def test_a_rack_of_blackwell_all_reduces_at_what_was_measured() -> None:
