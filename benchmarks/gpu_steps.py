@@ -7,7 +7,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,20 @@ class RealTraining:
 
     def step(self) -> None:
         """zero_grad, forward, loss, backward, update."""
+        for _ in self.phases():
+            pass
+
+    def phases(self) -> Iterator[str]:
+        """The same; says after each of its phases which has been issued."""
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self.call.run(self.model, self.call.batch)
+        yield "forward"
         loss.backward()
         del loss
+        yield "backward"
         self.optimizer.step()
+        yield "update"
 
     def _autocast(self) -> Any:
         if self.precision != "bf16-amp":
@@ -117,28 +125,33 @@ def time_training(training: RealTraining) -> dict[str, Any]:
     training.synchronize()
     wall_s = (time.perf_counter() - begin) / TIMED_STEPS
     steps_s = [training.between_s(one, two) for one, two in itertools.pairwise(marks)]
-    issued, awaited = awaited_steps(training.step, training.synchronize)
+    issued, awaited = awaited_steps(training)
     return {
         "step_s": training.between_s(marks[0], marks[-1]) / TIMED_STEPS,
         "wall_s": wall_s,
         "steps_s": steps_s,
-        "host_s": statistics.median(issued),
+        "host_s": statistics.median(sum(phases.values()) for phases in issued),
+        "host_phases_s": {
+            name: statistics.median(phases[name] for phases in issued) for name in issued[0]
+        },
         "awaited_s": statistics.median(awaited),
         "peak_bytes": torch.cuda.max_memory_allocated() if training.device == "cuda" else None,
     }
 
 
-def awaited_steps(
-    step: Callable[[], None], synchronize: Callable[[], None]
-) -> tuple[list[float], list[float]]:
-    """(seconds until the host has issued a step, seconds until the device has done it) of each."""
+def awaited_steps(training: RealTraining) -> tuple[list[dict[str, float]], list[float]]:
+    """(seconds until the host has issued each phase of a step, seconds until the device has done
+    the step) of each; the device is idle before every phase.
+    """
     issued, awaited = [], []
     for _ in range(AWAITED_STEPS):
-        begin = time.perf_counter()
-        step()
-        issued.append(time.perf_counter() - begin)
-        synchronize()
-        awaited.append(time.perf_counter() - begin)
+        issued.append(dict[str, float]())
+        begin = before = time.perf_counter()
+        for phase in training.phases():
+            issued[-1][phase] = time.perf_counter() - before
+            training.synchronize()
+            before = time.perf_counter()
+        awaited.append(before - begin)
     return issued, awaited
 
 

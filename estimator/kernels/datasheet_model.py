@@ -150,7 +150,24 @@ _LONG_INNER = 8192.0
 # pegainfer-project/pegainfer, pull request 1046), whose instructions do half as much: GPT-2 124M
 # gains 25 % with 50304 tokens instead of 50257 (Karpathy on nanoGPT, February 2023), so that its
 # three products with the vocabulary took 2.5 times as long.
-UNALIGNED_RATIO = 0.4
+_ODD_RATIO = 0.4
+# From Hopper on tensor cores are fed by bulk copies of 16 bytes or more; what starts elsewhere runs
+# the kernels of older chips. On an H100 of ours (2026-11-26) GPT-2's three products with 50257
+# tokens reach 0.15, 0.25 and 0.25 of the rate of aligned ones, BERT's with 30522 0.42 to 0.48.
+_ODD_ON_GROUPS_RATIO, _UNEVEN_ON_GROUPS_RATIO = 0.21, 0.45
+_BULK_COPY_BYTES = 16
+
+
+def alignment_ratio(chip: Chip, aligned_bytes: ArrayLike) -> Array:
+    """The share of its rate that a matmul keeps whose rows start at multiples of so many bytes."""
+    aligned = np.asarray(aligned_bytes)
+    is_odd, is_uneven = aligned < 2 * _HALF_BYTES, aligned < _BULK_COPY_BYTES
+    on_groups = np.where(is_uneven, _UNEVEN_ON_GROUPS_RATIO, 1.0)
+    on_groups = np.where(is_odd, _ODD_ON_GROUPS_RATIO, on_groups)
+    ratio = np.where(chip.has_warp_groups, on_groups, np.where(is_odd, _ODD_RATIO, 1.0))
+    return np.where(chip.is_tensor, ratio, 1.0)
+
+
 # How sharply a roofline's or a power limit's two regimes meet.
 _SHARPNESS = 4.0
 _POWER_SHARPNESS = 6.0
@@ -214,14 +231,14 @@ def matmul_seconds(
     columns: ArrayLike,
     inner: ArrayLike,
     moved_bytes: ArrayLike,
-    unaligned: ArrayLike = False,
+    aligned_bytes: ArrayLike = _BULK_COPY_BYTES,
     cached: float = 1.0,
 ) -> Array:
     """Seconds of matmuls (batch, rows, inner) × (batch, inner, columns), without the start.
 
     Sizes and `moved_bytes` (what the matmul must read and write) are numbers or arrays of one
-    length, as is whether rows of a half-precision matrix start at odd elements. `cached` multiplies
-    the memory's rate where the factors are in the last-level cache.
+    length, as is the multiple of bytes at which the rows of all matrices start on tensor cores.
+    `cached` multiplies the memory's rate where the factors are in the last-level cache.
     """
     count, m, n, k, moved = (
         np.atleast_1d(np.asarray(item, dtype=float))[:, None]
@@ -235,7 +252,7 @@ def matmul_seconds(
     long_inner = np.where(_column(chip.has_old_tlb), model.old_tlb_long_inner, model.long_inner)
     rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(model, chip))
     rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(np.maximum(k, 1.0) / _LONG_INNER)))
-    rate = rate * np.where(np.logical_and(_column(unaligned), tensor), UNALIGNED_RATIO, 1.0)
+    rate = rate * _column(alignment_ratio(chip, aligned_bytes))
 
     tiles = count * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS) * _TILE_PIECES
     waves = np.ceil(tiles / _column(chip.multiprocessors))

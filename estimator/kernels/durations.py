@@ -17,9 +17,14 @@ from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.ir.structure import Dataflow, GraphStructure
 from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
-from estimator.kernels.fits import KernelFits, KernelPrediction, ProbedKernels
-from estimator.kernels.host import awaited_ops, compiled_host_seconds, eager_host_seconds
-from estimator.kernels.roofline import Roofline
+from estimator.kernels.fits import KernelFits, ProbedKernels
+from estimator.kernels.host import (
+    awaited_ops,
+    compiled_host_seconds,
+    eager_host_seconds,
+    issue_costs,
+)
+from estimator.kernels.roofline import KernelPrediction, Roofline
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
@@ -203,7 +208,12 @@ def op_durations(
             (bound, profile),
             lambda: (
                 eager_host_seconds(
-                    structure, costs.calls, costs.moved_bytes, host, _private_bytes(profile)
+                    structure,
+                    costs.calls,
+                    costs.moved_bytes,
+                    host,
+                    _private_bytes(profile),
+                    cache.get("issue costs", (profile,), lambda: issue_costs(profile)),
                 )
                 if bound.graph.execution == "eager"
                 else compiled_host_seconds(bound.graph, host)

@@ -3,6 +3,8 @@
 Each family of operators has a physical form (a constant, work and traffic terms, all ≥ 0) fitted to
 its probed points in relative error by non-negative least squares; what the form leaves is smoothed
 over the probed points in log-feature space (Nadaraya 1964, Watson 1964) and multiplied back in.
+On a GPU a term of what computes is its seconds by the datasheet model, which knows of tiles, waves
+and the alignment of rows.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from estimator.errors import ProfileError, printable
 from estimator.graph.costs.call_costs import Features, features_of
 from estimator.graph.memory.sizes import BLOCK, WIDEST_DEPTHWISE
+from estimator.kernels.roofline import COMPUTED_FAMILIES, KernelPrediction, Roofline, is_unaligned
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 
@@ -60,8 +63,12 @@ def terms(features: Features, kind: str = "") -> tuple[float, ...]:
         return (1.0, cost.flops, cost.read_bytes, cost.written_bytes)
     if features.family == "reduction" and kind == "across":
         return (1.0, 0.0, cost.flops, cost.read_bytes + cost.written_bytes)
-    rows = features.dims[0] if features.dims else 1.0
-    return (1.0, rows, cost.flops, cost.read_bytes + cost.written_bytes)
+    rows, moved = features.dims[0] if features.dims else 1.0, cost.read_bytes + cost.written_bytes
+    if features.family == "normalization":
+        # On a GPU one block of threads reads a row, a channel of all images in batch norm: where
+        # rows are few, most of the chip waits for the longest.
+        return (1.0, rows, features.dims[1], cost.flops, moved)
+    return (1.0, rows, cost.flops, moved)
 
 
 def _filled_ratios(features: Features, kind: str) -> tuple[float, float]:
@@ -113,7 +120,7 @@ def variant(call: OpCall, features: Features, threads: int) -> str:
         if isinstance(over, tuple) and over and last not in over and -1 not in over:
             return "across"
         return "along"
-    return features.layout
+    return f"{features.layout}, unaligned" if is_unaligned(features) else features.layout
 
 
 def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
@@ -185,16 +192,6 @@ _ATTENTION = "aten._scaled_dot_product_"
 _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelPrediction:
-    """Seconds with inputs in cache and from memory, and the fit's own relative error."""
-
-    warm_s: float
-    cold_s: float
-    relative_error: float
-    source: str
-
-
 # Machines are probed with the same calls.
 _features_of_grid = lru_cache(maxsize=4096)(features_of)
 
@@ -231,15 +228,22 @@ class ProbedCall:
     warm_s: float
     cold_s: float
 
-    @property
-    def terms(self) -> tuple[float, ...]:
-        return terms(self.features, self.variant)
+
+def _wider(kind: str) -> str:
+    """What a variant is one of: "depthwise" for "depthwise wide, channels last", "" for that."""
+    first = kind.split(",")[0].split(" ")[0]
+    return first if first != kind else ""
+
+
+def _within(kind: str, wider: str) -> bool:
+    return wider in ("", kind, _wider(kind))
 
 
 class FamilyFit:
     """All probed calls of one family in one dtype; of very many, some drawn at random."""
 
-    def __init__(self, points: Sequence[ProbedCall]) -> None:
+    def __init__(self, points: Sequence[ProbedCall], roofline: Roofline | None = None) -> None:
+        self._roofline = roofline
         if len(points) > _MOST_POINTS:
             drawn = np.random.default_rng(0).choice(len(points), _MOST_POINTS, replace=False)
             points = [points[index] for index in np.sort(drawn)]
@@ -252,46 +256,74 @@ class FamilyFit:
         # Numbers compare faster than texts; none of the points' has -1.
         self._number_of_target, self._target_of = _numbered(self.targets.tolist())
         self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
-        self.rows = np.array([point.terms for point in points])
+        self.rows = self._rows([p.features for p in points], [p.variant for p in points])
         self.whole = self._fit(np.ones(len(points), dtype=bool))
         self.forms: dict[tuple[str, str], _Form] = {}
         for target in sorted(set(self.targets.tolist())):
             same = self.targets == target
-            for kind in ("", *sorted(set(self.variants[same].tolist()))):
-                mine = same & (self.variants == kind) if kind else same
+            kinds = set(self.variants[same].tolist())
+            for kind in sorted({*kinds, *map(_wider, kinds), ""}):
+                mine = same & np.array([_within(other, kind) for other in self.variants.tolist()])
                 # As many points as terms meet any form, and tell nothing of calls beyond them.
                 # So few say by how much all calls are longer.
-                if mine.sum() > self.rows.shape[1]:
+                if mine.sum() > self.rows.warm.shape[1]:
                     self.forms[target, kind] = self._fit(mine)
                 else:
-                    wider = self.forms.get((target, ""), self.whole) if kind else self.whole
+                    wider = self._form(target, _wider(kind)) if kind else self.whole
                     self.forms[target, kind] = self._scaled(wider, mine)
         warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
         self.warm_residual = np.log(self.warm / warm)
         self.cold_residual = np.log(self.cold / cold)
         self.relative_error = self._leave_one_out_error()
 
+    def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> _Form:
+        """The terms of calls with inputs in cache and from memory."""
+        rows = np.array([terms(features, kind) for features, kind in zip(some, kinds, strict=True)])
+        if self._roofline is None or some[0].family not in COMPUTED_FAMILIES:
+            return _Form(rows, rows)
+        given = [(f.cost.flops, f.cost.read_bytes, f.cost.written_bytes) for f in some]
+        by_datasheet = self._roofline.predict_features(some)
+        warm, cold = (
+            np.column_stack([rows[:, 0], [getattr(one, name) for one in by_datasheet], given])
+            for name in ("warm_s", "cold_s")
+        )
+        return _Form(warm, cold)
+
+    def _form(self, target: str, kind: str) -> _Form:
+        """The form of an operator's variant: its own, else the closest wider one."""
+        while kind and (target, kind) not in self.forms:
+            kind = _wider(kind)
+        return self.forms.get((target, kind), self.whole)
+
     def _fit(self, mine: NDArray[np.bool_]) -> _Form:
-        rows = self.rows[mine]
-        # What one call alone has takes up all that is odd about that call, and grows without bound.
-        rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
-        return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
+        def fitted(rows: Array, seconds: Array) -> Array:
+            # What one call alone has takes up all that is odd about it, and grows without bound.
+            rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
+            return nonnegative_fit(rows, seconds)
+
+        return _Form(
+            fitted(self.rows.warm[mine], self.warm[mine]),
+            fitted(self.rows.cold[mine], self.cold[mine]),
+        )
 
     def _scaled(self, form: _Form, mine: NDArray[np.bool_]) -> _Form:
         """The form times what some points are longer than it, in the geometric mean with a 1."""
         weight = mine.sum() + 1
 
-        def scaled(unit_s: Array, seconds: Array) -> Array:
-            by_form_s = np.maximum(self.rows[mine] @ unit_s, _SHORTEST_S)
+        def scaled(unit_s: Array, rows: Array, seconds: Array) -> Array:
+            by_form_s = np.maximum(rows[mine] @ unit_s, _SHORTEST_S)
             return np.asarray(unit_s * np.exp(np.log(seconds[mine] / by_form_s).sum() / weight))
 
-        return _Form(scaled(form.warm, self.warm), scaled(form.cold, self.cold))
+        return _Form(
+            scaled(form.warm, self.rows.warm, self.warm),
+            scaled(form.cold, self.rows.cold, self.cold),
+        )
 
-    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> tuple[Array, Array]:
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: _Form) -> tuple[Array, Array]:
         """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
-        forms = [self.forms.get(kind, self.forms.get((kind[0], ""), self.whole)) for kind in kinds]
-        warm = (rows * np.array([form.warm for form in forms])).sum(axis=1)
-        cold = (rows * np.array([form.cold for form in forms])).sum(axis=1)
+        forms = [self._form(*kind) for kind in kinds]
+        warm = (rows.warm * np.array([form.warm for form in forms])).sum(axis=1)
+        cold = (rows.cold * np.array([form.cold for form in forms])).sum(axis=1)
         return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
 
     def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
@@ -315,7 +347,7 @@ class FamilyFit:
         weights = self._weights(some, kinds)
         if without_own:
             np.fill_diagonal(weights, 0.0)
-        rows = np.array([terms(features, kind) for features, kind in zip(some, kinds, strict=True)])
+        rows = self._rows(some, kinds)
         targets = [features.target for features in some]
         warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
         total = weights.sum(axis=1) + _PRIOR_WEIGHT
@@ -360,7 +392,9 @@ class ProbedKernels:
         self.threads = profile.devices[0].threads
         self.exact: dict[OpCall, tuple[float, float]] = {}
         self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
-        memory = profile.memory
+        device, memory = profile.devices[0], profile.memory
+        is_described = device.kind == "cuda" and device.memory_bandwidth_bytes_per_s
+        self._roofline = Roofline(profile) if is_described else None
         self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
         self.groups: defaultdict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
         self._fits: dict[tuple[str, str], FamilyFit] = {}
@@ -397,7 +431,7 @@ class ProbedKernels:
         """The fit of a family in a dtype that were probed."""
         with self._lock:
             if key not in self._fits:
-                self._fits[key] = FamilyFit(self.groups[key])
+                self._fits[key] = FamilyFit(self.groups[key], self._roofline)
             return self._fits[key]
 
 

@@ -6,17 +6,19 @@ in Python, and operators whose result is as long as its values say (PyTorch, "CU
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.structure import GraphStructure
 from estimator.kernels.contention import Eviction
-from estimator.machines.profile import HostCost
+from estimator.machines.profile import HostCost, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
 
@@ -25,7 +27,8 @@ Flags = NDArray[np.bool_]
 
 # Before a library's kernel is launched, its descriptors are made and its algorithm looked up: on a
 # GPU a convolution takes the host 4 times as long as relu_, a batch norm 3 times with what wraps it
-# (112 and 51 beside 26 µs in a profile: pytorch/pytorch, issue 27058).
+# (112 and 51 beside 26 µs in a profile: pytorch/pytorch, issue 27058). For machines whose probe has
+# not timed that.
 _LIBRARY_CALLS = {"convolution": 4.0, "batch_norm": 3.0}
 # The backward pass of a view is a view made from C++, without Python's half of the call.
 _BACKWARD_VIEW_RATIO = 0.5
@@ -38,16 +41,28 @@ _CHECKPOINT_CALLS = 120
 _FUNCTION_CALLS, _FUNCTION_BACKWARD_CALLS = 5, 9
 
 
+def issue_costs(profile: MachineProfile) -> dict[str, float]:
+    """Host seconds of a bare call, the median of those probed, by operator and by family."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for kernel in profile.kernels:
+        own = [point.host_s for point in kernel.points if point.host_s is not None]
+        for name in (kernel.target, family_of(kernel.target)):
+            seconds[name] += own
+    return {name: statistics.median(own) for name, own in seconds.items() if own}
+
+
 def eager_host_seconds(
     structure: GraphStructure,
     calls: Sequence[OpCall],
     moved_bytes: Array,
     host: HostCost,
     private_bytes: float,
+    issued_s: Mapping[str, float],
 ) -> Array:
     """Python, dispatch and autograd seconds per op; on CUDA also the launch.
 
-    `calls` are the distinct ones of the graph, and `moved_bytes` what each reads and writes.
+    `calls` are the distinct ones of the graph, and `moved_bytes` what each reads and writes;
+    `issued_s` are the `issue_costs` of the machine.
 
     The forward pass, and what checkpoints run again, pay Python and module calls, the rest of the
     backward pass only C++. A CPU kernel's own time includes its bare call; a CUDA kernel's does
@@ -55,17 +70,21 @@ def eager_host_seconds(
     cache, or has not.
     """
     graph = structure.graph
-    launch = host.bare_op_s if graph.target == "cuda" else 0.0
     moved = np.where(structure.is_view, 0.0, moved_bytes[structure.call_of])
     before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
     cold = Eviction.of_size(private_bytes).at(before) if private_bytes else np.ones(len(moved))
     op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
     view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
     node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)
-    ratios = _library_ratios(calls)[structure.call_of] if graph.target == "cuda" else 1.0
-    forward_s = np.where(structure.is_view, view_s, (op_s + launch) * ratios)
+    # What a CPU's kernel takes includes its bare call.
+    ratios, launch_s = np.ones(len(op_s)), np.zeros(len(op_s))
+    if graph.target == "cuda":
+        ratios, launch_s = (
+            given[structure.call_of] for given in _launches(calls, host.bare_op_s, issued_s)
+        )
+    forward_s = np.where(structure.is_view, view_s, op_s * ratios + launch_s)
     backward_s = np.where(
-        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, (node_s + launch) * ratios
+        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, node_s * ratios + launch_s
     )
     by_python = structure.is_forward | structure.is_run_again
     per_op = np.where(by_python, forward_s, backward_s)
@@ -93,13 +112,20 @@ def _dtensor_seconds(structure: GraphStructure, calls: Sequence[OpCall], host: H
     return np.asarray(structure.enters_dtensor * module_s + exchange_s[structure.call_of])
 
 
-def _library_ratios(calls: Sequence[OpCall]) -> Array:
-    """How many times a simple operator each distinct call takes the host."""
-    kinds = [
-        next((ratio for word, ratio in _LIBRARY_CALLS.items() if word in call.target), 1.0)
-        for call in calls
-    ]
-    return np.array(kinds)
+def _launches(
+    calls: Sequence[OpCall], bare_s: float, issued_s: Mapping[str, float]
+) -> tuple[Array, Array]:
+    """(how many times as long as usual the rest takes, seconds of launching) of distinct calls."""
+    ratios, seconds = np.ones(len(calls)), np.full(len(calls), bare_s)
+    for number, call in enumerate(calls):
+        own_s = issued_s.get(call.target, issued_s.get(family_of(call.target)))
+        if own_s is not None:
+            seconds[number] = own_s
+            continue
+        named = (ratio for word, ratio in _LIBRARY_CALLS.items() if word in call.target)
+        ratios[number] = next(named, 1.0)
+        seconds[number] *= ratios[number]
+    return ratios, seconds
 
 
 def _python_calls(structure: GraphStructure, by_python: Flags) -> Array:

@@ -8,11 +8,13 @@ last-level cache come faster, which is what `Prediction` calls warm.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +33,20 @@ from estimator.kernels.datasheet_model import (
     peak_flops_per_s,
     sustained_ratio,
 )
-from estimator.kernels.fits import KernelPrediction
 from estimator.machines.profile import Device, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 from estimator.workload.recipe import TF32_BY_DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPrediction:
+    """Seconds with inputs in cache and from memory, and the fit's own relative error."""
+
+    warm_s: float
+    cold_s: float
+    relative_error: float
+    source: str
+
 
 # Give cuDNN's fused attention its published rates, by chip, width of heads and tokens.
 #
@@ -137,14 +149,22 @@ class Roofline:
     ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
         predictions: list[KernelPrediction | None] = [None] * len(calls)
+        numbers = [number for number, feature in enumerate(features) if feature is not None]
+        found = self.predict_features([f for f in features if f is not None])
+        for number, prediction in zip(numbers, found, strict=True):
+            predictions[number] = prediction
+        return predictions
+
+    def predict_features(self, features: Sequence[Features]) -> list[KernelPrediction]:
+        """The same for calls of which only the features are known."""
         alike: defaultdict[tuple[Family, str, str], list[int]] = defaultdict(list)
         for number, feature in enumerate(features):
-            if feature is not None:
-                own = PREFIX if feature.target.startswith(PREFIX) else ""
-                alike[feature.family, self._computed_in(feature), own].append(number)
+            own = PREFIX if feature.target.startswith(PREFIX) else ""
+            alike[feature.family, self._computed_in(feature), own].append(number)
         errors, speedup = self.kernel_model.errors, self.kernel_model.memory_bound.cache_speedup
+        predictions: dict[int, KernelPrediction] = {}
         for (family, dtype, _), numbers in alike.items():
-            some = [feature for number in numbers if (feature := features[number]) is not None]
+            some = [features[number] for number in numbers]
             seconds = _COMPUTED.get(family, Roofline._memory_bound_s)
             warm_s, cold_s = (
                 seconds(self, some, self._chip_in(dtype), cached) for cached in (speedup, 1.0)
@@ -154,7 +174,7 @@ class Roofline:
                 predictions[number] = KernelPrediction(
                     warm_s=warm, cold_s=max(cold, warm), relative_error=error, source="datasheet"
                 )
-        return predictions
+        return [predictions[number] for number in range(len(features))]
 
     def _computed_in(self, features: Features) -> str:
         """In which dtype a call's matmuls are, as the kernel model tells them apart."""
@@ -181,7 +201,7 @@ class Roofline:
             [features.dims[:4] for features in some], dtype=float
         ).T
 
-        def seconds_of(unaligned: Sequence[bool]) -> NDArray[np.float64]:
+        def seconds_of(aligned_bytes: Sequence[float]) -> NDArray[np.float64]:
             return matmul_seconds(
                 kernel_model,
                 chip,
@@ -190,15 +210,19 @@ class Roofline:
                 columns=columns,
                 inner=inner,
                 moved_bytes=[features.cost.moved_bytes for features in some],
-                unaligned=unaligned,
+                aligned_bytes=aligned_bytes,
                 cached=cached,
             )
 
-        unaligned_bytes = [sum(unaligned_matrices_bytes(features)) for features in some]
-        seconds = seconds_of([size > 0 for size in unaligned_bytes])
+        matrices = [tensor_core_matrices(features) for features in some]
+        seconds = seconds_of([_aligned_bytes(given) for given in matrices])
         if self._pads_matmuls:
-            copies_s = 2 * np.array(unaligned_bytes) / (self._bytes_per_s * cached)
-            seconds = np.minimum(seconds, seconds_of([False] * len(some)) + copies_s)
+            padded_bytes = [
+                sum(matrix.bytes for matrix in given if matrix.aligned_bytes < _PADDED_BYTES)
+                for given in matrices
+            ]
+            copies_s = 2 * np.array(padded_bytes) / (self._bytes_per_s * cached)
+            seconds = np.minimum(seconds, seconds_of([_PADDED_BYTES] * len(some)) + copies_s)
         # A gradient of several matmuls is costed as one; its flops say how many there are.
         flops = np.array([features.cost.flops for features in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
@@ -345,21 +369,54 @@ class Roofline:
         return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
 
 
-def unaligned_matrices_bytes(features: Features) -> list[float]:
-    """Bytes of a half-precision matmul's factors and result whose rows start at odd elements.
+class TensorCoreMatrix(NamedTuple):
+    """A factor or the result of a matmul: the multiple of bytes at which its rows start, and what
+    it holds."""
+
+    aligned_bytes: int
+    bytes: float
+
+
+# What tensor cores multiply that may start at any element.
+_ALIGNED_DTYPES = {"float16": 2, "bfloat16": 2, "tfloat32": 4}
+# torch.compile pads factors to rows of so many bytes (torch/_inductor/fx_passes/pad_mm.py,
+# `get_alignment_size`).
+_PADDED_BYTES = 16
+
+
+def tensor_core_matrices(features: Features) -> list[TensorCoreMatrix]:
+    """The two factors and the result of a matmul on tensor cores; none of another.
 
     A factor stored by rows has rows of the inner dimension (the first) or of columns, else of rows
     or of the inner one. Products with a vector run kernels of their own.
     """
     batch, rows, columns, inner = features.dims[:4]
-    if ITEM_BYTES.get(features.dtype) != _HALF_BYTES or min(rows, columns) <= 1:
+    element_bytes = _ALIGNED_DTYPES.get(features.dtype)
+    if element_bytes is None or min(rows, columns) <= 1:
         return []
     matrices = (
         (rows if features.layout in ("tn", "tt") else inner, rows * inner),
         (inner if features.layout in ("nt", "tt") else columns, inner * columns),
         (columns, rows * columns),
     )
-    return [_HALF_BYTES * batch * size for length, size in matrices if length % 2 == 1]
+    return [
+        TensorCoreMatrix(
+            math.gcd(element_bytes * int(length), _PADDED_BYTES), element_bytes * batch * size
+        )
+        for length, size in matrices
+    ]
+
+
+def _aligned_bytes(matrices: Sequence[TensorCoreMatrix]) -> int:
+    return min((matrix.aligned_bytes for matrix in matrices), default=_PADDED_BYTES)
+
+
+def is_unaligned(features: Features) -> bool:
+    """Whether rows of a matmul on tensor cores start elsewhere than bulk copies may begin."""
+    return (
+        features.family == "matmul"
+        and _aligned_bytes(tensor_core_matrices(features)) < _PADDED_BYTES
+    )
 
 
 def memory_bound_keys(features: Features) -> tuple[str, ...]:
@@ -382,3 +439,5 @@ _COMPUTED: Mapping[Family, Callable[[Roofline, Sequence[Features], Chip, float],
     "attention": Roofline._attentions_s,
     "recurrent": Roofline._recurrents_s,
 }
+# Of which a chip's multiprocessors set the pace, not its memory alone.
+COMPUTED_FAMILIES = frozenset(_COMPUTED)

@@ -222,16 +222,19 @@ class KernelPoint:
     `warm_s`: inputs as the previous op left them (in cache where they fit), output memory already
     touched. `cold_s`: inputs read from main memory; None where the device has no such difference.
     Neither includes the host's dispatch cost beyond the bare operator call. `noise_ratio` is half
-    the 10–90 % range of the repeats over their median.
+    the 10–90 % range of the repeats over their median. `host_s` is what the host takes to issue the
+    bare call to a device that is idle; None on CPUs, where it is part of `warm_s`, and where only
+    long calls were timed.
     """
 
     call: Mapping[str, Any]
     warm_s: float
     cold_s: float | None = None
     noise_ratio: float = 0.0
+    host_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "warm_s", "cold_s")
+        check_positive(self, "warm_s", "cold_s", "host_s")
         check_not_negative(self, "noise_ratio")
         try:
             OpCall.decode(dict(self.call))

@@ -220,7 +220,7 @@ class _Probe:
             overlaps=findings.all_of("overlaps"),
             kernels=findings.kernel_costs(),
             contentions=findings.all_of("contentions"),
-            host=findings.host_cost(),
+            host=findings.host_cost(self.devices[0].kind),
             memory=findings.memory_cost(hardware, self.devices[0]),
             input=findings.input_cost(),
             updates=tuple(findings.updates),

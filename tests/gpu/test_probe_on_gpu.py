@@ -35,9 +35,9 @@ def test_what_a_device_is_and_runs_at_is_known(backend: CudaBackend) -> None:
     assert facts["sm_count"] == torch.cuda.get_device_properties(0).multi_processor_count
     at_work = sustained_facts(torch, backend, seconds=0.3)
     assert isinstance(at_work["sm_clock_mhz_at_work"], int)
-    assert isinstance(at_work["power_w_at_work"], float)
+    assert isinstance(at_work["power_draw_w_at_work"], float)
     assert at_work["sm_clock_mhz_at_work"] > 0
-    assert at_work["power_w_at_work"] > 0
+    assert at_work["power_draw_w_at_work"] > 0
 
 
 def test_eight_times_the_work_takes_longer_but_not_for_free(backend: CudaBackend) -> None:

@@ -27,6 +27,7 @@ from estimator.machines.profile import (
     MachineProfile,
 )
 from estimator.machines.typical import with_typical_costs
+from estimator.tensors import OpCall, TensorSpec
 from tests.conftest import make_small_profile
 from tests.synthetic import CHOSEN, Machine, perceptron
 
@@ -259,6 +260,41 @@ def test_a_gpus_host_looks_up_algorithms_of_convolutions_and_batch_norms() -> No
     }
     # 8.5 µs from Python and 7.5 µs for the launch.
     assert found == pytest.approx({"batch_norm": 3 * 1.6e-5, "relu": 1.6e-5})
+
+
+def test_a_gpus_host_issues_an_operator_as_its_probe_has_seen_it_do() -> None:
+    graph = est.trace_model(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Tanh()),
+        torch.randn(4, 8),
+        target="cuda",
+        precision="fp32",
+    )
+    typical = with_typical_costs(load_profile("h100-sxm"))
+    assert typical.host is not None
+    host = replace(typical.host, module_call_s=0.0, forward_op_s=2e-6, bare_op_s=8e-6)
+
+    def timed(target: str, arguments: int, *host_s: float | None) -> KernelCost:
+        square = TensorSpec((8, 8))
+        call = OpCall(target, (square,) * arguments, (), (square,)).encode()
+        points = [KernelPoint(call=call, warm_s=1e-6, host_s=s) for s in host_s]
+        return KernelCost(
+            target=target, dtype="float32", points=tuple(points), provenance=typical.provenance
+        )
+
+    kernels = (
+        timed("aten.addmm.default", 3, 21e-6, 20e-6, None, 30e-6),
+        timed("aten.gelu.default", 1, 9e-6),
+    )
+    profile = replace(typical, host=host, kernels=kernels)
+    host_s = op_durations(graph.at(), profile, cache=Cache(limit_bytes=0)).host_s
+    found = {
+        op.call.target: s
+        for op, s in zip(graph.ops, host_s.tolist(), strict=True)
+        if op.phase == "forward" and op.call.target.split(".")[1] in ("addmm", "gelu", "tanh")
+    }
+    # tanh was not timed: as the operators of its family were, of which there is one.
+    expected = {"addmm": 2e-6 + 21e-6, "gelu": 2e-6 + 9e-6, "tanh": 2e-6 + 9e-6}
+    assert found == pytest.approx({f"aten.{name}.default": s for name, s in expected.items()})
 
 
 def test_a_gpus_update_in_a_loop_is_issued_while_the_device_works() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from estimator.graph.costs.call_costs import features_of
 from estimator.kernels.fits import KernelFits, nonnegative_fit, terms, variant
+from estimator.kernels.roofline import Roofline
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 
@@ -288,3 +290,86 @@ def test_a_family_that_no_probe_times_is_predicted_by_its_stand_in() -> None:
     predicted = KernelFits(_profile(ordered)).predict(transform)
     assert predicted is not None
     assert predicted.source == "fitted"
+
+
+def _gpu_profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
+    """The same on an H100 known by its datasheet."""
+    known = load_profile("h100-sxm").devices
+    return replace(_profile(calls), devices=known[:1])
+
+
+def _half(rows: int, inner: int, columns: int) -> OpCall:
+    left, right = TensorSpec((rows, inner), "bfloat16"), TensorSpec((inner, columns), "bfloat16")
+    return OpCall("aten.mm.default", (left, right), (), (TensorSpec((rows, columns), "bfloat16"),))
+
+
+@pytest.mark.parametrize("size", [(2000, 1000, 1000), (4096, 1024, 5120), (4096, 1024, 50257)])
+def test_a_gpus_matmuls_know_of_tiles_waves_and_alignment(size: tuple[int, int, int]) -> None:
+    # Every call takes 1.3 times what the datasheet says; whole tiles of aligned rows are timed, and
+    # products whose rows start at odd elements of other sizes.
+    sides = (256, 512, 768, 1024, 2048, 3072, 4096, 8192)
+    sizes = [(m, 1024, n) for m in sides for n in sides]
+    sizes += [(m, 768, n) for m in (1024, 2048, 4096, 8192) for n in (10_001, 30_001)]
+    by_datasheet = Roofline(_gpu_profile([]))
+
+    def seconds(call: OpCall) -> float:
+        predicted = by_datasheet.predict(call)
+        assert predicted is not None
+        return 1.3 * predicted.warm_s
+
+    fits = KernelFits(_gpu_profile([(_half(*one), seconds(_half(*one))) for one in sizes]))
+    found = fits.predict(_half(*size))
+    assert found is not None
+    assert found.warm_s == pytest.approx(seconds(_half(*size)), rel=0.02)
+
+
+def test_few_calls_of_each_variant_are_fitted_together_where_they_are_of_one_kind() -> None:
+    def gradient(channels: int, side: int, kernel: int, groups: int, strides: bool) -> OpCall:
+        shape = (8, channels, side, side)
+        last = (channels * side * side, 1, side * channels, channels) if strides else None
+        image = TensorSpec(shape, strides=last)
+        weight = TensorSpec((channels, channels // groups, kernel, kernel))
+        half = kernel // 2
+        tail = (None, (1, 1), (half, half), (1, 1), False, (0, 0), groups, (True, True, False))
+        outputs = (image, weight, TensorSpec((0,)))
+        return OpCall(
+            "aten.convolution_backward.default", (image, image, weight, *tail), (), outputs
+        )
+
+    def seconds(call: OpCall, flops_per_s: float) -> float:
+        features = features_of(call)
+        assert features is not None
+        return 1e-5 + features.cost.flops / flops_per_s
+
+    dense = [gradient(c, s, 3, 1, False) for c in (16, 32, 64, 96, 128) for s in (8, 16, 32)]
+    # Depthwise kernels reach a fiftieth of the rate; of either layout and width four are timed.
+    sizes = ((32, 16), (64, 32), (128, 24), (256, 16))
+    depthwise = [
+        gradient(c, s, kernel, c, last)
+        for c, s in sizes
+        for kernel in (3, 7)
+        for last in (True, False)
+    ]
+    calls = [(call, seconds(call, 1e12)) for call in dense]
+    calls += [(call, seconds(call, 2e10)) for call in depthwise]
+    asked = gradient(512, 56, 7, 512, False)
+    found = KernelFits(_profile(calls)).predict(asked)
+    assert found is not None
+    assert found.warm_s == pytest.approx(seconds(asked, 2e10), rel=0.15)
+
+
+def test_few_long_rows_of_a_normalisation_take_as_long_as_one() -> None:
+    def normalised(channels: int, side: int) -> OpCall:
+        image, channel = TensorSpec((64, channels, side, side)), TensorSpec((channels,))
+        arguments = (image, channel, channel, channel, channel, True, 0.1, 1e-5)
+        return OpCall("aten.native_batch_norm.default", arguments, (), (image, channel, channel))
+
+    # 64 × side² elements of a channel, one after the other at 0.6 per ns, whatever the channels.
+    calls = [
+        (normalised(channels, side), 1e-5 + 64 * side**2 / 0.6e9)
+        for channels in (16, 32, 64, 96, 128)
+        for side in (7, 14, 28, 56)
+    ]
+    found = KernelFits(_profile(calls)).predict(normalised(24, 112))
+    assert found is not None
+    assert found.warm_s == pytest.approx(1e-5 + 64 * 112**2 / 0.6e9, rel=0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from estimator.graph.costs.call_costs import features_of
 from estimator.kernels.datasheet_model import convolution_kind
-from estimator.kernels.roofline import Roofline, unaligned_matrices_bytes
+from estimator.kernels.roofline import Roofline, tensor_core_matrices
 from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 
@@ -50,7 +50,7 @@ def kernel_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def machine(**peaks: float) -> MachineProfile:
+def machine(architecture: str = "gv100", **peaks: float) -> MachineProfile:
     """A GPU of 1 TB/s, 10 TFLOP/s in fp32 and 100 multiprocessors, with power to spare."""
     device = Device(
         kind="cuda",
@@ -59,7 +59,12 @@ def machine(**peaks: float) -> MachineProfile:
         memory_bytes=1 << 34,
         memory_bandwidth_bytes_per_s=1e12,
         peak_flops_per_s={"float32": 1e13} | peaks,
-        details={"sm_count": 100, "power_w": 1e6, "architecture": "gv100", "memory_type": "HBM2"},
+        details={
+            "sm_count": 100,
+            "power_w": 1e6,
+            "architecture": architecture,
+            "memory_type": "HBM2",
+        },
     )
     return MachineProfile(name="card", devices=(device,), provenance=Provenance(source="datasheet"))
 
@@ -146,6 +151,24 @@ def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
     assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "columns", "times"),
+    [
+        ("float16", 6408, 1.0),
+        ("float16", 6402, 1 / 0.45),
+        ("float16", 6401, 1 / 0.21),
+        ("float32", 6401, 1.0),
+    ],
+)
+def test_hopper_copies_rows_that_start_at_multiples_of_16_bytes(
+    kernel_model: Path, dtype: str, columns: int, times: float
+) -> None:
+    fits = Roofline(machine("gh100", float16=1e14), kernel_model=kernel_model)
+    found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
+    # Up to eight columns more than 50 whole tiles of 128 are a 51st one.
+    assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
+
+
 def test_a_factor_stored_by_columns_has_rows_of_its_other_dimension() -> None:
     def found(rows: int, columns: int, inner: int, strides: tuple[int, int] | None) -> list[float]:
         left = TensorSpec((rows, inner), "float16", strides)
@@ -154,7 +177,9 @@ def test_a_factor_stored_by_columns_has_rows_of_its_other_dimension() -> None:
         call = OpCall("aten.mm.default", (left, right), outputs=(result,))
         features = features_of(call)
         assert features is not None
-        return unaligned_matrices_bytes(features)
+        return [
+            matrix.bytes for matrix in tensor_core_matrices(features) if matrix.aligned_bytes < 4
+        ]
 
     assert found(64, 66, 65, None) == [2 * 64 * 65]
     assert found(64, 66, 65, (1, 64)) == []

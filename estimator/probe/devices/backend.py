@@ -24,6 +24,8 @@ _TOUCH_BLOCK_BYTES = 64 << 20
 # CUDA events bracket a call on the device; the host must run ahead of it, or the gap between two
 # launches is timed too. So a spinning kernel is queued first, for longer than the host needs.
 _CALLS_PER_FLIGHT = 64
+# How often, and how many calls at a time, the host is watched issuing them.
+_ISSUE_ROUNDS, _ISSUED_CALLS = 3, 8
 _HIGHEST_CLOCK_HZ = 2.5e9
 _LONGEST_SPIN_S = 0.2
 # Some launches long, so that the first call is queued before the spin ends.
@@ -94,6 +96,10 @@ class CpuBackend:
             seconds.append(clock() - begin)
             after(number)
         return seconds
+
+    def issue_s(self, call: Callable[[int], object]) -> float | None:
+        """Host seconds of issuing a call; None on a CPU, which computes it meanwhile."""
+        return None
 
     def last_level_cache_bytes(self) -> int:
         """Size of the cache that must be flushed before a read is cold."""
@@ -208,6 +214,18 @@ class CudaBackend:
         # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
         elapsed_s = [one.elapsed_time(two) * 1e-3 for one, two in spans]
         return [max(flight_s - self.event_s, _SHORTEST_S) for flight_s in elapsed_s], issued_s
+
+    def issue_s(self, call: Callable[[int], object]) -> float | None:
+        """Host seconds of issuing a call, the least of three rounds; the device is idle before."""
+        rounds = []
+        for _ in range(_ISSUE_ROUNDS):
+            self.synchronize()
+            begin = self._clock()
+            for number in range(_ISSUED_CALLS):
+                call(number)
+            rounds.append((self._clock() - begin) / _ISSUED_CALLS)
+        self.synchronize()
+        return min(rounds)
 
     def measure_events(self, call: Callable[[int], object]) -> None:
         """Learn what a pair of events adds to a short `call`, so that it is not charged to calls.

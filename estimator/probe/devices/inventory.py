@@ -443,7 +443,7 @@ def clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
         "sm_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, streaming),
         "sm_clock_most_mhz": nvml_answer(nvml, "nvmlDeviceGetMaxClockInfo", handle, streaming),
         "memory_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, memory),
-        "power_w": None if power is None else power / 1000,
+        "power_draw_w": None if power is None else power / 1000,
         "power_limit_w": None if limit is None else limit / 1000,
         "power_limit_default_w": None if usual is None else usual / 1000,
         "throttle_reasons": _throttle_reasons(nvml, handle),

@@ -130,6 +130,8 @@ _WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
 _LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 24}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
 _FEW_REPEATS, _LONG_CALL_S = 3, 0.004
+# What the host takes for a call does not grow with it; a longer one keeps the device too long.
+_ISSUED_S = 1e-4
 # Cold calls take several times as long as warm ones, and their inputs are cut anew for each.
 _WARM_S, _COLD_S = {"cpu": 0.004, "cuda": 0.002}, {"cpu": 0.002, "cuda": 0.001}
 # Below this a call is all dispatch; below that share of its time, reading its bytes from main
@@ -222,6 +224,7 @@ def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> di
         "warm_s": point.warm_s,
         "cold_s": point.cold_s,
         "noise_ratio": point.noise_ratio,
+        "host_s": point.host_s,
         "math": grid_call.math,
     }
 
@@ -269,11 +272,15 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
                 cold_s = warm_s  # it does not fit the cache: warm is as cold as it gets
             else:
                 cold_s = _cold_s(backend, source, grid_call, operator, arguments, outputs, warm_s)
+        host_s = None
+        if warm_s <= _ISSUED_S:
+            host_s = backend.issue_s(lambda _: operator(*positional, **keywords))
     return KernelPoint(
         call=replace(grid_call.call, outputs=tuple(outputs)).encode(),
         warm_s=warm_s,
         cold_s=cold_s,
         noise_ratio=noise_ratio(warm),
+        host_s=host_s,
     )
 
 

@@ -83,7 +83,7 @@ def test_the_runtime_is_asked_for_what_a_device_is() -> None:
 def test_clocks_and_power_are_read_at_work_from_the_gpu_that_torch_uses() -> None:
     found = sustained_facts(FakeTorch(), CpuBackend(), seconds=0.0)
     assert found["sm_clock_mhz_at_work"] == 1700
-    assert found["power_w_at_work"] == 650.0
+    assert found["power_draw_w_at_work"] == 650.0
     assert found["throttle_reasons_at_work"] == "SwPowerCap"
     assert found["celsius_at_work"] == 61
 
@@ -105,7 +105,7 @@ def test_all_devices_get_the_facts_and_the_first_what_it_ran_at() -> None:
     ]
     findings = Findings(at="2026-01-01")
     findings.take("device", {"facts": {"sm_count": 132}})
-    findings.take("device", {"sustained": {"power_w_at_work": 650.0}})
+    findings.take("device", {"sustained": {"power_draw_w_at_work": 650.0}})
     first, second = findings.described(devices)
-    assert first.details == {"pcie_width": 16, "sm_count": 132, "power_w_at_work": 650.0}
+    assert first.details == {"pcie_width": 16, "sm_count": 132, "power_draw_w_at_work": 650.0}
     assert second.details == {"pcie_width": 16, "sm_count": 132}

@@ -178,7 +178,7 @@ def test_gpus_carry_bus_links_and_neighbours() -> None:
     assert first.details["nvlink_links"] == 4
     assert first.details["driver_version"] == "580.1"
     assert first.details["peer_access"] == "1:nvlink"
-    assert first.details["power_w"] == 70.5
+    assert first.details["power_draw_w"] == 70.5
     assert first.details["other_processes"] == 1
     assert first.details["throttle_reasons"] == ""
     assert second.details["throttle_reasons"] == "HwThermalSlowdown"
