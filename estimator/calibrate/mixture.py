@@ -21,7 +21,7 @@ uncertainty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from estimator.calibrate import design
 from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.design import Dataset, Inputs, confirmed, effective_ratio, noise_variance
-from estimator.calibrate.performance_model import BATCH, NODES, RANKS, Array
+from estimator.calibrate.performance_model import NODES, RANKS, Array
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 1000
@@ -223,8 +223,6 @@ _MOST_OUTLIERS_RATIO = 0.25
 _KINDS = 3
 # How far forms usually are from steps, in logarithms.
 _FORM_SIGMA = 0.1
-# How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
-_LEEWAY = 0.1
 
 
 class Mixture:
@@ -332,7 +330,7 @@ class Mixture:
         share = 1 / (1 + self.counts(rows) * _FORM_SIGMA**2 / noise_variance(np.zeros(1)))
         away = {name: log - log_model for name, log in logs.items()}
         mean, between = self._pooled(_kinds(rows), away, variance, share)
-        return self._bounded(rows, log_model + mean, list(logs.values())), between
+        return log_model + mean, between
 
     def _pooled(
         self, kinds: NDArray[np.intp], away: Mapping[str, Array], variance: Array, share: Array
@@ -348,19 +346,6 @@ class Mixture:
         weights *= share / (self.weights_[MODEL][kinds] + weights.sum(axis=0))
         mean = (weights * distances).sum(axis=0)
         return mean, np.maximum((weights * distances**2).sum(axis=0) - mean**2, 0)
-
-    def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
-        """Keep predictions beyond the batches of few rows between those of forms and engine.
-
-        Their steps grow with the batch, and never faster than it.
-        """
-        if not self.forms_ or len(self.rows_) > _FEW_ROWS:
-            return log_s
-        batches = self.rows_[:, BATCH]
-        beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())
-        low = np.min(others, axis=0) - _LEEWAY
-        high = np.max(others, axis=0) + _LEEWAY
-        return np.where(beyond, np.clip(log_s, low, high), log_s)
 
     @property
     def left_out(self) -> LeftOut:

@@ -159,3 +159,13 @@ def test_notes_tell_jobs_of_one_model_apart_by_what_is_no_batch(tmp_path: Path) 
     ]
     jobs = read(tmp_path, *rows, header=header).jobs
     assert sorted(len(job.steps) for job in jobs) == [1, 2, 2]
+
+
+def test_rows_of_two_networks_under_one_name_are_two_jobs(tmp_path: Path) -> None:
+    # DLPerf's OneFlow rows: four times the samples cannot take half as long in one network.
+    header = "model,gpu,gpus,local_batch,step_time_s,framework_version"
+    rows = "InsightFace Y1,V100,1,64,0.261,OneFlow", "InsightFace Y1,V100,1,256,0.1304,OneFlow"
+    jobs = read(tmp_path, *rows, "InsightFace Y1,V100,1,64,0.1,MxNet", header=header).jobs
+    assert [(job.model, job.steps[0].batch_per_gpu) for job in jobs] == [
+        ("InsightFace R100", 64), ("InsightFace Y1", 256), ("InsightFace Y1", 64),
+    ]  # fmt: skip

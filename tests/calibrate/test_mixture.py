@@ -146,19 +146,3 @@ def test_a_job_that_does_not_follow_the_model_is_predicted_better_than_by_it() -
         for predicted_s in (ours.predict(ROWS[rest]), np.exp(ours.model(ROWS[rest]).log_step))
     )
     assert mixed < 0.7 * model
-
-
-@pytest.mark.parametrize("batch", [1.0, 4096.0])
-def test_beyond_the_observed_batches_no_step_grows_faster_than_its_batch(batch: float) -> None:
-    mixture = fitted(ROWS[::2], OPTIMUS_S[::2], model_error=0.0)
-    rows = np.array([(4, 1, batch, 1, 4)])
-    forms_s = [form.predict(rows) for form in mixture.forms_.values()]
-    for wild in (-5.0, 5.0):
-        found, _ = mixture.combine(rows, np.log(forms_s[0]) + wild, VARIANCE)
-        assert np.min(forms_s) * np.exp(-0.11) < np.exp(found) < np.max(forms_s) * np.exp(0.11)
-    # Within them the model may say what no form does.
-    inside = np.array([(4, 1, 20.0, 1, 4)])
-    free, _ = mixture.combine(
-        inside, np.log(mixture.forms_["optimus"].predict(inside)) + 5, VARIANCE
-    )
-    assert free > np.log(mixture.forms_["optimus"].predict(inside)) + 1
