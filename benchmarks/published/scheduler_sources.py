@@ -46,13 +46,13 @@ _POLLUX = Setting(
     source="Amazon EC2 user guide, instance network bandwidth: 5 Gbit/s for one flow",
 )
 # Replicas are containers without common memory (Sia's rows take as long on one node as on two), and
-# one TCP flow between containers gets some 12 Gbit/s: assumed after their rows had been seen.
+# one TCP flow between containers gets some 10 Gbit/s: assumed after their rows had been seen.
 _SIA_RTX = Setting(
     network="tcp",
-    network_bit_per_s=12e9,
+    network_bit_per_s=10e9,
     network_ratio=1.0,
     in_containers=True,
-    source="assumed: 12 Gbit/s for a TCP flow between containers, not stated",
+    source="assumed: 10 Gbit/s for a TCP flow between containers, not stated",
 )
 # "2 DGX-A100 nodes, each with eight A100-40GB": Jayaram Subramanya et al.: Sia, SOSP 2023.
 _SIA_A100 = Setting(machine="dgx-a100", source="Sia, SOSP 2023: its cluster of DGX A100")
@@ -96,7 +96,7 @@ def sia(row: PublishedRow) -> Workload:
     workload = _adaptdl(row)
     if "network not stated" not in row.text("interconnect"):
         return _in(_SIA_A100, workload)
-    remarks = (*workload.remarks, "network of 12 Gbit/s between containers assumed")
+    remarks = (*workload.remarks, "network of 10 Gbit/s between containers assumed")
     return replace(_in(_SIA_RTX, workload), remarks=remarks)
 
 
