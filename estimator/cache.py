@@ -88,7 +88,7 @@ class Cache:
     def _made(
         self, key: _Key, owners: tuple[object, ...], make: Callable[[], object]
     ) -> _CacheEntry:
-        with self._making, _collected_later():
+        with self._making, collected_later():
             # Whoever waited finds it made, or makes it where the first one failed.
             entry = self._entries.get(key)
             if entry is None:
@@ -158,7 +158,7 @@ class Cache:
 
 
 @contextmanager
-def _collected_later() -> Iterator[None]:
+def collected_later() -> Iterator[None]:
     """Put cyclic garbage collection off.
 
     The operators of a large graph are objects by the ten thousand that all stay: looking through

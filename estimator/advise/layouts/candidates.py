@@ -24,11 +24,13 @@ from estimator.kernels.durations import bound_of, costed, least_device_s, struct
 from estimator.machines.typical import device_memory
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
+from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
 from estimator.timeline.pipelines.stage_plans import blocks_of, default_points
 from estimator.timeline.plan import groups_of
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.rules import DP_REPLICATE, Ranks, StepShape
 from estimator.timeline.strategies import rules_of
+from estimator.timeline.strategies.ddp import BucketedRules
 from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer, state_sizes
@@ -146,6 +148,16 @@ def _batches(share: int, graph: OpGraph) -> Iterator[int]:
             yield batch
 
 
+class Buckets(NamedTuple):
+    """Bytes of buckets on a rank for each byte of gradients, and whether these live there."""
+
+    ratio: float
+    hold_gradients: bool
+
+
+NO_BUCKETS = Buckets(0.0, hold_gradients=False)
+
+
 class Stages(NamedTuple):
     """What the stages of a pipeline take at least: seconds of a micro-batch, bytes.
 
@@ -181,6 +193,24 @@ class Stages(NamedTuple):
                 least_s.append(float(around_s[own[0]]) + passes_s + first_s)
         return max(least_s)
 
+    def simulated_s(
+        self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
+    ) -> float:
+        """The same by playing all passes; nothing where backward passes are in two parts.
+
+        How a part of these compares with the other in the step itself is not known.
+        """
+        if not schedule.backward_is_whole:
+            return 0.0
+        both_s = self.forward_s + self.backward_s
+        seconds = zip(self.forward_s.tolist(), self.backward_s.tolist(), strict=True)
+        costs = [StageCosts(forward_s, backward_s, 0.0) for forward_s, backward_s in seconds]
+        spread_ratio *= schedule.passes_of(micro_batches)
+        return max(
+            end_s + spread_ratio * float(both_s[self._held(schedule, rank, ranks)].sum())
+            for rank, end_s in enumerate(last_ends_s(schedule, ranks, micro_batches, costs))
+        )
+
     def memory_bytes(
         self,
         schedule: Schedule,
@@ -188,16 +218,17 @@ class Stages(NamedTuple):
         micro_batches: int,
         state_shards: int,
         parameter_shards: int = 1,
+        buckets: Buckets = NO_BUCKETS,
     ) -> float:
         """Bytes of the fullest rank at least; so many share the optimizer's state, parameters."""
         parameters_bytes = self.parameters_bytes / parameter_shards
-        fixed = parameters_bytes + self.states_bytes / state_shards
+        fixed = parameters_bytes * (1 + buckets.ratio) + self.states_bytes / state_shards
         most = 0.0
         for rank in range(ranks):
             own = self._held(schedule, rank, ranks)
             held = schedule.held_at_least(rank, ranks, micro_batches)
             waiting = float(np.dot(held, self.kept_bytes[own]))
-            if len(own) == 1:
+            if len(own) == 1 and not buckets.hold_gradients:
                 # The last micro-batch whose backward pass ends leaves gradients in its place.
                 left = float(parameters_bytes[own[0]] - self.kept_bytes[own[0]])
                 waiting += max(left, 0.0)
@@ -305,6 +336,7 @@ class LayoutBounds:
             costed(kind.profile, engine.cache).rank_jitter_ratio or 0.0 for kind in placement.kinds
         )
         self._held: dict[int, Held] = {}
+        self._buckets: dict[tuple[int, Strategy], Buckets] = {}
         self._passes: dict[tuple[Layout, int], _MicroBatch] = {}
         self._stages: dict[tuple[Layout, int], Stages] = {}
 
@@ -335,11 +367,15 @@ class LayoutBounds:
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
         if strategy.keeps.parameters == "shard":
             states = held.states / shards
-        one = self._micro_batch(layout, batch)
+        one, buckets = self._micro_batch(layout, batch), self._buckets_of(part, strategy, dp)
         kept = one.kept_bytes
         if layout.pp > 1 and layout.schedule.name == "gpipe":
             kept *= micro_batches
-        rank_bytes = (parameters + states + max(gradients, kept)) / layout.pp
+        passing = kept if buckets.hold_gradients else max(gradients, kept)
+        own = parameters + states + buckets.ratio * held.gradients
+        if layout.pp > 1 and layout.schedule.is_two_way:
+            own *= 2
+        rank_bytes = (own + passing) / layout.pp
         return max(rank_bytes, one.touched_bytes) / self._usable_bytes
 
     def closer(self, candidate: Candidate) -> tuple[float, float]:
@@ -356,8 +392,31 @@ class LayoutBounds:
         # How much of what is gathered is there at once, and how wide it is, is not known.
         unsharded = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
-        held = stages.memory_bytes(*pipeline, shards, unsharded)
+        part = self._engine.split(self._graph, layout)
+        buckets = self._buckets_of(part, strategy, (layout.dp or 1) * layout.cp)
+        held = stages.memory_bytes(*pipeline, shards, unsharded, buckets)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
+
+    def simulated_s(self, candidate: Candidate) -> float:
+        """Seconds of a pipeline's step at least, by playing its passes."""
+        _, layout, _, batch, micro_batches = candidate
+        if layout.pp == 1:
+            return 0.0
+        pipeline = layout.schedule, layout.pp, micro_batches
+        return self._stages_of(layout, batch).simulated_s(*pipeline, self._spread_ratio)
+
+    def _buckets_of(self, part: OpGraph, strategy: Strategy, replicas: int) -> Buckets:
+        key = id(part), strategy
+        if replicas == 1 or strategy.keeps.gradients == "shard":
+            return NO_BUCKETS
+        if key not in self._buckets:
+            rules = rules_of(part, StepShape(strategy, 1), self._engine.cache)
+            self._buckets[key] = NO_BUCKETS
+            if isinstance(rules, BucketedRules):
+                # A stage's copy of one bucket that is cast may be smaller than the whole graph's.
+                ratio = rules.held_bucket_bytes(1 << 30) - rules.held_bucket_bytes(0)
+                self._buckets[key] = Buckets(ratio / (1 << 30), rules.in_buckets)
+        return self._buckets[key]
 
     def _stages_of(self, layout: Layout, batch: int) -> Stages:
         # Where stages begin depends on how many there are, whoever holds them.

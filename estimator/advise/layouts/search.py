@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
 from estimator.advise.layouts.candidates import Candidate, LayoutBounds, candidates, divisors
+from estimator.cache import collected_later
 from estimator.coefficients import Z_80, Calibration
 from estimator.errors import ProfileError, StrategyError, WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
@@ -99,6 +100,8 @@ def are_alike(slower: tuple[float, StepErrors], faster: tuple[float, StepErrors]
 
 SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
 SCHEDULES += ("dualpipev", "dualpipe")
+# A candidate's bounds are looked at so often before it is worked out, each time closer.
+_LOOKS = 2
 # Shorter ones are divided over no ranks: their attention is little beside what ranks exchange.
 LONG_SAMPLE_TOKENS = 4096
 # Tensor-parallel ranks share whatever they can share of each other's work.
@@ -290,6 +293,7 @@ class _LayoutSearch:
         # Those that were worked out and do not fit.
         self.unfit = 0
 
+    @collected_later()
     def ranked(
         self,
         global_batch: int,
@@ -372,22 +376,25 @@ class _LayoutSearch:
         prune: bool,
     ) -> Iterator[Candidate]:
         """Candidates by their bounds, each seen closer before its turn, while they may be best."""
-        waiting = [
-            (least_s, n, not prune, candidate) for n, (least_s, candidate) in enumerate(fitting)
-        ]
+        looks = 0 if prune else _LOOKS
+        waiting = [(least_s, n, looks, candidate) for n, (least_s, candidate) in enumerate(fitting)]
         while waiting:
-            least_s, number, is_close, candidate = heappop(waiting)
+            least_s, number, looks, candidate = heappop(waiting)
             if prune and len(answered) >= self._most and least_s > answered[self._most - 1][0]:
                 return
-            if is_close:
+            if looks == _LOOKS:
                 self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
                 yield candidate
                 continue
-            closer_s, ratio = self._bound(LayoutBounds.closer, candidate, (0.0, 0.0))
+            ratio = 0.0
+            if looks == 0:
+                closer_s, ratio = self._bound(LayoutBounds.closer, candidate, (0.0, 0.0))
+            else:
+                closer_s = self._bound(LayoutBounds.simulated_s, candidate, 0.0)
             if ratio > 1 + NOT_FIT_MARGIN_RATIO:
                 too_large.append(candidate)
             else:
-                heappush(waiting, (max(least_s, closer_s), number, True, candidate))
+                heappush(waiting, (max(least_s, closer_s), number, looks + 1, candidate))
 
     def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
         """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""

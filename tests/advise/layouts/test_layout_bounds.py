@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.advise.layouts.candidates import Candidate, LayoutBounds, Stages
+from estimator.advise.layouts.candidates import Buckets, Candidate, LayoutBounds, Stages
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
@@ -56,6 +56,24 @@ def test_a_step_of_1f1b_takes_its_fill_and_the_passes_of_a_rank() -> None:
     assert found.step_s(Schedule.parse("zb"), 2, 4, 0.5) == 1.0 + 36.0
 
 
+def test_too_few_micro_batches_leave_ranks_of_interleaved_stages_waiting() -> None:
+    found, schedule = stages([1.0] * 4, [2.0] * 4, [5.0] * 4), Schedule.parse("interleaved:2")
+    # One micro-batch goes through four stages and back, whoever holds them: 4 × (1 + 2) s.
+    assert found.simulated_s(schedule, 2, 1) == 12.0
+    assert found.simulated_s(Schedule.parse("zbv"), 2, 1) == 0.0
+
+
+def test_buckets_are_held_beside_all_else() -> None:
+    found = stages([1.0] * 4, [1.0] * 4, [5.0] * 4)
+    interleaved, beside = Schedule.parse("interleaved:2"), Buckets(1.0, hold_gradients=False)
+    # Two stages of (10 + 20) bytes and 10 of buckets; a micro-batch through both waits in one.
+    alone = found.memory_bytes(interleaved, 2, 2, 1)
+    assert found.memory_bytes(interleaved, 2, 2, 1, buckets=beside) == alone + 2 * 10
+    within = Buckets(2.0, hold_gradients=True)
+    # Gradients that live in buckets of twice their bytes take no room of their own.
+    assert found.memory_bytes(Schedule.parse("gpipe"), 4, 1, 1, buckets=within) == 10 + 20 + 20 + 5
+
+
 def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks() -> None:
     found = stages([1.0, 1.0], [1.0, 1.0], [5.0, 7.0])
     # Once it has gone back through one of them, gradients of 10 bytes stand in the place of 5.
@@ -69,7 +87,7 @@ def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks()
     st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([4, 8, 12]),
-    st.sampled_from(["ddp", "zero1", "distributed-optimizer", "fsdp:no_reshard"]),
+    st.sampled_from(["ddp", "ddp:view", "zero1", "distributed-optimizer", "fsdp:no_reshard"]),
     st.booleans(),
     st.booleans(),
 )
@@ -104,12 +122,13 @@ def test_no_pipeline_is_faster_or_smaller_than_its_bounds(
     except EstimatorError:
         return
     bounds = LayoutBounds(graph, placement, engine)
-    step_s, ratio = bounds.closer(
-        Candidate(0, layout, Strategy.parse(strategy), batch, micro_batches)
-    )
+    candidate = Candidate(0, layout, Strategy.parse(strategy), batch, micro_batches)
+    step_s, ratio = bounds.closer(candidate)
     assert 0 < step_s <= answer.step_time_s * (1 + 1e-9)
+    assert bounds.simulated_s(candidate) <= answer.step_time_s * (1 + 1e-9)
     usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
     assert 0 < ratio * usable <= answer.peak_memory_bytes * (1 + 1e-9)
+    assert bounds.memory_ratio(candidate) * usable <= answer.peak_memory_bytes * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp:shard=2", "fsdp:no_reshard"])
