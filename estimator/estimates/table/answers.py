@@ -250,12 +250,10 @@ def _at_peak_together(
     """
     if not mixed.any():
         return lane
-    ranks, chosen = placed.group_ranks[:, mixed], []
+    ranks, chosen = placed.group_ranks, []
     slowest = lane.model_peak_s, lane.hardware_peak_s
-    for seconds, peaks in zip(slowest, kinds.at_peak_s(kind_of[:, mixed]), strict=True):
-        together = seconds.copy()
-        together[mixed] = ranks.sum(axis=0) / (ranks / peaks).sum(axis=0)
-        chosen.append(together)
+    for seconds, peaks in zip(slowest, kinds.at_peak_s(kind_of), strict=True):
+        chosen.append(np.where(mixed, placed.ranks / (ranks / peaks).sum(axis=0), seconds))
     return lane._replace(model_peak_s=chosen[0], hardware_peak_s=chosen[1])
 
 

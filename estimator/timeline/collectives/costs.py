@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array, log, maximum, minimum, where
+from estimator.elementwise import Array, Indices, log, maximum, minimum, where
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
@@ -386,6 +386,10 @@ class SizedCollective:
         at_sizes = found.reshape(len(corrections), len(sizes)) * scale
         # For every reference and size, the factors of a line's three terms.
         self.factors = at_sizes[:, :, None] * powers(sizes)
+        # Equal buffers, as those of equal blocks, take as long as each other.
+        _, first, place = np.unique(sizes + 1j * scale, return_index=True, return_inverse=True)
+        self._place: Indices | None = place if len(first) < len(sizes) else None
+        self._distinct = self.factors[:, first] if len(first) < len(sizes) else self.factors
         self._sums = self.factors.sum(axis=1)
         self._plain: list[list[float]] = self._sums.tolist()
 
@@ -407,13 +411,18 @@ class SizedCollective:
         """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
         reference, lines = model.reference, model.coefficients()
         if isinstance(reference, int):
-            return fastest_s(self.factors[reference], lines)
+            return self.each_s(reference, lines)
         seconds = np.empty((self.factors.shape[1], len(reference)))
-        for number, factors in enumerate(self.factors):
+        for number in range(len(self.factors)):
             rows = reference == number
             if rows.any():
-                seconds[:, rows] = fastest_s(factors, lines[..., rows])
+                seconds[:, rows] = self.each_s(number, lines[..., rows])
         return seconds
+
+    def each_s(self, reference: int, lines: Array) -> Array:
+        """Seconds for each of the sizes by one reference and the fastest of some lines."""
+        seconds = fastest_s(self._distinct[reference], lines)
+        return seconds if self._place is None else seconds[self._place]
 
 
 def _sum_of(line: Line, factors: Any) -> Any:

@@ -31,7 +31,7 @@ from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives.algorithms import fastest_s, line_s
+from estimator.timeline.collectives.algorithms import line_s
 from estimator.timeline.collectives.costs import (
     CollectiveCosts,
     CollectiveModel,
@@ -167,7 +167,7 @@ class BucketQueue:
         """What the link has to do for each bucket and all after it, each by its fastest line."""
         if self._has_latency[reference]:
             return line_s(self._behind[reference], lines[0])
-        each_s = fastest_s(self.sized.factors[reference], lines)
+        each_s = self.sized.each_s(reference, lines)
         if each_s.ndim == 1:
             return np.cumsum(each_s[::-1])[::-1]
         for number in range(len(each_s) - 2, -1, -1):
