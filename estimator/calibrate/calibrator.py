@@ -33,7 +33,7 @@ from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
     from estimator.calibrate.change_points import Change
-    from estimator.calibrate.corrections import Correction, StepCorrections
+    from estimator.calibrate.corrections import StepCorrections
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
 
@@ -165,7 +165,7 @@ class Calibrator:
         fitted = self._fitted
         if not fitted.knows(first.job, engine):
             fitted = self._learn(first, engine)
-        return fitted.coefficients_for(first.job, questions, allocations)
+        return fitted.coefficients_for(engine, questions, allocations)
 
     def counting_drifts(
         self, graph: OpGraph, cluster: Cluster, *, hosts: Collection[str] | None = None
@@ -236,7 +236,10 @@ class _Fitted:
         return seen is not None and seen.key == engine.key
 
     def coefficients_for(
-        self, job: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
+        self,
+        engine: StepPredictor,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
     ) -> list[Coefficients]:
         """The factors for steps of a job that is known."""
         known = [self._answers.get(question) for question in questions]
@@ -248,7 +251,7 @@ class _Fitted:
             for question, where, answer in zip(questions, allocations, known, strict=True)
             if answer is None
         }
-        answers = dict(self._answered(self.seen[job], new))
+        answers = dict(self._answered(self.seen[questions[0].job], engine, new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
@@ -256,7 +259,10 @@ class _Fitted:
         return [answer or answers[q] for answer, q in zip(known, questions, strict=True)]
 
     def _answered(
-        self, job: _JobObservations, places: Mapping[StepQuestion, Allocation]
+        self,
+        job: _JobObservations,
+        engine: StepPredictor,
+        places: Mapping[StepQuestion, Allocation],
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
         by_place: dict[_Place, list[StepQuestion]] = {}
@@ -268,7 +274,8 @@ class _Fitted:
                 yield from ((question, UNCALIBRATED) for question in questions)
             else:
                 later = self._later_changes(job, place[0])
-                yield from job.answers({q: places[q] for q in questions}, corrections, later)
+                asked = {question: places[question] for question in questions}
+                yield from _answers(engine, asked, corrections, later)
 
     def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
         """What other jobs have shown of machines."""
@@ -415,23 +422,22 @@ class _JobObservations:
             return None
         return self._corrections(place).fit([], [], weights=[], others=teachers)
 
-    def answers(
-        self,
-        places: Mapping[StepQuestion, Allocation],
-        corrections: StepCorrections,
-        later: Sequence[Change],
-    ) -> Iterator[tuple[StepQuestion, Coefficients]]:
-        """The factors for steps that are asked, by the corrections of their place."""
-        cold = [self._asked(where, question, UNCALIBRATED) for question, where in places.items()]
-        corrected = corrections.correct(cold, later=later)
-        for (question, where), correction in zip(places.items(), corrected, strict=True):
-            yield question, self._scaled(where, question, correction)
 
-    def _asked(
-        self, allocation: Allocation, question: StepQuestion, coefficients: Coefficients
-    ) -> PredictedStep:
-        return self.engine.predict(
-            allocation,
+def _answers(
+    engine: StepPredictor,
+    places: Mapping[StepQuestion, Allocation],
+    corrections: StepCorrections,
+    later: Sequence[Change],
+) -> Iterator[tuple[StepQuestion, Coefficients]]:
+    """The factors for steps that are asked, by the corrections of their place.
+
+    The engine's overlap is not the performance model's, so the model's factors alone give another
+    step than the corrected one: they are scaled by the ratio of both.
+    """
+
+    def predicted(question: StepQuestion, coefficients: Coefficients) -> PredictedStep:
+        return engine.predict(
+            places[question],
             batch_per_gpu=round(question.batch) or None,
             accumulation_steps=question.accumulation_steps,
             strategy=question.strategy,
@@ -439,26 +445,20 @@ class _JobObservations:
             coefficients=coefficients,
         )
 
-    def _scaled(
-        self, allocation: Allocation, question: StepQuestion, correction: Correction
-    ) -> Coefficients:
-        """Factors that make the engine's step the corrected one.
-
-        The engine's overlap is not the performance model's, so the model's factors alone give
-        another step: they are scaled by the ratio of both.
-        """
-        trial = Coefficients(
-            compute_ratio=correction.compute_ratio,
-            update_ratio=correction.compute_ratio,
-            communication_ratio=correction.sync_ratio,
-        )
-        scale = correction.step_s / self._asked(allocation, question, trial).step_s
-        return Coefficients(
-            compute_ratio=correction.compute_ratio * scale,
-            update_ratio=correction.compute_ratio * scale,
-            communication_ratio=correction.sync_ratio * scale,
-            relative_error=correction.relative_error,
-            remark=correction.remark,
+    cold = [predicted(question, UNCALIBRATED) for question in places]
+    for question, correction in zip(places, corrections.correct(cold, later=later), strict=True):
+        compute, sync = correction.compute_ratio, correction.sync_ratio
+        trial = Coefficients(compute_ratio=compute, update_ratio=compute, communication_ratio=sync)
+        scale = correction.step_s / predicted(question, trial).step_s
+        yield (
+            question,
+            Coefficients(
+                compute_ratio=compute * scale,
+                update_ratio=compute * scale,
+                communication_ratio=sync * scale,
+                relative_error=correction.relative_error,
+                remark=correction.remark,
+            ),
         )
 
 

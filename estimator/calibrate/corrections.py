@@ -23,7 +23,7 @@ from estimator.calibrate.performance_model import (
     LogNormalPrior,
     Priors,
 )
-from estimator.calibrate.regressor import StepTimeRegressor, network_share
+from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.coefficients import Z_80, JobContent, PredictedStep, StepQuestion
 
 # Correlation of a log parameter between jobs on the same machines, the between-group level of a
@@ -115,7 +115,7 @@ class StepCorrections:
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         predicted_rows = self.regressor_.prediction(rows, engine_times=times)
-        share = network_share(rows, predicted_rows.model, times)
+        share = predicted_rows.network_share
         since = [change for change in later if change.at > self.last_at_ and len(self.rows_)]
         shift = sum((change.log_shift(share) for change in since), np.zeros(len(rows)))
         step_s = np.exp(predicted_rows.log_step + shift)

@@ -173,7 +173,7 @@ _PLACEMENT_BATCH_LENGTH_SCALE = 1.5
 _COMPUTE_SIGMA, _COMPUTE_BATCH_LENGTH_SCALE = 0.03, 0.5
 _JITTER_SIGMA, _JITTER_BATCH_LENGTH_SCALE = 0.04, 1.0
 # Observation noise: two runs of the same allocation and batch, without and with communication.
-_NOISE_SIGMA, _SYNC_NOISE_SIGMA = 0.03, 0.04
+USUAL_NOISE_SIGMA, _SYNC_NOISE_SIGMA = 0.03, 0.04
 # Squared distance below which two placements are the same, up to rounding.
 _SAME_PLACEMENT = 1e-12
 # The covariance of so many rows with a thousand stays in a core's cache while it is worked out.
@@ -182,7 +182,7 @@ _ROWS_AT_ONCE = 64
 
 def noise_variance(sync_share: Array) -> Array:
     """Variance of log step time between two runs of the same allocation and batch."""
-    return np.asarray(_NOISE_SIGMA**2 + (_SYNC_NOISE_SIGMA * sync_share) ** 2)
+    return np.asarray(USUAL_NOISE_SIGMA**2 + (_SYNC_NOISE_SIGMA * sync_share) ** 2)
 
 
 def marginal_variance(sync_share: Array) -> Array:

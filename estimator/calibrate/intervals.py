@@ -185,12 +185,13 @@ def half_width(quantiles: Array, variance: Array) -> Array:
 def extrapolates(rows: Array, observed: Array, parameter_sigma: Array) -> NDArray[np.bool_]:
     """Which rows not to trust: the parameters are uncertain there, or nothing like them was seen.
 
-    `rows` and `observed` are positive features, one row each; `parameter_sigma` is the standard
-    deviation of log step time at `rows` that is due to the parameters.
+    `rows` are positive features, one row each, `observed` the least and the largest of each that
+    were observed, if any were; `parameter_sigma` is the standard deviation of log step time at
+    `rows` that is due to the parameters.
     """
     is_uncertain = np.asarray(parameter_sigma > _EXTRAPOLATION_SIGMA)
     if not len(observed):
         return is_uncertain
-    above = (rows > _EXTRAPOLATION_FACTOR * observed.max(axis=0)).any(axis=1)
-    below = (rows * _EXTRAPOLATION_FACTOR < observed.min(axis=0)).any(axis=1)
-    return np.asarray(is_uncertain | above | below)
+    least, largest = observed
+    is_beyond = (rows * _EXTRAPOLATION_FACTOR < least) | (rows > _EXTRAPOLATION_FACTOR * largest)
+    return np.asarray(is_uncertain | is_beyond.any(axis=1))

@@ -31,11 +31,18 @@ from numpy.typing import NDArray
 
 from estimator.calibrate import design
 from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
-from estimator.calibrate.design import Dataset, Inputs, confirmed, effective_ratio, noise_variance
+from estimator.calibrate.design import (
+    USUAL_NOISE_SIGMA,
+    Dataset,
+    Inputs,
+    confirmed,
+    effective_ratio,
+    noise_variance,
+)
 from estimator.calibrate.performance_model import NODES, RANKS, Array
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
-_MOST_INPUTS = 1000
+_MOST_INPUTS = 512
 # A quantile of the leave-one-out scores needs no more observations than this.
 _SCORED_OBSERVATIONS = 200
 
@@ -316,9 +323,14 @@ class Mixture:
         return np.array([self.count_of_.get(tuple(row), 0.0) for row in rows.tolist()])
 
     def combine(
-        self, rows: Array, log_model: Array, variance: Array, engine_log_s: Array | None = None
+        self,
+        rows: Array,
+        log_model: Array,
+        variance: Array,
+        seen: Array,
+        engine_log_s: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Log step times of rows, and the variance between the experts there.
+        """Log step times of rows seen so often, and the variance between the experts there.
 
         `variance` is the performance model's predictive one. What was observed of a row itself, the
         performance model knows: its n observations have n times the precision of one, beside which
@@ -327,7 +339,7 @@ class Mixture:
         logs = {name: _log(form.step_s(rows)) for name, form in self.forms_.items()}
         if engine_log_s is not None:
             logs[ENGINE] = engine_log_s
-        share = 1 / (1 + self.counts(rows) * _FORM_SIGMA**2 / noise_variance(np.zeros(1)))
+        share = 1 / (1 + seen * (_FORM_SIGMA / USUAL_NOISE_SIGMA) ** 2)
         away = {name: log - log_model for name, log in logs.items()}
         mean, between = self._pooled(_kinds(rows), away, variance, share)
         return log_model + mean, between

@@ -17,6 +17,7 @@ without observations the answer is then exactly the engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Self
@@ -185,6 +186,7 @@ class StepTimePrediction:
     half_width: Array
     extrapolates: NDArray[np.bool_]
     model: ModelValues
+    network_share: Array
 
 
 class StepTimeRegressor:
@@ -292,15 +294,12 @@ class StepTimeRegressor:
         usual = SPREAD_PRIOR if self._observed[2] is None else ENGINE_SPREAD_PRIOR
         return Spread(*of_errors, distinct, self.peers, usual)
 
-    def _spread_variance(self, rows: Array, variance: Array) -> Array:
-        """The variance of rows whose predictive one is given, with the job's spread.
-
-        What n runs of a step have shown of it is known; that they differ among each other remains.
-        """
-        return self._spread(self.mixture_.counts(rows), variance)
-
     def _spread(self, seen: Array, variance: Array) -> Array:
-        """The same where each row was seen so often; repeated ones vary as runs do, no more."""
+        """The variance of rows seen so often whose predictive one is given, with the job's spread.
+
+        What n runs of a step have shown of it is known; that they differ among each other remains:
+        repeated ones vary as runs do, no more.
+        """
         inflation = np.where(seen > 1, 1.0, self.spread_.inflation_variance)
         scatter = self.spread_.scatter_variance / (1 + seen)
         return variance * inflation + scatter + self.replicate_variance_
@@ -334,7 +333,6 @@ class StepTimeRegressor:
             np.exp(found.log_step + found.half_width),
         )
 
-    @one_thread
     def prediction(
         self,
         X: ArrayLike,
@@ -343,33 +341,36 @@ class StepTimeRegressor:
         coverage_ratio: float = intervals.COVERAGE_RATIO,
     ) -> StepTimePrediction:
         """Step times, intervals, the model's values and extrapolation of rows, at once."""
-        inputs, model = self._inputs(design_matrix(X), engine_times)
+        rows = design_matrix(X)
+        # The algebra of one row is too small for several threads.
+        with one_thread if len(rows) > 1 else nullcontext():
+            return self._prediction(rows, engine_times, coverage_ratio)
+
+    def _prediction(
+        self, rows: Array, engine_times: EngineTimes | None, coverage_ratio: float
+    ) -> StepTimePrediction:
+        inputs, model = self._inputs(rows, engine_times)
         mean, variance = self.posterior_.mean_and_variance(inputs)
-        log_model = model.log_step + mean + self._log_offsets(inputs.rows, engine_times)
+        log_model = model.log_step + mean + self._log_offsets(rows, engine_times)
+        seen = self.mixture_.counts(rows)
         log_step, between = self.mixture_.combine(
-            inputs.rows, log_model, variance, _engine_log_s(engine_times)
+            rows, log_model, variance, seen, _engine_log_s(engine_times)
         )
-        variance = self._spread_variance(inputs.rows, variance + between)
-        variance = variance + self._level_variance(inputs.rows, model, engine_times)
-        quantiles = self._score_quantiles(inputs, coverage_ratio)
-        half_width = intervals.half_width(quantiles, variance)
-        half_width = half_width + abs(self.changes_.unconfirmed)
+        variance = self._spread(seen, variance + between)
+        share = network_share(rows, model, engine_times)
+        # Changes have left today's level less sure than that of before.
+        variance = variance + level_variance(self.changes_.changes, share)
+        half_width = intervals.half_width(self._score_quantiles(seen, coverage_ratio), variance)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(inputs))
         return StepTimePrediction(
             log_step=log_step,
-            half_width=half_width,
+            half_width=half_width + abs(self.changes_.unconfirmed),
             extrapolates=intervals.extrapolates(
-                inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
+                rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
             model=model,
+            network_share=share,
         )
-
-    def _level_variance(
-        self, rows: Array, model: ModelValues, engine_times: EngineTimes | None
-    ) -> Array:
-        """Of today's level, which changes have left less sure than that of before."""
-        share = network_share(rows, model, engine_times)
-        return level_variance(self.changes_.changes, share)
 
     def _log_offsets(self, rows: Array, times: EngineTimes | None) -> Array:
         """Log of the engine's step over the performance model's at the medians of its priors."""
@@ -382,7 +383,7 @@ class StepTimeRegressor:
     def _quantiles(self) -> dict[float, tuple[float, float]]:
         return {}
 
-    def _score_quantiles(self, inputs: Inputs, coverage_ratio: float) -> Array:
+    def _score_quantiles(self, seen: Array, coverage_ratio: float) -> Array:
         """Half-widths, in predictive standard deviations, that cover the given share of steps.
 
         A step that was seen more than once is judged by how repeated ones vary, others by how those
@@ -394,8 +395,8 @@ class StepTimeRegressor:
                 intervals.score_quantile(self.scores_, coverage_ratio),
                 intervals.score_quantile(self._repeated_scores(), coverage_ratio),
             )
-        new, seen = known[coverage_ratio]
-        return np.where(self.mixture_.counts(inputs.rows) > 1, seen, new)
+        of_new, of_repeated = known[coverage_ratio]
+        return np.where(seen > 1, of_repeated, of_new)
 
     def _repeated_scores(self) -> Array:
         """Scores of steps that were seen again."""

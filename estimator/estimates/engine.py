@@ -40,7 +40,6 @@ from estimator.placement.placement import Placement, check_kinds, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.pipelines.stage_plans import PipelineAnswer, pipeline_answer, stage_plans
 from estimator.timeline.plan import (
-    Members,
     StepAnswer,
     StepPlan,
     answer_of,
@@ -94,15 +93,18 @@ class Engine:
         it by speed.
         """
         step = self._laid_out(request)
+        if request.calibration is not None and request.layout.pp == 1:
+            # Calibration asks for the step under other coefficients.
+            step = step._replace(plan=self._plan(step, UNCALIBRATED))
         coefficients = self._coefficients(step)
         if request.neighbours:
             ratio, *_ = link_ratios(self.senders([request, *request.neighbours]))
-            step = step._replace(mesh=replace(step.mesh, link_ratio=ratio))
+            step = step._replace(mesh=replace(step.mesh, link_ratio=ratio), plan=None)
         if request.layout.pp > 1:
             answer = self._pipelined(step, coefficients)
             stage = _answered(answer.plan, step, answer.answer, answer.memory, answer.used_ratio)
             return replace(stage, model=step.graph.name, pipeline=answer.step)
-        plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
+        plan = self._plan(step, coefficients)
         return _answered(plan, step, answer_of(plan), *plan.memory())
 
     def _coefficients(self, step: _LaidOutStep) -> Coefficients:
@@ -110,7 +112,7 @@ class Engine:
         request = step.request
         if request.calibration is None:
             return UNCALIBRATED
-        trial = TrialEngine(self, request)
+        trial = TrialEngine(self, request, step)
         (coefficients,) = request.calibration.coefficients_for(
             [step.question(trial.content.fingerprint)], [step.mesh.placement.allocation], trial
         )
@@ -148,7 +150,7 @@ class Engine:
     ) -> tuple[float, float]:
         """(seconds of sending, seconds of the step) by the share of its links; see `Sender`."""
         mesh = replace(step.mesh, link_ratio=ratio)
-        answer, sends_s = self._parts(step._replace(mesh=mesh), coefficients)
+        answer, sends_s = self._parts(step._replace(mesh=mesh, plan=None), coefficients)
         return sends_s, float(answer.parts.total_s)
 
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
@@ -164,7 +166,7 @@ class Engine:
         if step.request.layout.pp > 1:
             answer, plan, *_ = self._pipelined(step, coefficients)
         else:
-            plan = step_plan(step.mesh, self._members(step), self.cache, coefficients)
+            plan = self._plan(step, coefficients)
             answer = answer_of(plan)
         return answer, plan.alone_s(answer.slowest)
 
@@ -220,10 +222,13 @@ class Engine:
         shape = StepShape(strategy, steps, request.loader, collectives)
         return _LaidOutStep(request, mesh, shape, batches, graph)
 
-    def _members(self, step: _LaidOutStep) -> Members:
-        """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
+    def _plan(self, step: _LaidOutStep, coefficients: Coefficients) -> StepPlan:
+        """That of a step without stages; raises ProfileError, WorkloadError."""
+        if step.plan is not None:
+            return step.plan.under(coefficients)
         parts = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
-        return members_of(*parts, merging=step.mesh.replicas > 1)
+        members = members_of(*parts, merging=step.mesh.replicas > 1)
+        return step_plan(step.mesh, members, self.cache, coefficients)
 
     def groups(
         self,
@@ -334,7 +339,7 @@ class RepeatedQuestions:
 class _LaidOutStep(NamedTuple):
     """What a request comes to before the network and calibration are added.
 
-    `graph` is the part that one rank runs of the request's.
+    `graph` is the part that one rank runs of the request's, `plan` the step's where it is known.
     """
 
     request: EstimateRequest
@@ -342,6 +347,15 @@ class _LaidOutStep(NamedTuple):
     shape: StepShape
     batches: tuple[int, ...] | None
     graph: OpGraph
+    plan: StepPlan | None = None
+
+    def is_of(self, allocation: str | Allocation, batch_per_gpu: int | None) -> bool:
+        """Whether it is what the calibration of its own request asks for: without a loader."""
+        return (
+            allocation is self.mesh.placement.allocation
+            and self.request.loader is None
+            and (set(self.batches) == {batch_per_gpu} if self.batches else batch_per_gpu is None)
+        )
 
     def question(self, job: str) -> StepQuestion:
         """What calibration is asked."""
@@ -364,10 +378,14 @@ class _LaidOutStep(NamedTuple):
 
 
 class TrialEngine(NamedTuple):
-    """Predicts steps of a request's graph under trial coefficients; see `coefficients.Engine`."""
+    """Predicts steps of a request's graph under trial coefficients; see `coefficients.Engine`.
+
+    `step` is the request's own.
+    """
 
     engine: Engine
     request: EstimateRequest
+    step: _LaidOutStep | None = None
 
     @property
     def content(self) -> JobContent:
@@ -392,20 +410,21 @@ class TrialEngine(NamedTuple):
         layout: str | None = None,
     ) -> PredictedStep:
         """One step, all groups of the allocation with the same batch."""
-        request = self.request
-        step = self.engine._laid_out(
-            EstimateRequest.of(
-                request.graph,
-                allocation,
-                batch_per_gpu=batch_per_gpu,
-                accumulation_steps=accumulation_steps,
-                strategy=strategy,
-                layout=layout,
-                tp_plan=None if layout is None else request.tp_plan,
-                cluster=request.cluster,
-                profile=request.profile,
+        request, step = self.request, self.step
+        if step is None or not step.is_of(allocation, batch_per_gpu):
+            step = self.engine._laid_out(
+                EstimateRequest.of(
+                    request.graph,
+                    allocation,
+                    batch_per_gpu=batch_per_gpu,
+                    accumulation_steps=accumulation_steps,
+                    strategy=strategy,
+                    layout=layout,
+                    tp_plan=None if layout is None else request.tp_plan,
+                    cluster=request.cluster,
+                    profile=request.profile,
+                )
             )
-        )
         answer, sync_s = self.engine._parts(step, coefficients)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s

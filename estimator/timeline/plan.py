@@ -294,6 +294,10 @@ class StepPlan(NamedTuple):
             for kind, ranks in ranks_of.items()
         )
 
+    def under(self, coefficients: Coefficients) -> StepPlan:
+        """The same under other coefficients."""
+        return self._replace(coefficients=coefficients, ratios=ratios_of(coefficients))
+
     def ranks(self, slowest: RankClass) -> Ranks:
         """What the ranks bring to their collectives, the slowest of them given."""
         compute = self.coefficients.compute_ratio

@@ -89,8 +89,8 @@ def test_where_experts_disagree_the_variance_says_so() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.02)
     rows = np.array([(32.0, 8, 16, 1, 4)])
     log_s = np.log(OptimusRegressor().fit(ROWS, OPTIMUS_S).predict(rows))
-    _, agreed = mixture.combine(rows, log_s, VARIANCE)
-    _, disputed = mixture.combine(rows, log_s + 1, VARIANCE)
+    _, agreed = mixture.combine(rows, log_s, VARIANCE, mixture.counts(rows))
+    _, disputed = mixture.combine(rows, log_s + 1, VARIANCE, mixture.counts(rows))
     assert disputed > agreed + 0.01
 
 
@@ -109,7 +109,11 @@ def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
     mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5)}
     # Of a model that is 0.02 away from the form, the share that the form takes back.
     taken = [
-        1 - (mixture.combine(row, form + 0.02, np.array([variance]))[0] - form).item() / 0.02
+        1
+        - (
+            mixture.combine(row, form + 0.02, np.array([variance]), mixture.counts(row))[0] - form
+        ).item()
+        / 0.02
         for variance in (1.0, 1e-6)
     ]
     # (1 + 30)·0.5 against 0.5; and 0.5 against 0.5, where 0.02 is twenty standard deviations.
@@ -122,7 +126,7 @@ def test_agreement_counts_nothing_where_the_model_corrects_an_engine() -> None:
     form = np.log(mixture.forms_["optimus"].predict(row))
     mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
     mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5), ENGINE: np.zeros(3)}
-    found, _ = mixture.combine(row, form + 0.02, np.array([1.0]), form)
+    found, _ = mixture.combine(row, form + 0.02, np.array([1.0]), mixture.counts(row), form)
     assert found == pytest.approx(form + 0.01)
 
 
