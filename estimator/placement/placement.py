@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from estimator.cache import Cache
 from estimator.errors import AllocationError, ProfileError, TopologyError, quoted
-from estimator.machines.catalogue import named_profile
+from estimator.machines.catalogue import named_profile, read_at
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_latency_s
 from estimator.placement.allocation import Allocation, DeviceGroup
@@ -161,13 +161,14 @@ def _on_machines(
     machines: dict[str | None, _NodesByCount] = {}
     locality = hop_locality(None)
     ranks = nodes = 0
+    now = None if profile else read_at()
     for group in allocation.groups:
         count, devices, name = group.nodes, group.devices_per_node, group.machine
         number = numbers.get((name, devices))
         if number is None:
             number = numbers[name, devices] = len(kinds)
             if name not in machines:
-                machine = profile or named_profile(_machine_name(group))
+                machine = profile or named_profile(_machine_name(group), now)
                 machines[name] = _nodes_of(machine, locality, cache)
             loads = machines[name]
             if devices > loads.most:
