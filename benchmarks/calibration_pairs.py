@@ -74,8 +74,7 @@ def draws_of(
     for alike in fitted.values():
         mixtures = [ours.mixture_ for _, _, ours in alike]
         spreads = [
-            Spread(each.left_out.log_ratio, each.left_out.variance, len(each.rows_)).posterior
-            for each in mixtures
+            Spread(each.left_out.log_ratio, each.left_out.variance).posterior for each in mixtures
         ]
         for place, (job, split, ours) in enumerate(alike):
             ours.peers = spreads[:place] + spreads[place + 1 :]

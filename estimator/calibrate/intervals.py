@@ -54,16 +54,12 @@ class SpreadPrior:
     """What is believed of a job's spread before anything was observed.
 
     Scatter has an exponential prior of mean `scatter_mean`, the factor on the predictive standard
-    deviation a log-normal one. Errors of n distinct observations, each left out in turn, count as
-    larger by `few` / (n − 1): predictions from so few lean on priors that are wider than the jobs
-    that they were fitted to, so that their predicted deviation hides what the job does. This prior
-    counts for `jobs` other jobs of a machine.
+    deviation a log-normal one. This prior counts for `jobs` other jobs of a machine.
     """
 
     scatter_mean: float = 0.2
     inflation_median: float = 0.82
     inflation_sigma: float = 0.5
-    few: float = 2.0
     jobs: float = 0.3
 
     def log_density(self) -> Array:
@@ -76,30 +72,26 @@ class SpreadPrior:
 SPREAD_PRIOR = SpreadPrior()
 # Beside an engine, whose errors widen intervals already, these are wide enough
 # (`benchmarks/published_accuracy.py`, after 8).
-ENGINE_SPREAD_PRIOR = SpreadPrior(
-    scatter_mean=0.1, inflation_median=1.0, inflation_sigma=0.01, few=0.0
-)
+ENGINE_SPREAD_PRIOR = SpreadPrior(scatter_mean=0.1, inflation_median=1.0, inflation_sigma=0.01)
 
 
 class Spread:
     """How much steps of one job vary beyond what is predicted, from its left-out errors.
 
     `errors` are log(predicted / observed) of observations left out in turn, `variance` the
-    predicted ones, `distinct` how many inputs there are. `peers` are posteriors of other jobs on
-    the same machines; `posterior`, of this job by itself, is one for them. `inflation_variance` is
-    the posterior mean of the squared factor, `scatter_variance` that of the variance on top, in
-    units of scores.
+    predicted ones. `peers` are posteriors of other jobs on the same machines; `posterior`, of this
+    job by itself, is one for them. `inflation_variance` is the posterior mean of the squared
+    factor, `scatter_variance` that of the variance on top, in units of scores.
     """
 
     def __init__(
         self,
         errors: Array,
         variance: Array,
-        distinct: int,
         peers: Sequence[Array] = (),
         prior: SpreadPrior = SPREAD_PRIOR,
     ) -> None:
-        squares = (errors * (1 + prior.few / max(distinct - 1, 1)))[:, None, None] ** 2
+        squares = errors[:, None, None] ** 2
         predicted = variance[:, None, None] * _PRIOR_SCALE**2
         total = predicted * _INFLATIONS[:, None] ** 2 + _SCATTER_SIGMAS**2
         freedom = _SPREAD_DEGREES_OF_FREEDOM

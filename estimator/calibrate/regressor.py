@@ -289,10 +289,9 @@ class StepTimeRegressor:
     @cached_property
     def spread_(self) -> Spread:
         """How much this job varies beyond what is predicted of steps that were not seen."""
-        left_out, distinct = self.mixture_.left_out, len(self.mixture_.rows_)
-        of_errors = left_out.log_ratio, left_out.variance
+        left_out = self.mixture_.left_out
         usual = SPREAD_PRIOR if self._observed[2] is None else ENGINE_SPREAD_PRIOR
-        return Spread(*of_errors, distinct, self.peers, usual)
+        return Spread(left_out.log_ratio, left_out.variance, self.peers, usual)
 
     def _spread(self, seen: Array, variance: Array) -> Array:
         """The variance of rows seen so often whose predictive one is given, with the job's spread.

@@ -47,17 +47,17 @@ def spread_sigma(spread: Spread, predicted: float) -> float:
 
 def test_the_spread_of_a_job_is_that_of_its_errors() -> None:
     rng, predicted = np.random.default_rng(0), np.full(200, 0.05**2)
-    quiet = Spread(rng.normal(0, 0.035, 200), predicted, distinct=200)
+    quiet = Spread(rng.normal(0, 0.035, 200), predicted)
     assert spread_sigma(quiet, 0.05) == pytest.approx(0.035, rel=0.2)
-    loud = Spread(rng.normal(0, 0.3, 200), predicted, distinct=200)
+    loud = Spread(rng.normal(0, 0.3, 200), predicted)
     assert spread_sigma(loud, 0.05) == pytest.approx(0.3, rel=0.1)
 
 
 def test_scatter_does_not_grow_with_what_is_predicted_and_inflation_does() -> None:
     rng = np.random.default_rng(1)
     predicted = np.tile([0.02, 0.2], 100)
-    scattered = Spread(rng.normal(0, 0.2, 200), predicted**2, distinct=200)
-    inflated = Spread(rng.normal(0, 0.7 * 2 * predicted), predicted**2, distinct=200)
+    scattered = Spread(rng.normal(0, 0.2, 200), predicted**2)
+    inflated = Spread(rng.normal(0, 0.7 * 2 * predicted), predicted**2)
     assert spread_sigma(scattered, 0.0) > 0.1
     assert spread_sigma(inflated, 0.0) < 0.03
     # A t distribution of six degrees of freedom has 0.87 of the sigma of normal errors; the grid
@@ -66,36 +66,27 @@ def test_scatter_does_not_grow_with_what_is_predicted_and_inflation_does() -> No
 
 
 def test_a_few_errors_are_pooled_with_most_jobs() -> None:
-    one, many = (
-        Spread(np.full(count, 0.3), np.full(count, 0.05**2), distinct=50) for count in (1, 50)
-    )
-    none = Spread(np.empty(0), np.empty(0), distinct=0)
+    one, many = (Spread(np.full(count, 0.3), np.full(count, 0.05**2)) for count in (1, 50))
+    none = Spread(np.empty(0), np.empty(0))
     assert spread_sigma(none, 0.05) < spread_sigma(one, 0.05) < spread_sigma(many, 0.05)
     # One wild error among many that are small is an outlier, not scatter.
-    outlier = Spread(np.append(np.full(30, 0.02), 1.1), np.full(31, 0.05**2), distinct=31)
+    outlier = Spread(np.append(np.full(30, 0.02), 1.1), np.full(31, 0.05**2))
     assert spread_sigma(outlier, 0.05) < 0.06
-
-
-def test_errors_of_few_distinct_steps_count_as_larger() -> None:
-    errors, predicted = np.full(3, 0.1), np.full(3, 0.05**2)
-    few, many = Spread(errors, predicted, distinct=3), Spread(2 * errors, predicted, distinct=1000)
-    # Of three, by 1 + 2 / (3 − 1) = 2; of a thousand, by 1.002.
-    assert spread_sigma(few, 0.05) == pytest.approx(spread_sigma(many, 0.05), rel=0.01)
 
 
 def test_a_job_with_few_observations_is_taken_to_be_like_others_on_its_machines() -> None:
     rng, predicted = np.random.default_rng(0), np.full(40, 0.05**2)
     quiet, loud = (
-        [Spread(rng.normal(0, sigma, 40), predicted, distinct=40).posterior for _ in range(3)]
+        [Spread(rng.normal(0, sigma, 40), predicted).posterior for _ in range(3)]
         for sigma in (0.02, 0.3)
     )
     errors = np.full(2, 0.05)
     beside_quiet, alone, beside_loud = (
-        spread_sigma(Spread(errors, predicted[:2], 20, peers), 0.05) for peers in (quiet, (), loud)
+        spread_sigma(Spread(errors, predicted[:2], peers), 0.05) for peers in (quiet, (), loud)
     )
     assert beside_quiet < alone < beside_loud
     # What the job itself has shown often outweighs the others.
-    own = Spread(rng.normal(0, 0.02, 200), np.full(200, 0.05**2), 200, loud)
+    own = Spread(rng.normal(0, 0.02, 200), np.full(200, 0.05**2), loud)
     assert spread_sigma(own, 0.05) < 0.04
 
 
@@ -122,11 +113,9 @@ def test_a_run_is_judged_by_the_other_runs_of_its_step() -> None:
     assert has_others.tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("peers", [(), [Spread(np.empty(0), np.empty(0), 0).posterior]])
+@pytest.mark.parametrize("peers", [(), [Spread(np.empty(0), np.empty(0)).posterior]])
 @pytest.mark.parametrize("error", [1e-6, 1.0, math.log(50), math.log(1e6)])
 def test_errors_of_any_size_have_a_spread(error: float, peers: list[np.ndarray]) -> None:
-    found = Spread(
-        np.full(300, error), np.full(300, 0.05**2), 300, peers, prior=ENGINE_SPREAD_PRIOR
-    )
+    found = Spread(np.full(300, error), np.full(300, 0.05**2), peers, prior=ENGINE_SPREAD_PRIOR)
     assert np.isfinite([found.inflation_variance, found.scatter_variance]).all()
     assert found.posterior.sum() == pytest.approx(1.0)
