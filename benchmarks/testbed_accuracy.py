@@ -5,7 +5,8 @@ are predicted from that profile, and every case runs in fresh processes, round-r
 is appended to a file, from which a further run continues. `steps` trains the cases of
 `testbed_cases`; `splits` finds the best split of a batch over unlike nodes; `strategies` chooses
 where gradients are reduced on a grid of links; `orders` finds the order of ranks for two
-oversubscribed racks; `overlap` is the communication that DDP leaves exposed.
+oversubscribed racks; `overlap` is the communication that DDP leaves exposed; `neighbours` are two
+jobs on links in common.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from options import Options, local_machine
 from records import Record, Records
 from summary import summarise
 from testbed.network import unavailable_reason
-from testbed_cases import CELLS, ORDERS, OVERLAPS, SPLITS, Case, cases
+from testbed_cases import CELLS, NEIGHBOURS, ORDERS, OVERLAPS, SPLITS, Case, cases
 from testbed_runs import MACHINE, Bench, RunPlan
-from testbed_subjects import orders, overlap, splits, steps, strategies
+from testbed_subjects import neighbours, orders, overlap, splits, steps, strategies
 
 from estimator.errors import ProbeError
 
@@ -82,6 +83,14 @@ SUBJECTS = {
         figures=overlap.figures,
         repeats=3,
         steps=15,
+    ),
+    "neighbours": Subject(
+        cases=NEIGHBOURS,
+        bench=neighbours.NeighbourBench,
+        assemble=neighbours.assemble,
+        figures=neighbours.figures,
+        repeats=3,
+        steps=30,
     ),
 }
 

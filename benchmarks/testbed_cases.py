@@ -82,6 +82,22 @@ class Case:
         return len({group.host for group in Allocation.parse(self.allocation).groups})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """A job, and another that trains on the same nodes meanwhile."""
+
+    job: Case
+    other: Case
+
+    @property
+    def bed(self) -> str:
+        return self.job.bed
+
+    @property
+    def key(self) -> str:
+        return f"{self.job.key} beside {self.other.model} {self.other.allocation}"
+
+
 # Testbeds of 2 × 2 ranks that shard a model: the rate of their links, and the model.
 _SHARDED = {
     "shard200": ("200 Mbit/s", "eight_even"),
@@ -374,7 +390,21 @@ class Order:
 
 OURS, PAIRS_ALONE = "ours", "ours, from the pairs alone"
 ORDERS = tuple(Order(how=how) for how in (OURS, PAIRS_ALONE, *(f"random {n}" for n in range(4))))
+
+
 # Caps of DDP's buckets, whose exposed communication is judged.
+def _together(first: tuple[str, str], second: tuple[str, str]) -> Together:
+    job, other = (_case("even", model, allocation) for model, allocation in (first, second))
+    return Together(job=job, other=other)
+
+
+# One link each way in common, both links, and of models whose steps are unlike.
+NEIGHBOURS = (
+    _together(("few_big", "n0[0]+n1[0]"), ("few_big", "n0[1]+n1[1]")),
+    _together(("many_small", "n0[0]+n1[0]"), ("few_big", "n0[1]+n1[1]")),
+    _together(("few_big", "n0[0]+n1[0]"), ("transformer", "n1[1]+n2[0]")),
+    _together(("transformer", "n0[0]+n1[0]+n2[0]"), ("many_small", "n2[1]+n3[0]")),
+)
 OVERLAPS = tuple(
     Case(
         bed="even",

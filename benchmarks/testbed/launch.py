@@ -30,8 +30,13 @@ class Placed:
     environment: Mapping[str, str]
 
 
-def place(bed: Testbed, allocation: str | Allocation) -> tuple[Placed, ...]:
-    """Every rank of an allocation with torchrun's environment variables, in rank order."""
+def place(
+    bed: Testbed, allocation: str | Allocation, *, port: int = MASTER_PORT
+) -> tuple[Placed, ...]:
+    """Every rank of an allocation with torchrun's environment variables, in rank order.
+
+    Jobs that run at once have a `port` each.
+    """
     where = [node.name for node, _ in bed.description.placement(allocation)]
     hosts = list(dict.fromkeys(where))
     # What a launcher of ranks on several nodes hands out, as the probe asks for one.
@@ -46,7 +51,7 @@ def place(bed: Testbed, allocation: str | Allocation) -> tuple[Placed, ...]:
             "GROUP_RANK": hosts.index(node),
             "GROUP_WORLD_SIZE": len(hosts),
             "MASTER_ADDR": bed.address(where[0]),
-            "MASTER_PORT": MASTER_PORT,
+            "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TORCHELASTIC_RUN_ID": bed.prefix.rstrip("-"),
             VARIABLE: secret,

@@ -16,7 +16,7 @@ from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
 
 from . import slow
-from .launch import place
+from .launch import MASTER_PORT, place
 from .network import Testbed
 from .processes import join_node, run_ranks
 
@@ -63,6 +63,7 @@ def measure(
     merges_gradients: bool = True,
     steps: int = 15,
     warmup_steps: int = 3,
+    port: int = MASTER_PORT,
     timeout_s: float = 600.0,
 ) -> TestbedRun:
     """Train `model` in fresh processes on an allocation such as ``n0[0,1]+n1[0]``.
@@ -70,11 +71,12 @@ def measure(
     `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
     have a core each. `batch` is of every rank, or one number for each. Without `merges_gradients`
     every micro-batch runs without gradient sync, which leaves a step under DDP without its
-    communication and one under FSDP with its gatherings alone.
+    communication and one under FSDP with its gatherings alone. Jobs that run at once have a `port`
+    each.
     Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
-    placed = place(bed, allocation)
+    placed = place(bed, allocation, port=port)
     ratios = [bed.description.by_name[rank.node].slowdown_ratio for rank in placed]
     cores = os.cpu_count() or 1
     if not is_paced and len(placed) > cores:

@@ -57,15 +57,17 @@ class StepBench(ModelBench):
 
 def assemble(cases: Sequence[Case], records: Records) -> list[Record]:
     """The cases of DESIGN, ours and the scaling forms', failed ones included."""
-    ours = [_assembled(case, records) for case in cases]
+    ours = [assembled(case, records) for case in cases]
     return [*ours, *_forms(ours)]
 
 
-def _assembled(case: Case, records: Records) -> Record:
-    predictions = records.of("prediction", case.key)
+def assembled(case: Case, records: Records, *, key: str | None = None) -> Record:
+    """One case, what was predicted and measured of it; `key` is its name among the records."""
+    key = key or case.key
+    predictions = records.of("prediction", key)
     prediction = predictions[-1] if predictions else {}
-    failures = records.of("failure" if prediction else "refusal", case.key)
-    measured = measured_fields(records.of("measurement", case.key), failures)
+    failures = records.of("failure" if prediction else "refusal", key)
+    measured = measured_fields(records.of("measurement", key), failures)
     measured_at = measured["measured_at"]
     kept = ("predicted_s", "low_s", "high_s", "alone_s", "batch_per_gpu", "global_batch")
     return {

@@ -127,7 +127,7 @@ class Engine:
         """
         requests = [job for job in jobs if isinstance(job, EstimateRequest)]
         cluster, profile = requests[0].cluster, requests[0].profile
-        if any(request.cluster is not cluster for request in requests):
+        if any(request.cluster != cluster for request in requests):
             raise WorkloadError("jobs that share links are of one cluster; give all the same one")
         senders, placements = [], []
         for job in jobs:

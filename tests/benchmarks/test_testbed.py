@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +26,7 @@ from testbed.paced_products import flops, flops_of
 from testbed_accuracy import SUBJECTS
 from testbed_cases import beds, cases
 from testbed_runs import Bench, RunPlan, Trial
-from testbed_subjects import orders, splits, steps, strategies
+from testbed_subjects import neighbours, orders, splits, steps, strategies
 
 from estimator.errors import AllocationError, StrategyError, TrainingError
 from estimator.graph.partition.layout import split_by_layout
@@ -263,6 +265,7 @@ WRITTEN = {
         "step_s": 2.0,
     },
     "overlap": {"predicted_s": 2.0, "breakdown": {"communication_exposed_s": 0.5}},
+    "neighbours": {"predicted_s": 2.0, "low_s": 1.5, "alone_s": 1.5, "other_s": 1.0},
 }
 # Seconds that the one case is then found to have taken.
 FOUND = {
@@ -271,6 +274,7 @@ FOUND = {
     "strategies": {"measured_s": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]},
     "orders": {"measured_all_reduce_s": 0.25, "measured_step_s": 2.5},
     "overlap": {"measured_s": 1.0, "step_s": 2.5},
+    "neighbours": {"measured_s": 2.5},
 }
 # What the last figure says of that.
 TOLD = {
@@ -279,6 +283,7 @@ TOLD = {
     "strategies": ("right or within 5 % of the best, of 1 cells", 0.0),
     "orders": None,
     "overlap": ("overlap: beyond, of 1", 1),
+    "neighbours": ("beside few_big n0[1]+n1[1], were it alone", 0.4),
 }
 
 
@@ -292,9 +297,14 @@ def test_every_subject_launches_what_it_predicted_and_assembles_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[dict[str, Any]] = []
+    job_trained = threading.Event()
 
     def measure(_bed: Testbed, model: str, allocation: str, **asked: Any) -> Run:
         launched.append({"model": model, "allocation": allocation, **asked})
+        if "port" in asked:  # what trains beside the job ends after it
+            job_trained.wait(10)
+            time.sleep(0.5)
+        job_trained.set()
         return Run(2.5 if asked.get("merges_gradients", True) else 1.5)
 
     for module in (testbed_runs, orders):
@@ -302,6 +312,7 @@ def test_every_subject_launches_what_it_predicted_and_assembles_it(
     monkeypatch.setattr(orders, "all_reduce_s", lambda *_, **__: 0.25)
     monkeypatch.setattr(strategies, "step_seconds", lambda *_, **__: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr(strategies, "set_uplink", lambda *_: None)
+    monkeypatch.setattr(neighbours, "AHEAD_S", 0.0)
     subject = SUBJECTS[name]
     case = subject.cases[0]
     plan = plan_of(tmp_path, cases=[case])
@@ -323,6 +334,10 @@ def test_every_subject_launches_what_it_predicted_and_assembles_it(
     if name == "strategies":
         # The third was predicted fastest, and is three times the first.
         assert found[0]["regret_ratio"] == 2.0
+    if name == "neighbours":
+        # The other trains on a port of its own, for twice what the job takes with all its start.
+        assert [each.get("port") for each in launched] == [launch.MASTER_PORT + 1, None]
+        assert launched[0]["steps"] == 2 * 2 * plan.steps * 2.0
     if name == "overlap":
         # 1 s was exposed: more than 15 % away from the 0.5 s predicted.
         assert found[0]["value"] > 1

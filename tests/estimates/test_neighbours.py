@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,18 @@ def test_a_pipeline_and_sharded_ranks_are_slowed_too() -> None:
         asked["neighbours"] = [("2x1:synthetic", 1e8)]
         beside = est.estimate(GRAPH, "2x2:synthetic", **asked)
         assert beside.step_time_s > alone.step_time_s
+
+
+def test_a_cluster_that_was_read_twice_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "rack.toml"
+    file.write_text("".join(f'[nodes.{node}]\nmachine = "{MACHINE.name}"\n' for node in "ab"))
+    asked = {"profile": MACHINE, "cluster": file, "strategy": LATE}
+    other = est.estimate(GRAPH, "a[1]+b[1]", **asked)
+    answer = est.estimate(GRAPH, "a[0]+b[0]", neighbours=[other], **asked)
+    assert answer.step_time_s > est.estimate(GRAPH, "a[0]+b[0]", **asked).step_time_s
+    file.write_text(file.read_text() + f'[nodes.c]\nmachine = "{MACHINE.name}"\n')
+    with pytest.raises(WorkloadError, match="of one cluster"):
+        est.estimate(GRAPH, "a[0]+b[0]", neighbours=[other], **asked)
 
 
 def test_jobs_that_want_more_devices_than_a_node_has_are_refused() -> None:
