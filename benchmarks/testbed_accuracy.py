@@ -42,56 +42,20 @@ class Subject:
     probe_budget_s: float = 45.0
 
 
+def _subject(module: Any, bench: type[Bench], cases: Sequence[Any], **plan: Any) -> Subject:
+    """The cases of a module of `testbed_subjects`, judged as it says."""
+    return Subject(
+        cases=cases, bench=bench, assemble=module.assemble, figures=module.figures, **plan
+    )
+
+
 SUBJECTS = {
-    "steps": Subject(
-        cases=cases(),
-        bench=steps.StepBench,
-        assemble=steps.assemble,
-        figures=steps.figures,
-        repeats=7,
-        steps=15,
-    ),
-    "splits": Subject(
-        cases=SPLITS,
-        bench=splits.SplitBench,
-        assemble=splits.assemble,
-        figures=splits.figures,
-        repeats=7,
-        steps=15,
-    ),
-    "strategies": Subject(
-        cases=CELLS,
-        bench=strategies.GridBench,
-        assemble=strategies.assemble,
-        figures=strategies.figures,
-        repeats=1,
-        steps=3,
-    ),
-    "orders": Subject(
-        cases=ORDERS,
-        bench=orders.OrderBench,
-        assemble=orders.assemble,
-        figures=orders.figures,
-        repeats=1,
-        steps=6,
-        probe_budget_s=60.0,
-    ),
-    "overlap": Subject(
-        cases=OVERLAPS,
-        bench=overlap.OverlapBench,
-        assemble=overlap.assemble,
-        figures=overlap.figures,
-        repeats=3,
-        steps=15,
-    ),
-    "neighbours": Subject(
-        cases=NEIGHBOURS,
-        bench=neighbours.NeighbourBench,
-        assemble=neighbours.assemble,
-        figures=neighbours.figures,
-        repeats=3,
-        steps=30,
-    ),
+    "steps": _subject(steps, steps.StepBench, cases(), repeats=7, steps=15),
+    "splits": _subject(splits, splits.SplitBench, SPLITS, repeats=7, steps=15),
+    "strategies": _subject(strategies, strategies.GridBench, CELLS, repeats=1, steps=3),
+    "orders": _subject(orders, orders.OrderBench, ORDERS, repeats=1, steps=6, probe_budget_s=60.0),
+    "overlap": _subject(overlap, overlap.OverlapBench, OVERLAPS, repeats=3, steps=15),
+    "neighbours": _subject(neighbours, neighbours.NeighbourBench, NEIGHBOURS, repeats=3, steps=30),
 }
 
 

@@ -392,7 +392,6 @@ OURS, PAIRS_ALONE = "ours", "ours, from the pairs alone"
 ORDERS = tuple(Order(how=how) for how in (OURS, PAIRS_ALONE, *(f"random {n}" for n in range(4))))
 
 
-# Caps of DDP's buckets, whose exposed communication is judged.
 def _together(first: tuple[str, str], second: tuple[str, str]) -> Together:
     job, other = (_case("even", model, allocation) for model, allocation in (first, second))
     return Together(job=job, other=other)
@@ -405,6 +404,7 @@ NEIGHBOURS = (
     _together(("few_big", "n0[0]+n1[0]"), ("transformer", "n1[1]+n2[0]")),
     _together(("transformer", "n0[0]+n1[0]+n2[0]"), ("many_small", "n2[1]+n3[0]")),
 )
+# Caps of DDP's buckets, whose exposed communication is judged.
 OVERLAPS = tuple(
     Case(
         bed="even",

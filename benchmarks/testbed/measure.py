@@ -78,11 +78,8 @@ def measure(
     is_paced = model.startswith(_PACED)
     placed = place(bed, allocation, port=port)
     ratios = [bed.description.by_name[rank.node].slowdown_ratio for rank in placed]
-    cores = os.cpu_count() or 1
-    if not is_paced and len(placed) > cores:
-        raise TrainingError(
-            f"{len(placed)} ranks that compute do not fit on {cores} cores; use a paced model"
-        )
+    if not is_paced:
+        _check_cores(len(placed))
     pace_module = f"{__package__}.paced"
     arguments = {
         "model": model.replace(_PACED, f"{pace_module}:") if is_paced else model,
@@ -117,6 +114,14 @@ def measure(
         kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in found),
         lateness_s=max(rank["lateness_s"] for rank in found),
     )
+
+
+def _check_cores(ranks: int) -> None:
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        raise TrainingError(
+            f"{ranks} ranks that compute do not fit on {cores} cores; use a paced model"
+        )
 
 
 def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:

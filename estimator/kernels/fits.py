@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -212,8 +212,11 @@ def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:
     return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
 
 
-class _Form(NamedTuple):
-    """A fitted physical form: what a unit of each term takes."""
+class _Pair(NamedTuple):
+    """Something of calls with their inputs in cache, and the same with inputs from memory.
+
+    Rows of terms, or a form: what a unit of each term takes.
+    """
 
     warm: Array
     cold: Array
@@ -235,10 +238,6 @@ def _wider(kind: str) -> str:
     return first if first != kind else ""
 
 
-def _within(kind: str, wider: str) -> bool:
-    return wider in ("", kind, _wider(kind))
-
-
 class FamilyFit:
     """All probed calls of one family in one dtype; of very many, some drawn at random."""
 
@@ -258,12 +257,12 @@ class FamilyFit:
         self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
         self.rows = self._rows([p.features for p in points], [p.variant for p in points])
         self.whole = self._fit(np.ones(len(points), dtype=bool))
-        self.forms: dict[tuple[str, str], _Form] = {}
+        self.forms: dict[tuple[str, str], _Pair] = {}
+        wider_of = np.array([_wider(kind) for kind in self.variants.tolist()])
         for target in sorted(set(self.targets.tolist())):
             same = self.targets == target
-            kinds = set(self.variants[same].tolist())
-            for kind in sorted({*kinds, *map(_wider, kinds), ""}):
-                mine = same & np.array([_within(other, kind) for other in self.variants.tolist()])
+            for kind in sorted({"", *self.variants[same].tolist(), *wider_of[same].tolist()}):
+                mine = same & ((self.variants == kind) | (wider_of == kind)) if kind else same
                 # As many points as terms meet any form, and tell nothing of calls beyond them.
                 # So few say by how much all calls are longer.
                 if mine.sum() > self.rows.warm.shape[1]:
@@ -276,50 +275,49 @@ class FamilyFit:
         self.cold_residual = np.log(self.cold / cold)
         self.relative_error = self._leave_one_out_error()
 
-    def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> _Form:
+    def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> _Pair:
         """The terms of calls with inputs in cache and from memory."""
         rows = np.array([terms(features, kind) for features, kind in zip(some, kinds, strict=True)])
         if self._roofline is None or some[0].family not in COMPUTED_FAMILIES:
-            return _Form(rows, rows)
+            return _Pair(rows, rows)
         given = [(f.cost.flops, f.cost.read_bytes, f.cost.written_bytes) for f in some]
         by_datasheet = self._roofline.predict_features(some)
         warm, cold = (
             np.column_stack([rows[:, 0], [getattr(one, name) for one in by_datasheet], given])
             for name in ("warm_s", "cold_s")
         )
-        return _Form(warm, cold)
+        return _Pair(warm, cold)
 
-    def _form(self, target: str, kind: str) -> _Form:
+    def _form(self, target: str, kind: str) -> _Pair:
         """The form of an operator's variant: its own, else the closest wider one."""
         while kind and (target, kind) not in self.forms:
             kind = _wider(kind)
         return self.forms.get((target, kind), self.whole)
 
-    def _fit(self, mine: NDArray[np.bool_]) -> _Form:
+    def _fit(self, mine: NDArray[np.bool_]) -> _Pair:
         def fitted(rows: Array, seconds: Array) -> Array:
             # What one call alone has takes up all that is odd about it, and grows without bound.
             rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
             return nonnegative_fit(rows, seconds)
 
-        return _Form(
-            fitted(self.rows.warm[mine], self.warm[mine]),
-            fitted(self.rows.cold[mine], self.cold[mine]),
-        )
+        return _Pair(*(fitted(rows[mine], seconds[mine]) for rows, seconds in self._timed()))
 
-    def _scaled(self, form: _Form, mine: NDArray[np.bool_]) -> _Form:
+    def _scaled(self, form: _Pair, mine: NDArray[np.bool_]) -> _Pair:
         """The form times what some points are longer than it, in the geometric mean with a 1."""
         weight = mine.sum() + 1
 
         def scaled(unit_s: Array, rows: Array, seconds: Array) -> Array:
-            by_form_s = np.maximum(rows[mine] @ unit_s, _SHORTEST_S)
-            return np.asarray(unit_s * np.exp(np.log(seconds[mine] / by_form_s).sum() / weight))
+            by_form_s = np.maximum(rows @ unit_s, _SHORTEST_S)
+            return np.asarray(unit_s * np.exp(np.log(seconds / by_form_s).sum() / weight))
 
-        return _Form(
-            scaled(form.warm, self.rows.warm, self.warm),
-            scaled(form.cold, self.rows.cold, self.cold),
-        )
+        pairs = zip(form, self._timed(), strict=True)
+        return _Pair(*(scaled(unit_s, rows[mine], s[mine]) for unit_s, (rows, s) in pairs))
 
-    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: _Form) -> tuple[Array, Array]:
+    def _timed(self) -> Iterator[tuple[Array, Array]]:
+        """(rows of terms, seconds) of the points, in cache and from memory."""
+        return zip(self.rows, (self.warm, self.cold), strict=True)
+
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: _Pair) -> tuple[Array, Array]:
         """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
         forms = [self._form(*kind) for kind in kinds]
         warm = (rows.warm * np.array([form.warm for form in forms])).sum(axis=1)

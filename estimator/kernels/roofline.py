@@ -148,12 +148,8 @@ class Roofline:
         self, calls: Sequence[OpCall], features: Sequence[Features | None]
     ) -> list[KernelPrediction | None]:
         """The same for several calls with their features."""
-        predictions: list[KernelPrediction | None] = [None] * len(calls)
-        numbers = [number for number, feature in enumerate(features) if feature is not None]
-        found = self.predict_features([f for f in features if f is not None])
-        for number, prediction in zip(numbers, found, strict=True):
-            predictions[number] = prediction
-        return predictions
+        known = iter(self.predict_features([f for f in features if f is not None]))
+        return [None if feature is None else next(known) for feature in features]
 
     def predict_features(self, features: Sequence[Features]) -> list[KernelPrediction]:
         """The same for calls of which only the features are known."""

@@ -376,8 +376,8 @@ class _LayoutSearch:
         prune: bool,
     ) -> Iterator[Candidate]:
         """Candidates by their bounds, each seen closer before its turn, while they may be best."""
-        looks = 0 if prune else _LOOKS
-        waiting = [(least_s, n, looks, candidate) for n, (least_s, candidate) in enumerate(fitting)]
+        first = 0 if prune else _LOOKS
+        waiting = [(least_s, n, first, candidate) for n, (least_s, candidate) in enumerate(fitting)]
         while waiting:
             least_s, number, looks, candidate = heappop(waiting)
             if prune and len(answered) >= self._most and least_s > answered[self._most - 1][0]:
