@@ -2,8 +2,9 @@
 
 ``run SUITE [--quick]`` writes ``benchmarks/results/SUITE/MACHINE.json``, or with ``--json`` prints
 it and writes nothing. Other people's cases: ``--models FILE`` (functions that return models, as
-the command line takes them), ``--data DIR`` (tables in the columns of data/published). ``pages``
-fills docs/accuracy.md and docs/speed.md from the results that are kept.
+the command line takes them), ``--data DIR`` (tables in the columns of data/published). ``fetch``
+brings tables that do not ship from their source. ``pages`` fills docs/accuracy.md and
+docs/speed.md from the results that are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 
 from options import Options, answer_of
 from pages import fill_pages
-from published_data import shipped_tables
+from published_data import DamagedTableError, FetchError, elsewhere, fetch, shipped_tables
 from results import (
     FOLDER,
     Result,
@@ -61,6 +62,11 @@ def main(words: Sequence[str] | None = None) -> int:
     run.add_argument("--data", type=Path, help="a folder of tables instead of data/published")
     run.add_argument("--out", type=Path, default=FOLDER, help="the folder of results")
     run.set_defaults(call=_run)
+    fetched = commands.add_parser("fetch", help="bring tables that do not ship from their source")
+    fetched.add_argument("table", nargs="?", metavar="TABLE", help="one of those listed without it")
+    fetched.add_argument("--from", dest="url", help="where the table itself is kept, a URL or path")
+    fetched.add_argument("--out", type=Path, help="a folder other than build/published")
+    fetched.set_defaults(call=_fetch)
     compared = commands.add_parser("compare", help="say what changed between two results")
     compared.add_argument("before", type=Path, metavar="A")
     compared.add_argument("after", type=Path, metavar="B")
@@ -154,6 +160,23 @@ def _printed(part: Part, told: Mapping[str, Any], work: Path) -> Mapping[str, An
     except json.JSONDecodeError:
         failed(f"{script.name} ended with code {done.returncode} and printed no result")
     return answer if isinstance(answer, dict) else {"cases": answer}
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    folder = options.out or shipped_tables()
+    if options.table is None:
+        for name, table in elsewhere().items():
+            kept = ", fetched" if (folder / f"{name}.csv").exists() else ""
+            print(f"{name:<14} {table['what']} ({table['rows']} rows{kept})")
+            print(f"{'':<14} {table['source']}; licence {table['license']}")
+        return 0
+    if options.table not in elsewhere():
+        failed(f"no table {options.table} is fetched; 'python -m benchmarks fetch' lists those")
+    try:
+        print(f"written to {fetch(options.table, folder, from_url=options.url)}")
+    except (DamagedTableError, FetchError) as error:
+        failed(str(error))
+    return 0
 
 
 def _compare(options: argparse.Namespace) -> int:

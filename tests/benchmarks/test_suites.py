@@ -109,12 +109,13 @@ def test_every_shipped_table_has_the_checksum_and_rows_that_are_said() -> None:
         assert "not stated" not in table["license"]
 
 
-def test_a_damaged_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published_data, "SHIPPED", tmp_path)
-    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"a,b\n"))
+def test_a_damaged_table_is_refused_and_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
     with pytest.raises(published_data.DamagedTableError, match="check it out again"):
-        published_data._unpack("x", hashlib.sha256(b"a,c\n").hexdigest(), tmp_path / "x.csv")
-    assert not (tmp_path / "x.csv").exists()
+        published_data._put(
+            path, b"a,b\n", hashlib.sha256(b"a,c\n").hexdigest(), "check it out again"
+        )
+    assert not path.exists()
 
 
 def test_results_that_are_kept_are_of_the_schema() -> None:
