@@ -32,7 +32,6 @@ from estimator.probe.imports.findings import may_be_alike
 from estimator.probe.links.copies import link_from
 from estimator.tensors import ITEM_BYTES, OpCall
 
-_UPDATES = "updates: "
 # By what a probe of a GPU's host was off in 39 training steps that wait for it, in the median, on
 # an H100 and an H200 in virtual machines (docs/accuracy.md): these ran it 0.6 to 1.7 times as
 # fast within minutes, and models have Python of their own around the operators that a graph shows.
@@ -65,10 +64,12 @@ class Findings:
         """Keep one finding that a job emitted."""
         if "failed" in message:
             self.missing.append(f"{part}: {message['failed']}")
+        elif "memory_resident" in message:
+            self.memory_resident = message["memory_resident"]
         elif part == "kernels":
             self._take_kernel(message)
-        elif part == "updates":
-            self._take_update(message)
+        elif part.startswith("updates"):
+            self._take_update(part, message)
         elif part == "host":
             self.host.update(message)
         elif part in ("first touch", "cold reads"):
@@ -82,8 +83,6 @@ class Findings:
         elif part == "copies alone":
             kind, pinned = message["kind"], message["pinned"]
             self.links.append(link_from(kind, message["points"], pinned=pinned))
-        elif "memory_resident" in message:
-            self.memory_resident = message["memory_resident"]
 
     def described(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """The devices, which are alike, with what was found; the first is the one seen at work."""
@@ -122,12 +121,12 @@ class Findings:
             listed = "; ".join(message["lacking"][:5])
             self.missing.append(f"kernels: {len(message['lacking'])} calls do not run ({listed})")
 
-    def _take_update(self, message: Mapping[str, Any]) -> None:
+    def _take_update(self, part: str, message: Mapping[str, Any]) -> None:
         if "points" not in message:
             # Of a part that was measured again what counts is what it skipped last.
-            self.missing = [line for line in self.missing if not line.startswith(_UPDATES)]
+            self.missing = [line for line in self.missing if not line.startswith(f"{part}: ")]
             if message["skipped"]:
-                self.missing.append(_UPDATES + ", ".join(message["skipped"]))
+                self.missing.append(f"{part}: {', '.join(message['skipped'])}")
             return
         points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
         launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
@@ -19,6 +19,7 @@ from estimator.probe.devices.interference import (
     check_interference,
     default_patience_s,
     read_cpu_times,
+    usual_s,
 )
 from estimator.probe.devices.inventory import (
     Cpu,
@@ -27,7 +28,7 @@ from estimator.probe.devices.inventory import (
     read_cpu,
     usable_threads,
 )
-from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings, PinnedJob, run_jobs
+from estimator.probe.devices.jobs import START_ALLOWANCE_S, run_job
 from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
@@ -41,37 +42,40 @@ _PLANNED_RATIO = 0.95
 # Of its share of that: what a part gets where those before it took too long, until so many times
 # the budget are over. A short probe loses detail, and none of its parts.
 _LEAST_RATIO, _OVERTIME_FACTOR = 0.25, 1.5
-# What the start of processes may take beyond that.
-_START_ALLOWANCE_S = 60.0
-# What can be cut at any moment comes last, and one bad kernel leaves a process without its GPU.
-_JOBS = {
-    "preparing": ("grid.kernels:prepare", 0.02),
-    "host": ("devices.host:measure_host", 0.08),
-    "cold reads": ("devices.memory:measure_cold_read", 0.02),
-    "updates": ("devices.updates:measure_updates", 0.12),
-    "kernels": ("grid.kernels:measure_kernels", 0.76),
-}
-_GPU_JOBS = {
-    "preparing": _JOBS["preparing"],
-    "device": ("devices.accelerator:measure_facts", 0.02),
-    "copies alone": ("links.copies:measure_host_copies", 0.03),
-    **{part: _JOBS[part] for part in ("host", "cold reads", "updates", "kernels")},
-}
-# What all devices measure together (`cluster.steps.NODE_STEPS`).
-_STEPS = (("collectives", 0.11), ("contention", 0.06), ("overlap", 0.12), ("copies", 0.04))
 
 
 @dataclass(frozen=True, slots=True)
-class _MachinePart:
-    """A part of the probe: the share of the budget it may take, and the code that measures it.
+class _Part:
+    """A part of the probe, the share of the budget it may take, and what measures it where.
 
-    An `itemised` one says itself what it did not measure when it is cut short.
+    "alone" is a process on device 0 that goes from part to part, "fresh" one of its own and "cpu"
+    one on the CPU; "all" is every device at once, in the step of `cluster.steps` of that name.
     """
 
     name: str
     share: float
-    measure: Callable[[float], None]
-    itemised: bool = False
+    where: Literal["alone", "fresh", "cpu", "all"]
+    function: str = ""
+
+
+# In order of importance; what can be cut at any moment comes last of a process, and one bad kernel
+# leaves a process without its GPU.
+_PARTS = (
+    _Part("device", 0.015, "alone", "devices.accelerator:measure_facts"),
+    _Part("copies alone", 0.02, "alone", "links.copies:measure_host_copies"),
+    _Part("host", 0.06, "alone", "devices.host:measure_host"),
+    _Part("cold reads", 0.015, "alone", "devices.memory:measure_cold_read"),
+    _Part("updates", 0.09, "alone", "devices.updates:measure_updates"),
+    _Part("kernels", 0.58, "alone", "grid.kernels:measure_kernels"),
+    _Part("first touch", 0.02, "fresh", "devices.memory:measure_first_touch"),
+    _Part("input", 0.02, "fresh", "devices.storage:measure_input"),
+    _Part("collectives", 0.11, "all"),
+    _Part("contention", 0.06, "all"),
+    _Part("overlap", 0.12, "all"),
+    _Part("copies", 0.04, "all"),
+    _Part("updates on the CPU", 0.06, "cpu", "devices.updates:measure_updates"),
+)
+_OF_GPUS = ("device", "copies alone", "updates on the CPU")
 
 
 def probe_machine(
@@ -104,21 +108,21 @@ def probe_machine(
     at = datetime.now(UTC).isoformat(timespec="seconds")
     # A GPU needs one core, which issues its work.
     needed = sum(len(device.cores) or 1 for device in chosen)
-    watching = InterferenceSettings(
-        pid=os.getpid(),
-        threads=sorted(usable_threads()),
-        cores=needed,
-        spare_cores=max(0, len(cpu.cores) - needed),
-        patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
-        usual_canary_s=_usual_canary_s(earlier, chosen[0], cpu),
-    )
+    watching = {
+        "pid": os.getpid(),
+        "threads": sorted(usable_threads()),
+        "cores": needed,
+        "spare_cores": max(0, len(cpu.cores) - needed),
+        "patience_s": default_patience_s(budget_s) if patience_s is None else patience_s,
+        "usual_canary_s": _usual_canary_s(earlier, chosen[0], cpu),
+    }
     probe = _Probe(
         chosen, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
     )
     now = probe.watch.await_quiet()
     if strict:
         check_interference(now)
-    with probe.ranks:
+    with probe.ranks, probe.alone:
         probe.run()
     profile = probe.profile(name)
     if strict and profile.interference is not None:
@@ -152,20 +156,21 @@ class _Probe:
         thorough: bool,
         findings: Findings,
         report: Report,
-        watching: InterferenceSettings,
+        watching: dict[str, Any],
         say: Callable[[str], None] | None,
     ) -> None:
         self.devices, self.cpu, self.findings = devices, cpu, findings
         self.budget_s, self.thorough, self._report = budget_s, thorough, report
         self.watching, self._say = watching, say
         self.watch = InterferenceWatch(
-            patience_s=watching.patience_s,
-            cores=watching.cores,
-            spare_cores=watching.spare_cores,
-            read=partial(read_cpu_times, watching.pid, watching.threads),
+            patience_s=watching["patience_s"],
+            cores=watching["cores"],
+            spare_cores=watching["spare_cores"],
+            read=partial(read_cpu_times, watching["pid"], watching["threads"]),
             say=self._waits,
         )
-        # All devices at once: their processes start once for all that is measured so.
+        # One process on a device goes from part to part, as do those on all devices at once.
+        self.alone = DeviceProcesses(devices[:1])
         self.ranks = DeviceProcesses(devices, world=True)
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
@@ -178,24 +183,88 @@ class _Probe:
         for number, part in enumerate(parts):
             left_s = planned_s - self._used_s()
             rest = parts[number:]
-            if self._used_s() >= _OVERTIME_FACTOR * self.budget_s:
+            # A profile without kernels tells little, however late these come.
+            is_over = self._used_s() >= _OVERTIME_FACTOR * self.budget_s
+            if is_over and part.where != "alone":
                 self._skip(rest, "the budget was over")
                 return
+            began = time.monotonic()
             try:
                 self.tell(part.name)
                 own_s = left_s * part.share / sum(other.share for other in rest)
-                began, timed = time.monotonic(), len(self._seconds)
-                part.measure(max(own_s, least_s * part.share))
-                if len(self._seconds) == timed:
-                    self._spend(part.name, began)
+                self._measure(part, max(own_s, least_s * part.share))
             except KeyboardInterrupt:
-                self._skip(rest[1:] if part.itemised else rest, "interrupted")
+                self._skip(rest, "interrupted")
                 return
             except (ProbeError, ImportError) as error:
                 self.findings.missing.append(f"{part.name}: {error}")
+            self._seconds[part.name] = time.monotonic() - began
 
-    def _spend(self, part: str, since: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.monotonic() - since
+    def _parts(self) -> list[_Part]:
+        kept = _PARTS if len(self.devices) > 1 else [p for p in _PARTS if p.where != "all"]
+        on_gpu = self.devices[0].kind == "cuda"
+        return [part for part in kept if on_gpu or part.name not in _OF_GPUS]
+
+    def _measure(self, part: _Part, budget_s: float) -> None:
+        if part.where == "all":
+            self.alone.stop()
+            # From its beginning again, where others disturbed it.
+            self.watch.run(partial(self._run_step, part.name, budget_s))
+            return
+        # On the CPU that is device 0 where devices are core groups, else all cores as one.
+        device = self.devices[0]
+        if part.where != "alone" and not device.cores:
+            device = core_groups(self.cpu, 1)[0]
+        is_own = device.kind == self.devices[0].kind
+        if part.where == "fresh" or self.alone.devices != (device,):
+            self.alone.stop()
+            self.alone.devices = (device,)
+        has_sizes = part.name in ("kernels", "updates")
+        seen = run_job(
+            self.alone,
+            f"estimator.probe.{part.function}",
+            partial(self._take, part.name),
+            budget_s=budget_s,
+            arguments={"thorough": self.thorough} if has_sizes else {},
+            prepares=part.where != "fresh",
+            in_pieces=part.name == "kernels",
+            watching={
+                **self.watching,
+                "patience_s": self.watch.left_s,
+                "usual_canary_s": self._usual_canary_s() if is_own else None,
+            },
+        )
+        # The canary of one kind of device says nothing of another's.
+        self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
+
+    def _usual_canary_s(self) -> float | None:
+        return usual_s(self.watch.seen.canaries_s, self.watching["usual_canary_s"])
+
+    def _take(self, part: str, message: dict[str, Any]) -> None:
+        if "waiting" in message:
+            self._waits(message["waiting"])
+        else:
+            self.findings.take(part, message)
+            self.tell(part)
+
+    def _run_step(self, step: str, budget_s: float) -> None:
+        """One of the steps that all devices run together; what it found so far is kept."""
+
+        def take(_rank: int, message: dict[str, Any]) -> None:
+            self.findings.steps[step] = ClusterFindings.from_dict(message)
+            self.tell(step)
+
+        self.ranks.run(
+            "estimator.probe.cluster.steps:run_on_node",
+            {
+                "step": step,
+                "devices": [asdict(device) for device in self.devices],
+                "at": self.findings.at,
+                "seconds": budget_s,
+            },
+            timeout_s=START_ALLOWANCE_S + 2 * budget_s,
+            on_report=take,
+        )
 
     def _waits(self, disturbance: str) -> None:
         self.tell(f"waiting: {disturbance}")
@@ -206,9 +275,16 @@ class _Probe:
     def tell(self, part: str) -> None:
         self._report(part, min(1.0, self._used_s() / self.budget_s))
 
+    def _used_s(self) -> float:
+        return time.monotonic() - self._begun - self.watch.seen.waited_s
+
+    def _skip(self, parts: Sequence[_Part], reason: str) -> None:
+        self.findings.missing += [f"{part.name}: {reason}" for part in parts]
+
     def profile(self, name: str) -> MachineProfile:
         """Everything found, as a profile."""
         findings, hardware = self.findings, self.cpu.facts()
+        seconds = ", ".join(f"{part} {s:.0f}" for part, s in self._seconds.items() if s >= 0.5)
         grid = kernel_grid(self.devices[0].kind, thorough=self.thorough)
         profile = MachineProfile(
             name=name,
@@ -231,146 +307,13 @@ class _Probe:
             kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
             missing=findings.all_of("missing"),
             interference=self.watch.seen.interference(
-                self.watching.usual_canary_s, on_gpu=self.devices[0].kind == "cuda"
+                self.watching["usual_canary_s"], on_gpu=self.devices[0].kind == "cuda"
             ),
             provenance=Provenance(
                 source="measured",
                 at=findings.at,
                 samples=len(findings.points),
-                note=f"probed for {self._used_s():.0f} s ({self._parts_in_words()})",
+                note=f"probed for {self._used_s():.0f} s ({seconds})",
             ),
         )
         return with_datasheet(profile)
-
-    def _parts_in_words(self) -> str:
-        """The seconds of the parts that took any, those of the pinned process by its jobs."""
-        return ", ".join(f"{part} {s:.0f}" for part, s in self._seconds.items() if s >= 0.5)
-
-    def _used_s(self) -> float:
-        return time.monotonic() - self._begun - self.watch.seen.waited_s
-
-    def _skip(self, parts: Sequence[_MachinePart], reason: str) -> None:
-        for part in parts:
-            self.findings.missing.append(f"{part.name}: {reason}")
-
-    def _parts(self) -> list[_MachinePart]:
-        """In order of importance; alone on the machine first, then with all devices busy."""
-        parts = [
-            _MachinePart("kernels, host and updates", 0.76, self._one_device, itemised=True),
-            self._cpu_part("first touch", "memory:measure_first_touch"),
-            self._cpu_part("input", "storage:measure_input"),
-        ]
-        if len(self.devices) > 1:
-            parts += [_MachinePart(step, share, self._in_step(step)) for step, share in _STEPS]
-        if self.devices[0].kind == "cuda":
-            parts.append(_MachinePart("updates on the CPU", 0.06, self._updates_on_cpu))
-        return parts
-
-    def _in_step(self, step: str) -> Callable[[float], None]:
-        """A part that is measured again, from its beginning, where others disturbed it."""
-        return lambda budget_s: self.watch.run(partial(self._run_step, step, budget_s))
-
-    def _take(self, part: str, message: dict[str, Any]) -> None:
-        self.findings.take(part, message)
-        self.tell(part)
-
-    def _one_device(self, budget_s: float) -> None:
-        """Everything that one process on device 0 can measure."""
-        jobs = [
-            PinnedJob(
-                part=part,
-                function=f"estimator.probe.{function}",
-                budget_s=budget_s * share,
-                arguments={"thorough": self.thorough} if part in ("kernels", "updates") else {},
-                in_pieces=part == "kernels",
-            )
-            for part, (function, share) in self._jobs().items()
-        ]
-        self._run_jobs(self.devices[0], jobs)
-
-    def _jobs(self) -> dict[str, tuple[str, float]]:
-        return _GPU_JOBS if self.devices[0].kind == "cuda" else _JOBS
-
-    def _run_jobs(self, device: Device, jobs: Sequence[PinnedJob]) -> None:
-        begun: set[str] = set()
-        finished: set[str] = set()
-        seen: dict[str, Any] = {}
-        is_own = device.kind == self.devices[0].kind
-        watching = replace(
-            self.watching,
-            patience_s=self.watch.left_s,
-            usual_canary_s=self.watching.usual_canary_s if is_own else None,
-        )
-
-        started = time.monotonic()
-
-        def take(part: str, message: dict[str, Any]) -> None:
-            nonlocal started
-            if part == WATCH:
-                if "waiting" in message:
-                    self._waits(message["waiting"])
-                seen.update(message.get("seen", {}))
-                return
-            if not begun:
-                self._spend("starting", started)
-                started = time.monotonic()
-            begun.add(part)
-            if message == FINISHED:
-                finished.add(part)
-                self._spend(part, started)
-                started = time.monotonic()
-            else:
-                self._take(part, message)
-
-        try:
-            run_jobs(device, jobs, take, watching)
-        except (ProbeError, KeyboardInterrupt):
-            for job in jobs:
-                if job.part not in finished and job.part != "preparing":
-                    how = "cut short" if job.part in begun else "not reached"
-                    self.findings.missing.append(f"{job.part}: {how}")
-            raise
-        finally:
-            # The canary of one kind of device says nothing of another's.
-            self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
-
-    def _cpu_part(self, part: str, function: str) -> _MachinePart:
-        """A part of one job on the CPU."""
-
-        def run(budget_s: float) -> None:
-            path = f"estimator.probe.devices.{function}"
-            job = PinnedJob(part=part, function=path, budget_s=budget_s)
-            self._run_jobs(self._cpu_device(), [job])
-
-        return _MachinePart(part, 0.02, run)
-
-    def _updates_on_cpu(self, budget_s: float) -> None:
-        jobs = [
-            PinnedJob(part=part, function=f"estimator.probe.{function}", budget_s=budget_s)
-            for part, (function, _) in _JOBS.items()
-            if part in ("preparing", "updates")
-        ]
-        self._run_jobs(self._cpu_device(), jobs)
-
-    def _cpu_device(self) -> Device:
-        """Device 0 where devices are core groups, else all cores as one."""
-        return self.devices[0] if self.devices[0].cores else core_groups(self.cpu, 1)[0]
-
-    def _run_step(self, step: str, budget_s: float) -> None:
-        """One of the steps that all devices run together; what it found so far is kept."""
-
-        def take(_rank: int, message: dict[str, Any]) -> None:
-            self.findings.steps[step] = ClusterFindings.from_dict(message)
-            self.tell(step)
-
-        self.ranks.run(
-            "estimator.probe.cluster.steps:run_on_node",
-            {
-                "step": step,
-                "devices": [asdict(device) for device in self.devices],
-                "at": self.findings.at,
-                "seconds": budget_s,
-            },
-            timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            on_report=take,
-        )

@@ -27,7 +27,8 @@ from estimator.probe.devices.calls import (
 )
 from estimator.probe.devices.interference import SHARED_GPU_RATIO
 from estimator.probe.devices.inventory import read_cpu, torch_sees_cuda
-from estimator.probe.devices.jobs import Emit, PinnedJob, canary_s, run_jobs
+from estimator.probe.devices.jobs import Emit, canary_s, run_job
+from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.devices.updates import TORCH_OPTIMIZERS, optimizer_of
 from estimator.probe.grid.kernels import float32_matmuls, noise_ratio
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
@@ -482,27 +483,25 @@ def _replay(
     skipped: list[tuple[str, str]] = []
     failures: list[str] = []
 
-    def take(part: str, message: dict[str, Any]) -> None:
+    def take(message: dict[str, Any]) -> None:
         if "failed" in message:
-            failures.append(f"{part}: {message['failed']}")
+            failures.append(message["failed"])
         if "fraction" in message:
             say("timing the model's operators", message["fraction"])
         for number, seconds, spread in message.get("timings", ()):
             timings[wanted[number]] = OpTiming(seconds=seconds, noise_ratio=spread)
-        if on_canary and part == "replay" and "canary_s" in message:
+        if on_canary and "canary_s" in message:
             on_canary(message["canary_s"])
         skipped.extend((wanted[n].target, reason) for n, reason in message.get("skipped", ()))
 
-    jobs = [
-        PinnedJob(part="preparing", function="estimator.probe.grid.kernels:prepare", budget_s=3.0),
-        PinnedJob(
-            part="replay",
-            function="estimator.probe.ops:replay",
+    with DeviceProcesses([device]) as processes:
+        run_job(
+            processes,
+            f"{__name__}:replay",
+            take,
             budget_s=budget_s,
             arguments={"plan": plan, "usual_canary_s": profile.canary_s},
-        ),
-    ]
-    run_jobs(device, jobs, take)
+        )
     if failures:
         raise ProbeError(f"{bound.graph.name} could not be replayed ({'; '.join(failures)})")
     return timings, skipped

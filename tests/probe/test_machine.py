@@ -28,7 +28,6 @@ from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
 from estimator.probe.devices.interference import CpuTimes, Seen
 from estimator.probe.devices.inventory import read_cpu
-from estimator.probe.devices.jobs import FINISHED, WATCH, InterferenceSettings
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.links.copies import peer_links
 from estimator.probe.machine import probe_machine
@@ -38,80 +37,83 @@ from estimator.timeline.collectives.algorithms import widest_link
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}
 
 
-def cut_short(by: type[BaseException]) -> Callable[..., None]:
-    """A first process that prepares, reads and measures one kernel, then ends that way."""
+SEEN = asdict(Seen())
 
-    def run_jobs(
-        _device: Device, _jobs: Any, on_finding: Callable[[str, Any], None], _watching: Any
-    ) -> None:
-        on_finding("host", FINISHED)
-        on_finding(WATCH, {"seen": asdict(Seen(canaries_s=[0.009, 0.003, 0.004]))})
-        on_finding("kernels", dict(POINT))
-        raise by("the process died")
 
-    return run_jobs
+def cut_short(by: type[BaseException]) -> Callable[..., dict[str, Any]]:
+    """Parts that find nothing, but for one kernel, after which all ends that way."""
+
+    def run_job(_processes: Any, function: str, on_finding: Any, **_: Any) -> dict[str, Any]:
+        if "kernels" in function:
+            on_finding(dict(POINT))
+            raise by("the process died")
+        return {**SEEN, "canaries_s": [0.009, 0.003, 0.004]}
+
+    return run_job
 
 
 def test_interrupted_it_keeps_what_it_has_and_names_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
+    monkeypatch.setattr(machine_module, "run_job", cut_short(KeyboardInterrupt))
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0)
     assert profile.canary_s == 0.004
     assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
-    assert "kernels: cut short" in profile.missing
-    assert "updates: not reached" in profile.missing
-    assert "first touch: interrupted" in profile.missing
-    assert not any(part.startswith("host") for part in profile.missing)
+    rest = ["kernels", "first touch", "input"]
+    assert profile.missing == tuple(f"{part}: interrupted" for part in rest)
     assert MachineProfile.from_dict(profile.to_dict()) == profile
 
 
 def test_a_part_that_dies_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "run_jobs", cut_short(ProbeError))
+    monkeypatch.setattr(machine_module, "run_job", cut_short(ProbeError))
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=5.0)
     assert profile.canary_s == 0.004
-    assert "first touch: the process died" in profile.missing
+    assert profile.missing == ("kernels: the process died",)
+
+
+def slow_parts(monkeypatch: pytest.MonkeyPatch, *taken_s: float) -> list[float]:
+    """What each part is given, on a clock that each moves on by so much, and then by 0.5 s."""
+    now, given, left = [0.0], list[float](), list(taken_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def run_job(*_: Any, budget_s: float, **__: Any) -> dict[str, Any]:
+        given.append(budget_s)
+        now[0] += left.pop(0) if left else 0.5
+        return SEEN
+
+    monkeypatch.setattr(machine_module, "run_job", run_job)
+    return given
+
+
+# Of one device of cores: host, cold reads, updates, kernels, first touch, input.
+SHARES = (0.06, 0.015, 0.09, 0.58, 0.02, 0.02)
 
 
 def test_parts_share_what_is_left_and_none_starts_after_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    given: list[float] = []
-
-    def run_jobs(_device: Device, jobs: Any, _on_finding: Any, _watching: Any) -> None:
-        given.append(sum(job.budget_s for job in jobs))
-        now[0] += 60.0  # far longer than it was given
-
-    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    given = slow_parts(monkeypatch, 2.5, 60.0)
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=10.0)
-    # 0.95 of the budget is planned; one device's parts have shares of 0.76, 0.02 and 0.02.
-    assert given == [pytest.approx(10.0 * 0.95 * 0.76 / 0.80)]
-    assert "first touch: the budget was over" in profile.missing
-    assert "input: the budget was over" in profile.missing
+    # 0.95 of the budget is planned.
+    first, second = 9.5 * 0.06 / sum(SHARES), 7.0 * 0.015 / sum(SHARES[1:])
+    # What a profile is for is measured all the same, with a quarter of its time.
+    late = [9.5 * share / sum(SHARES) / 4 for share in (0.09, 0.58)]
+    assert given == pytest.approx([first, second, *late])
+    assert profile.missing == tuple(f"{n}: the budget was over" for n in ("first touch", "input"))
 
 
 def test_a_short_probe_that_takes_too_long_loses_none_of_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    given: list[float] = []
-
-    def run_jobs(_device: Device, jobs: Any, _on_finding: Any, _watching: Any) -> None:
-        given.append(sum(job.budget_s for job in jobs))
-        now[0] += 11.0 if len(given) == 1 else 0.5
-
-    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    given = slow_parts(monkeypatch, 11.0)
     profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=10.0)
-    assert not any("budget" in part for part in profile.missing)
-    # After 11 of 10 s first touch and input still have a quarter of 0.02 of 0.80 each.
-    assert given[1:] == pytest.approx([10.0 * 0.95 * 0.02 / 0.80 / 4] * 2)
+    assert profile.missing == ()
+    # After 11 of 10 s the others still have a quarter of what was planned for them.
+    assert given[1:] == pytest.approx([9.5 * share / sum(SHARES) / 4 for share in SHARES[1:]])
 
 
 def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
+    monkeypatch.setattr(machine_module, "run_job", cut_short(KeyboardInterrupt))
     seen: list[tuple[str, float]] = []
     probe_machine(devices=1, kind="cpu", patience_s=0.0, report=lambda *told: seen.append(told))
     assert ("kernels") in [part for part, _ in seen]
@@ -225,7 +227,7 @@ def test_a_busy_machine_is_probed_after_a_quarter_of_the_budget_and_refused_by_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     busy(monkeypatch, 0.5)
-    monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
+    monkeypatch.setattr(machine_module, "run_job", cut_short(KeyboardInterrupt))
     said: list[str] = []
     profile = probe_machine(devices=1, kind="cpu", budget_s=8.0, say=said.append)
     assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
@@ -238,30 +240,26 @@ def test_a_busy_machine_is_probed_after_a_quarter_of_the_budget_and_refused_by_a
     assert said == [waits, waits]
 
 
-def test_what_others_took_while_jobs_ran_is_in_the_profile(
+def test_what_others_took_beside_the_parts_is_in_the_profile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = asdict(Seen(others_s=6.0, cores_s=20.0, canaries_s=[0.004, 0.005], waited_s=3.0))
     patience: list[float] = []
 
-    def run_jobs(
-        _device: Device, _jobs: Any, on_finding: Any, watching: InterferenceSettings
-    ) -> None:
-        patience.append(watching.patience_s)
+    def run_job(*given: Any, watching: Any, **_: Any) -> dict[str, Any]:
+        patience.append(watching["patience_s"])
         if len(patience) == 1:
-            on_finding(WATCH, {"waiting": "other programs used 30 % of the cores"})
-            # What a process has seen so far is told again and again.
-            on_finding(WATCH, {"seen": {**seen, "others_s": 1.0}})
-            on_finding(WATCH, {"seen": seen})
+            given[2]({"waiting": "other programs used 30 % of the cores"})
+            return {**SEEN, "others_s": 6.0, "cores_s": 20.0, "waited_s": 1.0}
         raise KeyboardInterrupt
 
     busy(monkeypatch, 0.0)
-    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    monkeypatch.setattr(machine_module, "run_job", run_job)
     with pytest.raises(ProbeError, match="other programs used 30 % of the cores"):
         probe_machine(devices=1, kind="cpu", budget_s=10.0, strict=True)
     profile = probe_machine(devices=1, kind="cpu", budget_s=10.0, patience_s=0.0)
     assert profile.interference == Interference(others_ratio=0.0)
-    assert patience == [2.5, 0.0]
+    # What the first part waited is gone for the second.
+    assert patience == [2.5, 1.5, 0.0]
 
 
 def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
@@ -270,19 +268,19 @@ def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
     busy(monkeypatch, 0.0)
     usual: list[float | None] = []
 
-    def run_jobs(
-        _device: Device, _jobs: Any, on_finding: Any, watching: InterferenceSettings
-    ) -> None:
-        usual.append(watching.usual_canary_s)
-        on_finding(WATCH, {"seen": asdict(Seen(canaries_s=[0.004]))})
+    def run_job(*_: Any, watching: Any, **__: Any) -> dict[str, Any]:
+        usual.append(watching["usual_canary_s"])
+        if len(usual) % 2:
+            return {**SEEN, "canaries_s": [0.004]}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    monkeypatch.setattr(machine_module, "run_job", run_job)
     first = probe_machine(devices=1, kind="cpu", patience_s=0.0)
     other_state = replace(first, software={**first.software, "threads": "99"})
     for earlier in (first, other_state):
         probe_machine(devices=1, kind="cpu", patience_s=0.0, earlier=earlier)
-    assert usual == [None, 0.004, None]
+    # From one part to the next it is known by what was seen.
+    assert usual == [None, 0.004, 0.004, 0.004, None, 0.004]
 
 
 def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:

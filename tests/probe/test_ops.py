@@ -208,7 +208,7 @@ def test_measured_calls_are_kept_and_not_run_again(
     def refuse(*_: object) -> None:
         raise AssertionError("it ran again")
 
-    monkeypatch.setattr(ops_module, "run_jobs", refuse)
+    monkeypatch.setattr(ops_module, "run_job", refuse)
     assert measure_ops(CHAIN, here(), store=store) == first
 
 

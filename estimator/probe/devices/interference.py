@@ -121,7 +121,7 @@ class Seen:
         self, usual_canary_s: float | None = None, *, on_gpu: bool = False
     ) -> Interference:
         """What it comes to; `usual_canary_s` is that of an earlier probe of the same machine."""
-        ratio = _canary_ratio(self.canary_s, _usual_s(self.canaries_s, usual_canary_s))
+        ratio = _canary_ratio(self.canary_s, usual_s(self.canaries_s, usual_canary_s))
         return Interference(
             others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
             canary_ratio=1.0 if on_gpu and ratio < SHARED_GPU_RATIO else ratio,
@@ -130,7 +130,7 @@ class Seen:
         )
 
 
-def _usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None:
+def usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None:
     """How long the canary takes undisturbed: the quickest tenth, since a first one may be odd."""
     usual = sorted(canaries_s)[int(_TENTH * len(canaries_s)) :][:1]
     return min((*usual, *((known_s,) if known_s else ())), default=None)
@@ -140,6 +140,7 @@ def _canary_ratio(canary_s: float | None, usual_s: float | None) -> float:
     return max(1.0, canary_s / usual_s) if canary_s and usual_s else 1.0
 
 
+@dataclass(slots=True, kw_only=True)
 class InterferenceWatch:
     """Measures beside a look at the load of others, and again once they have ended.
 
@@ -149,26 +150,17 @@ class InterferenceWatch:
     told of what is waited for.
     """
 
-    def __init__(
-        self,
-        *,
-        patience_s: float = 0.0,
-        cores: int = 1,
-        spare_cores: int = 0,
-        read: Callable[[], CpuTimes | None] = lambda: None,
-        canary: Callable[[], float] | None = None,
-        usual_canary_s: float | None = None,
-        disturbed_canary_ratio: float = DISTURBED_CANARY_RATIO,
-        say: Callable[[str], None] = lambda disturbance: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.patience_s, self.cores, self.seen = patience_s, cores, Seen()
-        self.spare_cores = spare_cores
-        self._read, self._canary, self._say = read, canary, say
-        self._usual_canary_s = usual_canary_s
-        self._disturbed_canary_ratio = disturbed_canary_ratio
-        self._clock, self._sleep = clock, sleep
+    patience_s: float = 0.0
+    cores: int = 1
+    spare_cores: int = 0
+    usual_canary_s: float | None = None
+    disturbed_canary_ratio: float = DISTURBED_CANARY_RATIO
+    read: Callable[[], CpuTimes | None] = lambda: None
+    canary: Callable[[], float] | None = None
+    say: Callable[[str], None] = lambda disturbance: None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def left_s(self) -> float:
@@ -181,9 +173,9 @@ class InterferenceWatch:
         What it finds the second time must replace what it found the first.
         """
         while True:
-            began, before = self._clock(), self._read()
+            began, before = self.clock(), self.read()
             measure()
-            took_s, after = self._clock() - began, self._read()
+            took_s, after = self.clock() - began, self.read()
             others_s = self._others_s(before, after, took_s)
             canary_s, cores_s = self._canary_s(), took_s * self.cores
             interference = self._interference(others_s / (cores_s or 1.0), canary_s)
@@ -201,18 +193,18 @@ class InterferenceWatch:
         """Wait for others to end, as long as the patience lasts; what they do at the end of it."""
         look = self._look()
         if self._disturbs(look) and self.left_s:
-            self._say(str(look))
+            self.say(str(look))
         while self._disturbs(look) and self.left_s:
-            began = self._clock()
+            began = self.clock()
             look = self._look()
-            self.seen.waited_s += self._clock() - began
+            self.seen.waited_s += self.clock() - began
         return look
 
     def _look(self) -> Interference:
         """What others do right now."""
-        before, began = self._read(), self._clock()
-        self._sleep(_LOOK_S)
-        after, took_s = self._read(), self._clock() - began
+        before, began = self.read(), self.clock()
+        self.sleep(_LOOK_S)
+        after, took_s = self.read(), self.clock() - began
         others_s = self._others_s(before, after, took_s)
         return self._interference(others_s / (took_s * self.cores or 1.0), self._canary_s())
 
@@ -224,15 +216,14 @@ class InterferenceWatch:
         return min(max(0.0, others_s - self.spare_cores * took_s), self.cores * took_s)
 
     def _canary_s(self) -> float | None:
-        return self._canary() if self._canary else None
+        return self.canary() if self.canary else None
 
     def _disturbs(self, interference: Interference) -> bool:
-        is_slow = interference.canary_ratio > self._disturbed_canary_ratio
+        is_slow = interference.canary_ratio > self.disturbed_canary_ratio
         return is_slow or interference.others_ratio > DISTURBED_RATIO
 
     def _interference(self, others_ratio: float, canary_s: float | None) -> Interference:
-        usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
-        ratio = _canary_ratio(canary_s, usual_s)
+        ratio = _canary_ratio(canary_s, usual_s(self.seen.canaries_s, self.usual_canary_s))
         return Interference(others_ratio=others_ratio, canary_ratio=ratio)
 
 

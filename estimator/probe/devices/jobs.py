@@ -1,4 +1,4 @@
-"""Run parts of the probe in one process pinned to a device, and pass on what they find.
+"""Run one part of the probe in a process pinned to a device, and pass on what it finds.
 
 Each finding reaches the parent as soon as it is made, so that whatever was measured before an
 interruption, a crash or the end of the budget is kept.
@@ -9,21 +9,28 @@ from __future__ import annotations
 import importlib
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cache, partial
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device, MachineProfile
-from estimator.probe.devices.backend import Backend, CpuBackend, open_backend, square_matmul
+from estimator.machines.profile import MachineProfile
+from estimator.probe.devices.backend import (
+    Backend,
+    CpuBackend,
+    keep_memory_resident,
+    open_backend,
+    square_matmul,
+    touch_memory,
+)
 from estimator.probe.devices.interference import (
     InterferenceWatch,
     disturbed_canary_ratio,
     read_cpu_times,
 )
 from estimator.probe.devices.inventory import pinned, read_cpu
+from estimator.probe.devices.ranks import DeviceProcesses, report
 
 _CANARY_SIDE, _CANARY_WARM_UPS = 512, 3
 
@@ -50,140 +57,106 @@ def slowdown_ratio(profile: MachineProfile) -> float | None:
 
 
 Emit = Callable[[dict[str, Any]], None]
-# The last thing that is heard of a job, failed or not.
-FINISHED: dict[str, Any] = {"finished": True}
-# The part whose findings are what others took: {"waiting": their share now} or {"seen": …}.
-WATCH = "watch"
 
-_START_ALLOWANCE_S = 60.0
+# Beyond what is planned: what the start of a process may take.
+START_ALLOWANCE_S = 60.0
 _CANARY_REPEATS = 5
-# Of what a job was to take: so much it gets even where those before it took too long.
-_LEAST_RATIO = 0.25
+# Until a GPU's clocks are those of work; cores need only threads and caches.
+_WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
+_TOUCHED_BYTES = 896 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinnedJob:
-    """One function to call there: ``function(backend, emit, budget_s=…, **arguments)``.
+def run_job(
+    processes: DeviceProcesses,
+    function: str,
+    on_finding: Callable[[dict[str, Any]], None],
+    *,
+    budget_s: float,
+    arguments: Mapping[str, Any] | None = None,
+    prepares: bool = True,
+    in_pieces: bool = False,
+    watching: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Call ``function(backend, emit, budget_s=…, **arguments)`` on the one device of `processes`.
 
-    One that measures `in_pieces` is also given ``watch=…``, to run each of them.
+    `on_finding` gets what it emits as it comes; where it fails ``{"failed": reason}``. Where it
+    `prepares`, the process times calls as a long-running step does from its first job on. What
+    others disturbed is measured again as `watching` says (fields of an InterferenceWatch, and whose
+    CPU time is not that of others); of a function that measures `in_pieces`, which is given
+    ``watch=…``, each piece. What was `Seen` beside it comes back. Raises ProbeError if the process
+    itself dies.
     """
-
-    part: str
-    function: str
-    budget_s: float
-    arguments: dict[str, Any] = field(default_factory=dict)
-    in_pieces: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterferenceSettings:
-    """Whose CPU time on which hardware threads is not that of others, and how long to wait.
-
-    The measurements need `cores` cores; `spare_cores` more are there.
-    """
-
-    pid: int
-    threads: Sequence[int]
-    cores: int
-    spare_cores: int
-    patience_s: float
-    usual_canary_s: float | None = None
-
-
-def run_jobs(
-    device: Device,
-    jobs: Sequence[PinnedJob],
-    on_finding: Callable[[str, dict[str, Any]], None],
-    watching: InterferenceSettings | None = None,
-) -> None:
-    """Run `jobs` in order in one process pinned to `device`; `on_finding(part, what)` as it comes.
-
-    They share what the start of the process and those before them have left of their `budget_s`.
-    A job that fails is a finding ``{"failed": reason}``, and the next one goes on; the last finding
-    of every job is FINISHED. What others disturbed is measured again as `watching` says. Raises
-    ProbeError if the process itself dies.
-    """
-    from estimator.probe.devices.ranks import run_on_devices
-
-    def receive(_rank: int, message: dict[str, Any]) -> None:
-        on_finding(message.pop("part"), message)
-
-    run_on_devices(
-        [device],
+    (device,) = processes.devices
+    patience_s = watching["patience_s"] if watching else 0.0
+    (seen,) = processes.run(
         f"{__name__}:work",
         {
             "kind": device.kind,
             "index": device.index,
-            "jobs": [asdict(job) for job in jobs],
-            "begun": time.monotonic(),
-            "watching": asdict(watching) if watching else None,
+            "function": function,
+            "arguments": {"budget_s": budget_s, **(arguments or {})},
+            "prepares": prepares,
+            "in_pieces": in_pieces,
+            "watching": watching,
         },
-        timeout_s=_START_ALLOWANCE_S
-        + 2.0 * sum(job.budget_s for job in jobs)
-        + (watching.patience_s if watching else 0.0),
-        on_report=receive,
+        timeout_s=START_ALLOWANCE_S + 2.0 * budget_s + patience_s,
+        on_report=lambda _rank, message: on_finding(message),
     )
+    return dict(seen)
 
 
-def work(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Run every job of the plan and report what it emits; called in the pinned process."""
-    from estimator.probe.devices.ranks import report
-
-    backend = open_backend(arguments["kind"], arguments["index"])
-
-    def emit(part: str, message: dict[str, Any]) -> None:
-        report({"part": part, **message})
-
-    watch = _open_watch(arguments["watching"], backend, partial(emit, WATCH))
-    jobs = arguments["jobs"]
-    planned = [job["budget_s"] for job in jobs]
-    for number, job in enumerate(jobs):
-        used_s = time.monotonic() - arguments["begun"] - watch.seen.waited_s
-        job["budget_s"] = _share_s(planned, number, used_s)
-        own = partial(emit, job["part"])
-        if job["in_pieces"]:
-            _call(job, backend, own, watch=watch)
-        else:
-            watch.run(partial(_call, job, backend, own))
-        own(FINISHED)
-        emit(WATCH, {"seen": asdict(watch.seen)})
+def work(_rank: int, _world_size: int, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the pinned process does of `run_job`."""
+    backend = _opened(job["kind"], job["index"])
+    if job["prepares"]:
+        _prepare_once(backend)
+    watch = _watch_of(job["watching"], backend)
+    more = {"watch": watch} if job["in_pieces"] else {}
+    measure = partial(_call, job["function"], backend, **job["arguments"], **more)
+    if job["in_pieces"]:
+        measure()
+    else:
+        watch.run(measure)
+    return asdict(watch.seen)
 
 
-def _share_s(planned_s: Sequence[float], number: int, used_s: float) -> float:
-    """Seconds for one of the jobs, after `used_s` of what was planned for all.
-
-    >>> _share_s([2.0, 6.0, 2.0], 1, used_s=6.0)
-    3.0
-    """
-    left_s = max(0.0, sum(planned_s) - used_s)
-    own_s = left_s * planned_s[number] / (sum(planned_s[number:]) or 1.0)
-    return max(own_s, _LEAST_RATIO * planned_s[number])
+# A backend learns what timing costs; it and what it has learnt last as long as the process.
+_opened = cache(open_backend)
 
 
-def _open_watch(
-    arguments: Mapping[str, Any] | None, backend: Backend, emit: Emit
-) -> InterferenceWatch:
-    if arguments is None:
+@cache
+def _prepare_once(backend: Backend) -> None:
+    """Make this process time calls as a long-running step does: memory resident, clocks steady."""
+    import torch
+
+    # Kernels are timed on normal numbers; what long chains of them leave may be none.
+    torch.set_flush_denormal(True)
+    if backend.kind == "cpu":
+        resident = keep_memory_resident()
+        touch_memory(_TOUCHED_BYTES)
+        report({"memory_resident": resident})
+    backend.warm_up(_WARM_UP_S[backend.kind])
+
+
+def _watch_of(watching: Mapping[str, Any] | None, backend: Backend) -> InterferenceWatch:
+    if watching is None:
         return InterferenceWatch()
+    known = {name: value for name, value in watching.items() if name not in ("pid", "threads")}
     return InterferenceWatch(
-        patience_s=arguments["patience_s"],
-        cores=arguments["cores"],
-        spare_cores=arguments["spare_cores"],
-        read=partial(read_cpu_times, arguments["pid"], arguments["threads"]),
+        **known,
+        read=partial(read_cpu_times, watching["pid"], watching["threads"]),
         canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
-        usual_canary_s=arguments["usual_canary_s"],
         disturbed_canary_ratio=disturbed_canary_ratio(backend.kind),
-        say=lambda disturbance: emit({"waiting": disturbance}),
+        say=lambda disturbance: report({"waiting": disturbance}),
     )
 
 
-def _call(job: Mapping[str, Any], backend: Backend, emit: Emit, **more: Any) -> None:
-    module, _, name = job["function"].partition(":")
+def _call(function: str, backend: Backend, **arguments: Any) -> None:
+    module, _, name = function.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-        function(backend, emit, budget_s=job["budget_s"], **job["arguments"], **more)
+        getattr(importlib.import_module(module), name)(backend, report, **arguments)
     # One part that this torch or this machine cannot measure must not end the others; torch
     # reports what it lacks with these.
     except (ProbeError, RuntimeError, ImportError, AttributeError, ValueError, TypeError) as error:
         words = str(error).strip().splitlines()
-        emit({"failed": f"{type(error).__name__}: {words[0] if words else ''}"[:300]})
+        report({"failed": f"{type(error).__name__}: {words[0] if words else ''}"[:300]})

@@ -17,7 +17,7 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import DeviceKind, KernelPoint
-from estimator.probe.devices.backend import Backend, keep_memory_resident, touch_memory
+from estimator.probe.devices.backend import Backend
 from estimator.probe.devices.calls import (
     GridCall,
     TensorSource,
@@ -124,8 +124,6 @@ def _light() -> tuple[Iterator[GridCall], ...]:
     )
 
 
-# Until a GPU's clocks are those of work; cores need only threads and caches.
-_WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
 # Calls of a CUDA device are timed in flights, and disturbed far less.
 _LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 24}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
@@ -157,21 +155,6 @@ _RING_BYTES = 192 << 20
 _PIECE_S = 1.0
 # A repeat that took this much longer than the quickest quarter was held up by others.
 _HELD_UP_RATIO = 1.5
-_TOUCHED_BYTES = 896 << 20
-
-
-def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
-    """Make this process time calls as a long-running step does: memory resident, clocks steady."""
-    import torch
-
-    # Kernels are timed on normal numbers; what long chains of them leave may be none.
-    torch.set_flush_denormal(True)
-    if backend.kind == "cpu":
-        resident = keep_memory_resident()
-        touch_memory(_TOUCHED_BYTES)
-        emit({"memory_resident": resident})
-    warm_up_s = _WARM_UP_S[backend.kind]
-    backend.warm_up(min(warm_up_s, budget_s) if backend.kind == "cuda" else warm_up_s)
 
 
 def measure_kernels(

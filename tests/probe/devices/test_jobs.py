@@ -1,43 +1,57 @@
-"""Jobs of one process share its time."""
+"""One process on a device runs job after job; what they find, or why they fail, comes as it is."""
 
 from __future__ import annotations
 
-import time
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from estimator.probe.devices import jobs, ranks
+from estimator.errors import ProbeError
+from estimator.machines.profile import Device
+from estimator.probe.devices.interference import Seen
+from estimator.probe.devices.jobs import run_job
+from estimator.probe.devices.ranks import DeviceProcesses
 
-given: list[float] = []
-now = [0.0]
-
-
-def takes_six_seconds(_backend: Any, _emit: Any, *, budget_s: float) -> None:
-    """A job that does not look at the clock."""
-    given.append(budget_s)
-    now[0] += 6.0
+CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
 
 
-def test_a_job_that_takes_too_long_leaves_the_others_less_and_none_nothing(
+def tells_where(_backend: Any, emit: Any, *, budget_s: float, word: str = "") -> None:
+    emit({"pid": os.getpid(), "budget_s": budget_s, "word": word})
+
+
+def fails(_backend: Any, emit: Any, *, budget_s: float) -> None:
+    emit({"before": True})
+    raise RuntimeError("no such\nkernel")
+
+
+def dies(_backend: Any, _emit: Any, *, budget_s: float) -> None:
+    os._exit(3)
+
+
+def test_jobs_of_one_process_are_prepared_once_and_a_dead_one_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given.clear()
-    now[0] = 101.0
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ranks, "report", lambda _: None)
-    job = {"function": f"{__name__}:takes_six_seconds", "arguments": {}, "in_pieces": False}
-    planned = [("host", 2.0), ("updates", 2.0), ("kernels", 8.0)]
-    jobs.work(
-        0,
-        1,
-        {
-            "kind": "cpu",
-            "index": 0,
-            "begun": 100.0,
-            "watching": None,
-            "jobs": [{**job, "part": part, "budget_s": seconds} for part, seconds in planned],
-        },
-    )
-    # 11 of 12 s are left for 12 s of plans, 5 for the last 10, then none: a quarter of 8.
-    assert given == pytest.approx([11 * 2 / 12, 5 * 2 / 10, 8 / 4])
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    found: list[dict[str, Any]] = []
+    with DeviceProcesses([CORE], trains=False) as processes:
+
+        def run(function: str, **more: Any) -> dict[str, Any]:
+            return run_job(processes, f"test_jobs:{function}", found.append, budget_s=2.0, **more)
+
+        watching = {"pid": os.getpid(), "threads": [0], "cores": 1, "patience_s": 0.0}
+        seen = Seen(**run("tells_where", watching=watching))
+        assert seen.cores_s > 0
+        assert len(seen.canaries_s) == 1
+        run("fails")
+        run("tells_where", arguments={"word": "two"})
+        with pytest.raises(ProbeError, match="died without a result"):
+            run("dies")
+        run("tells_where", prepares=False)
+    prepared, first, before, failed, second, third = found
+    assert "memory_resident" in prepared
+    assert (before, failed) == ({"before": True}, {"failed": "RuntimeError: no such"})
+    assert first == {"pid": first["pid"], "budget_s": 2.0, "word": ""}
+    assert second == {**first, "word": "two"}
+    assert third["pid"] != first["pid"]
