@@ -57,6 +57,12 @@ MACHINES = {
     "MIT 8x TITAN RTX": "titan-rtx",
     "1x 8x RTX 4090, P2P disabled (stock driver)": "rtx-4090",
     "a100_sxm": "a100-sxm-80gb",
+    "h100_sxm": "h100-sxm",
+    "h200_sxm": "h200",
+    "b200_sxm": "b200",
+    "b300_sxm": "b300",
+    "gb200": "gb200",
+    "gb300": "gb300",
 }
 # Aceso's communication profiler (microsoft/SuperScaler) times calls of torch.distributed by the
 # host's clock, from one synchronisation to the next: beside NCCL's kernel the work of the host and,
@@ -73,12 +79,13 @@ UNSTATED = "DGX A100-style node (a100_dgx)"
 # ring and 0.45 of a tree, so that buckets went around the ring (tuning.cc of 2020).
 NO_TREE = ("DGX A100", "2x DGX-1 V100-32GB RoCE", "AWS p4d.24xlarge")
 # Inside a node k is fitted. With the best chunks it is 2; what is far above is no pipeline.
-FITTED = ("catalogue, quick", "catalogue, slow")
+FITTED = ("catalogue, quick", "catalogue, hopper", "catalogue, slow")
 GRID = np.arange(0.0, 3.01, 0.1)
 # Messages so small tell latency.
 _LATENCY_BYTES = 1 << 16
 GOALS = {
     "catalogue, quick": 0.15,
+    "catalogue, hopper": 0.15,
     "catalogue, slow": 0.30,
     "catalogue, network": 0.25,
     "ends": 0.25,

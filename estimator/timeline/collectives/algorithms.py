@@ -115,20 +115,28 @@ DEVICE_LINKS = ("d2d", "nvlink", "infinity_fabric", "pcie")
 
 
 # The start of one of NCCL's collectives: published all-reduce, all-gather and reduce-scatter of 512
-# bytes over 2, 4 and 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop.
+# bytes over 2, 4 and 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop, so do those
+# of B200; those of H100 and H200 on 4.6 µs + 0.8 µs.
 START_S = 7.9e-6
+_HOPPER_START_S = 4.6e-6
 # k of α + βS + k·√(α·βS): fitted to published nccl-tests and profilers, and judged on systems that
 # were left out (benchmarks/collective_accuracy.py). Over NVLink of A100 and later chunks are short
 # beside a hop's latency; over PCIe, and the slower NVLink before, they hardly wait for it.
-PIPELINING = {"quick": 1.9, "slow": 0.6}
+PIPELINING = {"quick": 1.9, "hopper": 1.5, "slow": 0.6}
 
 
-# 8 H100 all-reduce at a bus bandwidth of 475 GB/s in the switch (H100_NVLS_BW of
-# aliyun/SimAI's astra-sim), each sending 9/8 of its buffer: 0.87 of what a ring gets of NVLink.
-IN_SWITCH_RATIO = 0.87
-# Blackwell's is 0.74 of its links where Hopper's is 0.85, and starts 25 µs later than a ring does
-# (nvlsEfficiency and hwLat in tuning.cc); that Hopper's starts later is not seen.
-_BLACKWELL_SWITCH = IN_SWITCH_RATIO * 0.74 / 0.85, 25e-6
+# The switch moves a buffer at 5/6 of the links for any number of ranks, less what nvlsEfficiency
+# leaves of it (tuning.cc). 8 H100 reach a bus bandwidth of 475 GB/s (H100_NVLS_BW of aliyun/SimAI's
+# astra-sim; H200: NVIDIA/nccl-tests, issue 272): 0.773 of what a ring gets of NVLink. Blackwell has
+# 0.74 of its links where Hopper has 0.85. All-reduces of 32 KiB to 512 KiB over 8 GPUs take 19 µs
+# on H100 and 28 µs on B200 (aiconfigurator's tables): so much later than a ring the switch starts.
+IN_SWITCH_RATIO = 0.773
+_HOPPER_SWITCH = IN_SWITCH_RATIO, 12.8e-6
+_BLACKWELL_SWITCH = IN_SWITCH_RATIO * 0.74 / 0.85, 18e-6
+# Its k: 1 over 8 H100 and 8 B200 (aiconfigurator's tables, 1 MiB to 512 MiB), 3 over the 72 GPUs of
+# a GB200 NVL72 (coreweave/nccl-tests, pull request 43, 0.5 GiB to 8 GiB). A pass takes a chunk of
+# every rank's slice, so that the pipeline fills more slowly where there are more.
+_SWITCH_RANKS_OF_ONE = 8
 
 
 class InnerLinks(NamedTuple):
@@ -157,24 +165,28 @@ class InnerLinks(NamedTuple):
 def pace_of(profile: MachineProfile, link: Link | None) -> str:
     """Whether hops between devices are short or long beside NCCL's chunks: see `PIPELINING`."""
     capability = profile.devices[0].compute_capability
-    is_quick = link is not None and link.kind in ("nvlink", "infinity_fabric")
-    return "quick" if is_quick and (capability is None or capability >= 8) else "slow"
+    if link is None or link.kind not in ("nvlink", "infinity_fabric"):
+        return "slow"
+    if link.kind == "nvlink" and (capability or 0.0) >= 9:
+        return "hopper"
+    return "quick" if capability is None or capability >= 8 else "slow"
 
 
 def links_over(profile: MachineProfile, link: Link | None) -> InnerLinks:
     """The hops over a link that some devices reach each other by: of no time without one."""
     if link is None:
         return InnerLinks(0.0, math.inf, **network_traits(profile))
-    is_blackwell = (profile.devices[0].compute_capability or 0.0) >= 10
-    ratio, start_s = _BLACKWELL_SWITCH if is_blackwell else (IN_SWITCH_RATIO, 0.0)
+    capability = profile.devices[0].compute_capability or 0.0
+    ratio, switch_start_s = _BLACKWELL_SWITCH if capability >= 10 else _HOPPER_SWITCH
     return InnerLinks(
         latency_s=link.latency_s,
         bytes_per_s=achieved_bytes_per_s(link),
         pipelining=PIPELINING[pace_of(profile, link)],
         reduces=link.reduces,
+        start_s=_HOPPER_START_S if 9 <= capability < 10 else START_S,
         over_nvlink=link.kind == "nvlink",
         switch_ratio=ratio,
-        switch_start_s=start_s,
+        switch_start_s=switch_start_s,
         **network_traits(profile),
     )
 
@@ -285,7 +297,7 @@ class Algorithm(NamedTuple):
     node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
     gets of the rates that a ring gets, inside and across; `rank_s` is added for each rank. `runs`
     says where NCCL has it. Of its `protocols`, those after the first need a network that keeps the
-    order of bytes. One kernel that sends all at once `waits_for_chunks` of nobody.
+    order of bytes. `pipelining` is k inside a node: 0 where one kernel sends all at once.
     """
 
     rounds: Callable[[GroupShape], Cost]
@@ -295,7 +307,7 @@ class Algorithm(NamedTuple):
     protocols: tuple[Protocol, ...] = (Protocol(),)
     in_switch: bool = False
     rank_s: float = 0.0
-    waits_for_chunks: bool = True
+    pipelining: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: links.pipelining
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -321,10 +333,11 @@ _TREE = Algorithm(
 # nodes as the tree.
 _IN_SWITCH = Algorithm(
     rounds=lambda g: Cost(2, 2 * levels(g.nodes)),
-    share=lambda g: Cost((g.per_node + 1) / g.per_node, 2 * (g.nodes - 1) / g.nodes),
+    share=lambda g: Cost(1.0, 2 * (g.nodes - 1) / g.nodes),
     ratio=Cost(1.0, TREE_RATIO),
     runs=lambda g, links: links.reduces & (g.per_node > 2),
     in_switch=True,
+    pipelining=lambda g, links: sqrt(g.per_node / _SWITCH_RANKS_OF_ONE),
 )
 # Every rank sends its part to each of the others, those on other nodes over the node's network.
 _ALL_TO_ALL = Algorithm(
@@ -355,7 +368,7 @@ def expert_dispatch(copies: int) -> Algorithm:
         ),
         ratio=_DISPATCH_RATIO,
         protocols=(Protocol(pipelining=0.0),),
-        waits_for_chunks=False,
+        pipelining=lambda g, links: 0.0,
     )
 
 
@@ -443,7 +456,7 @@ def _costed(
         beta_inside=where(inside, share.inside / rate, 0.0),
         beta_across=where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
         share_across=share.across,
-        pipelining=links.pipelining if algorithm.waits_for_chunks else 0.0,
+        pipelining=algorithm.pipelining(shape, links),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import CollectiveName
 from estimator.placement.mesh import ProcessGroup, whole_group
 from estimator.placement.placement import place
 from estimator.timeline.collectives.algorithms import (
@@ -96,8 +97,13 @@ def test_nodes_of_one_gpu_gather_by_aggregated_trees() -> None:
 
 def test_a_switch_that_adds_spares_every_device_most_of_its_receiving() -> None:
     ring, in_switch = nccl_lines("all_reduce", group(1, 8), SWITCH)
-    assert in_switch.beta_s_per_byte == pytest.approx(9 / 8 / (200e9 * IN_SWITCH_RATIO))
+    assert in_switch.beta_s_per_byte == pytest.approx(1 / (200e9 * IN_SWITCH_RATIO))
     assert in_switch.beta_s_per_byte < ring.beta_s_per_byte
+    # Its pipeline fills more slowly where it has more slices to add: k is 1 for 8 ranks, 3 for 72.
+    for ranks, pipelining in ((8, 1.0), (72, 3.0)):
+        _, line = nccl_lines("all_reduce", group(1, ranks), SWITCH)
+        filling = math.sqrt(line.alpha_s * line.beta_s_per_byte)
+        assert line.root_s == pytest.approx(pipelining * filling)
     assert len(nccl_lines("all_gather", group(1, 8), SWITCH)) == 1
     # Two devices send each other everything: the switch has nothing to spare.
     assert len(nccl_lines("all_reduce", group(1, 2), SWITCH)) == 1
@@ -166,8 +172,27 @@ def test_a_rack_of_blackwell_all_reduces_at_what_was_measured() -> None:
     # coreweave/nccl-tests, pull request 43: 72 GB200 in one NVLink domain, bus bandwidth in GB/s.
     group = whole_group(place("1x72:gb200-nvl72"))
     model = GroupCollective.of(load_profile("gb200-nvl72"), "all_reduce", group)
-    for size, bus in ((1 << 30, 700e9), (1 << 32, 837e9), (1 << 33, 840e9)):
-        assert 2 * 71 / 72 * size / model.time_s(size) == pytest.approx(bus, rel=0.3)
+    for power, bus in ((29, 582e9), (30, 703e9), (31, 766e9), (32, 841e9), (33, 841e9)):
+        size = 1 << power
+        assert 2 * 71 / 72 * size / model.time_s(size) == pytest.approx(bus, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "log"),
+    [
+        ("h100-sxm", "all_gather", {10: 10.2, 20: 17.0, 22: 33.4, 24: 69, 26: 208, 29: 1402}),
+        ("h100-sxm", "reduce_scatter", {10: 10.2, 22: 29.8, 23: 44, 24: 70, 26: 201, 29: 1399}),
+        ("h100-sxm", "all_reduce", {10: 15.6, 20: 25, 21: 38, 22: 50, 23: 79, 26: 325, 29: 2111}),
+        ("b200", "all_reduce", {10: 25, 18: 28, 20: 30, 22: 53, 23: 72, 26: 278, 29: 1335}),
+    ],
+)
+def test_eight_gpus_on_a_switch_take_what_was_published(
+    name: str, op: CollectiveName, log: dict[int, float]
+) -> None:
+    # aiconfigurator, NCCL 2.29.2, fp16, 8 GPUs: µs by the logarithm of bytes.
+    model = GroupCollective.of(load_profile(name), op, whole_group(place(f"1x8:{name}")))
+    for power, time_us in log.items():
+        assert model.time_s(1 << power) * 1e6 == pytest.approx(time_us, rel=0.3)
 
 
 def test_efa_keeps_the_order_of_bytes_since_p5() -> None:
