@@ -258,6 +258,10 @@ def _recipe_of(row: Row) -> str:
     is_late = row.release >= "26.06" or not recipe.get("dispatcher")
     if "fp8_dot_product_attention=True" in recipe.get("other", "") and is_late:
         parts.append("fp8-attention")
+    # AutoModel compiles the activation of experts with its clamps (components/moe/experts.py).
+    is_fused = "cutedsl_fused_grouped_mlp=True" in recipe.get("other", "") and is_late
+    if is_fused or _automodel(row)[1] > 1:
+        parts.append("fused-grouped-mlp")
     if row.model == "DeepSeek-V3":
         parts.append("deterministic")
     graphs = recipe.get("cuda_graph") or ""

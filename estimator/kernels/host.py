@@ -204,6 +204,11 @@ def _megatron_seconds(graph: OpGraph, host: HostCost, per_op: Array) -> Array:
     experts = {op.module for op in graph.ops if op.call.target.startswith(_EXPERTS)}
     before = -1
     for index, op in enumerate(graph.ops):
+        pieces = dict(op.call.keywords).get("pieces") if op.module in experts else None
+        if pieces:
+            # Each is an operator of torch, forward from Python.
+            eager_s = host.forward_op_s if op.phase == "forward" else host.backward_op_s
+            per_op[index] = pieces * (eager_s + host.bare_op_s)
         is_grouped = op.call.target.startswith(_EXPERTS)
         if recipe.graphs == "layers" and unit_path(op.module) and op.module not in experts:
             per_op[index] = 0.0

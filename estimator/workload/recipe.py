@@ -80,7 +80,9 @@ class Recipe:
     Megatron-Core's names (``recompute=layernorm+moe_act``), and the first `recompute_layers` blocks
     whole are computed again for gradients; what `offload_layers` blocks save waits on the host.
     Tokens go to experts of other ranks once for each expert (NCCL's all-to-all), or by `dispatch`
-    once for each node and rank; with `expert_overlap` beside another micro-batch.
+    once for each node and rank; with `expert_overlap` beside another micro-batch. With
+    `fused_grouped_mlp` the products of experts do what stands between them (Transformer Engine's
+    op fuser).
     """
 
     framework: Framework = "megatron"
@@ -91,6 +93,7 @@ class Recipe:
     tp_overlap: bool = False
     dispatch: Dispatch | None = None
     expert_overlap: bool = False
+    fused_grouped_mlp: bool = False
     recompute: tuple[str, ...] = ()
     recompute_layers: int = 0
     offload_layers: int = 0

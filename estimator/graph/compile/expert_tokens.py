@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from estimator.graph.compile.expert_biases import ExpertBiases, ExpertKernels
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, with_ops
-from estimator.graph.ir.ops import Op, Value, with_calls
+from estimator.graph.ir.ops import Op, with_calls
 from estimator.graph.ir.structure import value_roots
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
@@ -46,17 +47,20 @@ class _ExpertTokens:
     def __init__(self, graph: OpGraph, recipe: Recipe) -> None:
         self._graph, self._recipe = graph, recipe
         self._roots = value_roots(graph)
-        self._values: list[Value] = list(graph.values)
-        self._instead: dict[int, Op | None] = {}
+        self._changes = ExpertKernels(list(graph.values))
+        self._values, self._instead = self._changes.values, self._changes.instead
         self._of_module: dict[str, list[int]] = {}
         for index, op in enumerate(graph.ops):
             self._of_module.setdefault(op.module, []).append(index)
 
     def graph(self) -> OpGraph:
-        ops, place = [], []
+        ops: list[Op] = []
+        place = []
         made = {v for index in self._instead for v in self._graph.ops[index].outputs}
-        made -= {v for op in self._instead.values() if op for v in op.outputs}
+        added = [op for ops in self._changes.before.values() for op in ops]
+        made -= {v for op in (*self._instead.values(), *added) if op for v in op.outputs}
         for index, op in enumerate(self._graph.ops):
+            ops += self._changes.before.get(index, ())
             changed = self._instead.get(index, op)
             if changed is not None:
                 kept = tuple([value for value in changed.holds if value not in made])
@@ -78,6 +82,9 @@ class _ExpertTokens:
         weighing = next(filter(self._weighs, (i for i in forward if i > products[-1])), None)
         if copying is None or weighing is None:
             return
+        weights = _WIDE if self._recipe.dispatch else ops[weighing].call.inputs[1].dtype
+        biases = ExpertBiases(ops, own, self._changes, weights)
+        biases.change(fused=self._recipe.fused_grouped_mlp)
         copies = _rows(ops[copying].call.outputs[0]) // _rows(ops[copying].call.inputs[0])
         tokens = ops[copying].inputs[0]
         self._put(copying, PERMUTE, tokens, ops[copying].call.inputs[0], ops[copying].outputs[:1])

@@ -162,7 +162,7 @@ def _whole(index: int, op: Op) -> KernelPart:
 def _parts(split: SplitGraph, index: int, op: Op) -> list[KernelPart]:
     family, name = family_of(op.call.target), _name(op)
     whole = _whole(index, op)
-    is_library = op.call.target.startswith("te.")
+    is_library = op.call.target.startswith(("te.", "eager."))
     if not op.outputs or is_library or op_cost(op.call) == OpCost():
         return [whole]
     rule = _RULES.get(family)

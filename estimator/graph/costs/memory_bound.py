@@ -230,6 +230,16 @@ def _permuted(call: OpCall) -> OpCost:
     return OpCost(0.0, bytes_of(call.inputs), written(call))
 
 
+@cost_of(
+    # Kernels around experts that nothing fuses; the product makes a bias's gradient in passing.
+    *(f"eager.{name}" for name in ("add", "cat", "clamp", "clamp_backward", "copy", "mul", "sum")),
+    "te.bias_gradient",
+    family="elementwise",
+)
+def _unfused(call: OpCall) -> OpCost:
+    return streamed(call)
+
+
 def elements_written(call: OpCall) -> float:
     """Elements of all outputs together."""
     return float(sum(spec.numel for spec in call.outputs))

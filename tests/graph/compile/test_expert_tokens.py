@@ -7,6 +7,7 @@ import pytest
 import estimator as est
 from estimator.api import with_recipe
 from estimator.graph.compile.expert_tokens import PERMUTE, UNPERMUTE
+from estimator.graph.costs.call_costs import op_cost
 from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
@@ -17,7 +18,17 @@ from estimator.kernels.host import awaited_ops, compiled_host_seconds
 from estimator.machines.catalogue import load_profile
 from estimator.machines.typical import with_typical_costs
 from estimator.workload.layouts import Layout
-from tests.graph.partition.test_split_experts import BATCH, CHOSEN, LAYERS, ROWS, TOKENS, WIDTH, moe
+from tests.graph.partition.test_split_experts import (
+    BATCH,
+    CHOSEN,
+    EXPERTS,
+    INNER,
+    LAYERS,
+    ROWS,
+    TOKENS,
+    WIDTH,
+    moe,
+)
 
 ROW_BYTES = ROWS * WIDTH * 2
 
@@ -136,3 +147,78 @@ def test_the_host_reads_token_counts_and_launches_products_of_experts_one_by_one
     replayed = with_recipe(GRAPH, recipe="megatron:graphs=iteration")
     assert len(awaited_ops(GraphStructure.of(replayed))) == len(modules) - LAYERS
     assert compiled_host_seconds(replayed, host)[products[0]] == 0.0
+
+
+BIASED = traced("gpt_oss")
+
+
+def unfused_bytes(graph: OpGraph, phase: str, *kernels: str) -> float:
+    """What kernels of the first layer's experts that nothing fuses read and write."""
+    targets = [f"eager.{kernel}.default" for kernel in kernels]
+    costs = [op_cost(op.call) for op in of_first(graph, phase, *targets)]
+    return sum(cost.read_bytes + cost.written_bytes for cost in costs if cost is not None)
+
+
+ALL = ("add", "cat", "clamp", "clamp_backward", "copy", "mul", "sum")
+# The halves of the first product and the result of the second one, elements; biases, bytes.
+HALVES, RESULTS, BIASES = ROWS * 2 * INNER, ROWS * WIDTH, EXPERTS * WIDTH * 2
+
+
+def test_clamps_and_the_second_bias_read_and_write_whole_tensors() -> None:
+    graph = with_recipe(BIASED, recipe="megatron:dispatch=hybridep")
+    # Clamped 2 + 2, put together 2 + 2; a bias times fp32 weights 4, added 2 + 4 + 4, put together
+    # 4 + 4, cast 4 + 2.
+    forward = 8 * HALVES + 28 * RESULTS + BIASES
+    assert unfused_bytes(graph, "forward", *ALL) == forward
+    # Gradients of clamps 2 + 2 + 2, put together 2 + 2; cast 2 + 4, back 4 + 2, put together 2 + 2,
+    # two products 4 + 4 and sums of them 4, to a number for each row and to the biases.
+    backward = 10 * HALVES + 40 * RESULTS + 4 * ROWS + BIASES
+    assert unfused_bytes(graph, "backward", *ALL) == backward
+
+
+def test_weights_of_routing_in_bf16_halve_what_the_second_bias_moves() -> None:
+    # Times weights 2, added 2 + 2 + 2, put together 2 + 2.
+    assert unfused_bytes(BIASED, "forward", *ALL) == 8 * HALVES + 12 * RESULTS + BIASES
+    # Put together 2 + 2, two products 2 + 2 and sums of them 2.
+    backward = 10 * HALVES + 16 * RESULTS + 2 * ROWS + BIASES
+    assert unfused_bytes(BIASED, "backward", *ALL) == backward
+
+
+def test_recomputed_activations_clamp_again() -> None:
+    graph = with_recipe(BIASED, recipe="megatron:recompute=moe_act")
+    assert unfused_bytes(graph, "backward", "clamp") == 4 * HALVES
+    # What the clamps give, for the activation's gradient, and gradients of clamps.
+    assert unfused_bytes(graph, "backward", "cat") == (4 + 4) * HALVES + 4 * RESULTS
+
+
+def test_a_product_adds_its_bias_and_a_fused_one_does_all() -> None:
+    fused = with_recipe(BIASED, recipe="megatron:fused-grouped-mlp")
+    assert unfused_bytes(fused, "forward", *ALL) == unfused_bytes(fused, "backward", *ALL) == 0
+    for graph, biases in ((BIASED, 1), (fused, 2)):
+        assert len(of_first(graph, "backward", "te.bias_gradient.default")) == biases
+        # Nothing takes the bias of each row's expert, and no kernel adds up rows to a bias.
+        summed = [op.call.outputs[0].shape for op in of_first(graph, "backward", UNPERMUTE)]
+        assert summed == [(BATCH * TOKENS, WIDTH)]
+
+
+def test_experts_of_ranks_have_their_own_biases() -> None:
+    graph = split_by_layout(
+        with_recipe(BIASED, recipe="megatron:dispatch=hybridep"), Layout.parse("ep=4")
+    )
+    forward = 8 * HALVES + 28 * RESULTS + BIASES / 4
+    assert unfused_bytes(graph, "forward", *ALL) == forward
+    gradients = {p.name: p.gradient for p in graph.parameters if p.name.endswith("proj_bias")}
+    made = {value for op in graph.ops for value in op.outputs}
+    assert len(gradients) == 2 * LAYERS
+    assert made.issuperset(g for g in gradients.values() if g is not None)
+    assert None not in gradients.values()
+
+
+def test_the_host_launches_a_bias_for_each_expert() -> None:
+    host = with_typical_costs(load_profile("h100-sxm")).host
+    assert host is not None
+    seconds = compiled_host_seconds(BIASED, host)
+    for phase, own_s in (("forward", host.forward_op_s), ("backward", host.backward_op_s)):
+        (first, *_) = of_first(BIASED, phase, "eager.mul.default")
+        one_s = own_s + host.bare_op_s
+        assert seconds[BIASED.ops.index(first)] == pytest.approx(EXPERTS * one_s)
