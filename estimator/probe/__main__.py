@@ -17,7 +17,7 @@ import click
 from estimator.errors import EstimatorError, ProbeError, sentence, spelt_out
 from estimator.files import check_writable, home
 from estimator.machines.catalogue import check_machine_name, load_profile
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import Place, discover
@@ -62,7 +62,8 @@ def probe(
 
     Rank 0 writes the profile. It keeps what it has when ranks are lost, the budget is over or it is
     interrupted, and says what is missing. Ranks on several hosts need one secret for all, in
-    ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names.
+    ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names; ranks of one host
+    without one have it probed as 'estimator probe' does.
     """
     place = discover(os.environ)
     if place is None:
@@ -70,10 +71,17 @@ def probe(
             "no launcher started this; use torchrun, the command that 'estimator probe --launch' "
             "prints, or 'estimator probe' for this machine alone"
         )
+    if place.secret is None and place.rank != 0:
+        return  # All ranks are on one machine, which rank 0 probes as 'estimator probe' does.
+    kind: DeviceKind | None = "cpu" if name == "local-cpu" else None
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
         reason = take_part(
-            place, host=socket.gethostname(), versions=versions(), probe_machine=probe_machine
+            place,
+            host=socket.gethostname(),
+            versions=versions(),
+            probe_machine=probe_machine,
+            kind=kind,
         )
         if reason:
             _tell(f"estimator: {reason}")
@@ -87,11 +95,38 @@ def probe(
     )
     path = out or home() / "machines" / f"{name}.json"
     check_writable(path)
-    profile = _lead(place, request, path)
+    if place.secret is None:
+        if base is not None:
+            raise ProbeError(
+                "all ranks are on one machine, which is probed whole; leave out --base, or give "
+                "the ranks a secret to measure between them"
+            )
+        profile = _probe_alone(name, place.world_size, budget, kind)
+        profile.save(path)
+    else:
+        profile = _lead(place, request, path)
     if as_json:
         click.echo(json.dumps(profile.to_dict(), indent=1, allow_nan=False))
     else:
         click.echo(str(path))
+
+
+def _probe_alone(
+    name: str, devices: int, budget_s: float, kind: DeviceKind | None
+) -> MachineProfile:
+    """The one machine of all ranks; what it has when it is interrupted."""
+    progress = _Progress()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    profile = probe_machine(
+        name=name,
+        devices=devices,
+        budget_s=budget_s,
+        kind=kind,
+        report=progress.report,
+        say=progress.say,
+    )
+    progress.end()
+    return profile
 
 
 def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:

@@ -15,19 +15,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
+from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.placement.topology import Cluster
-from estimator.probe.cluster.discovery import Place, shared_on_this_host
+from estimator.probe.cluster.discovery import Place
 from estimator.probe.cluster.findings import (
     ClusterFindings,
     Member,
     World,
+    device_from,
     in_world_order,
     unequal_versions,
 )
-from estimator.probe.cluster.rank import START_S, ProbeMachine, numbered, take_part
+from estimator.probe.cluster.rank import START_S, ProbeMachine, take_part
 from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
 from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
+from estimator.probe.devices.inventory import Cpu, core_device, core_groups
+from estimator.units import GIB
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
@@ -74,6 +77,11 @@ class ClusterRequest:
     cluster: Cluster | None = None
     all_pairs: bool | None = None
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether cores are probed, whatever else the nodes have."""
+        return self.name == "local-cpu" if self.base is None else self.base.kind == "cpu"
+
 
 def probe_cluster(
     place: Place,
@@ -96,35 +104,32 @@ def probe_cluster(
     tcp_store = connect(
         place.master_address, place.master_port, listener=listener, timeout_s=START_S
     )
-    with contextlib.ExitStack() as stack:
-        if place.secret is None:
-            secret = stack.enter_context(shared_on_this_host(place.master_port, place.attempt))
-            place = replace(place, secret=secret)
-        keeper = _Keeper(begin_session(tcp_store, place), place.world_size, request, stop)
-        keeper.tell_progress, keeper.tell_people = report, say
+    store = begin_session(tcp_store, place)
+    keeper = _Keeper(store, place.world_size, request, stop, report, say)
 
-        def work() -> None:
-            # What goes wrong is in the store, where the keeper reads it.
-            with contextlib.suppress(EstimatorError):
-                take_part(
-                    place,
-                    host=host,
-                    versions=versions,
-                    probe_machine=probe_machine,
-                    on_report=keeper.take,
-                )
+    def work() -> None:
+        # What goes wrong is in the store, where the keeper reads it.
+        with contextlib.suppress(EstimatorError):
+            take_part(
+                place,
+                host=host,
+                versions=versions,
+                probe_machine=probe_machine,
+                kind="cpu" if request.on_cpu else None,
+                on_report=keeper.take,
+            )
 
-        # A thread of its own, so that rank 0's steps run beside the watch over all.
-        own = threading.Thread(target=work, name="rank 0", daemon=True)
-        own.start()
-        try:
-            keeper.run()
-            return keeper.profiles()
-        finally:
-            # Where the store has ended, nobody is left to be told.
-            with contextlib.suppress(ProbeError):
-                keeper.finish()
-            own.join(timeout=2.0)
+    # A thread of its own, so that rank 0's steps run beside the watch over all.
+    own = threading.Thread(target=work, name="rank 0", daemon=True)
+    own.start()
+    try:
+        keeper.run()
+        return keeper.profiles()
+    finally:
+        # Where the store has ended, nobody is left to be told.
+        with contextlib.suppress(ProbeError):
+            keeper.finish()
+        own.join(timeout=2.0)
 
 
 class Silence:
@@ -153,18 +158,24 @@ class Silence:
 class _Keeper:
     """What only rank 0 does: who takes part, how long the steps may take, what they found."""
 
-    tell_progress: Report
-    tell_people: Say
-
     def __init__(
-        self, store: SignedStore, world_size: int, request: ClusterRequest, stop: threading.Event
+        self,
+        store: SignedStore,
+        world_size: int,
+        request: ClusterRequest,
+        stop: threading.Event,
+        tell_progress: Report,
+        tell_people: Say,
     ) -> None:
         self.store, self.world_size, self.request, self.stop = store, world_size, request, stop
+        self.tell_progress, self.tell_people = tell_progress, tell_people
         self.base, self.others = request.base, dict[str, MachineProfile]()
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
         self.missing: list[str] = []
         self.remarks: list[str] = []
         self.world = self._everyone = World(members=())
+        # What every order says of the ranks: which process each is, and why some have none.
+        self._roster: dict[str, Any] = {"nonces": {}, "refused": {}}
         self._orders = 0
         self._doing, self._left = "waiting for all ranks", list[str]()
         self._begun = self._step_ends = time.monotonic()
@@ -172,15 +183,25 @@ class _Keeper:
 
     def run(self) -> None:
         """Have everything measured, and say what is missing."""
-        self.tell_progress(self._doing, 0.0)
-        facts = self._gathered("facts", range(self.world_size), START_S)
+        starts_by = time.monotonic() + START_S
+        facts = self._gathered(
+            "facts",
+            range(self.world_size),
+            lambda _: self.stop.is_set() or time.monotonic() > starts_by,
+        )
+        if self.stop.is_set():
+            raise KeyboardInterrupt
         # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
-        roster = roster_of(facts, self.request, self.world_size)
-        for reason in dict.fromkeys(roster["refused"].values()):
+        members, refused = members_of(facts, self.request, self.world_size)
+        nonces = {str(member.rank): facts[member.rank]["nonce"] for member in members}
+        self._roster = {"nonces": nonces, "refused": refused}
+        for reason in dict.fromkeys(refused.values()):
             self._miss(reason)
-        self.store.post("roster", roster)
-        self._everyone = self.world = self._members([int(rank) for rank in roster["facts"]])
+        cluster = self.request.cluster
+        self._everyone = self.world = World(
+            members=in_world_order(members, cluster), has_racks=cluster is not None
+        )
         self._greet()
         try:
             self._probe_machines()
@@ -188,31 +209,20 @@ class _Keeper:
         except ProbeError as error:
             self._miss(f"{self._doing} and what follows: {error}")
 
-    def _gathered(self, kind: str, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
+    def _gathered(
+        self, key: str, ranks: Iterable[int], is_over: Callable[[Mapping[int, Any]], bool]
+    ) -> dict[int, Any]:
+        """What the ranks say under a key, until all have or it `is_over`."""
         answers: dict[int, Any] = {}
-        deadline, left = time.monotonic() + timeout_s, list(ranks)
-        while left and time.monotonic() < deadline:
-            if self.stop.is_set():
-                raise KeyboardInterrupt
-            values = {rank: self.store.read(f"{kind}/{rank}") for rank in left}
-            answers |= {rank: value for rank, value in values.items() if value is not None}
-            left = [rank for rank in left if rank not in answers]
+        waiting = list(ranks)
+        while waiting and not is_over(answers):
+            self._tell()
             time.sleep(_POLL_S)
+            for rank in waiting:
+                if (value := self.store.read(f"{key}/{rank}")) is not None:
+                    answers[rank] = value
+            waiting = [rank for rank in waiting if rank not in answers]
         return answers
-
-    def _members(self, ranks: Sequence[int]) -> World:
-        told_members = self._gathered("member", ranks, START_S)
-        members = []
-        for rank in ranks:
-            answer = told_members.get(rank, {"failure": f"rank {rank} fell silent at the start"})
-            if "failure" in answer:
-                self._miss(str(answer["failure"]))
-            else:
-                members.append(Member.from_dict(answer))
-        if not members or min(member.rank for member in members) != 0:
-            raise ProbeError("; ".join(self.missing[:3]) or "rank 0 cannot reach itself")
-        cluster = self.request.cluster
-        return World(members=in_world_order(members, cluster), has_racks=cluster is not None)
 
     def _greet(self) -> None:
         """Say what is unlike the rest before anything is measured."""
@@ -244,9 +254,8 @@ class _Keeper:
             for member in sorted(self.world.members, key=lambda member: member.rank):
                 probing.setdefault(member.machine, member)
         budget_s = _MACHINE_RATIO * self.request.budget_s
-        self.store.post(
-            "machines",
-            {
+        number = self._order(
+            machines={
                 str(member.rank): {
                     "name": self.request.name if member.rank == 0 else member.host,
                     "devices": (
@@ -256,28 +265,28 @@ class _Keeper:
                     "kind": member.device.kind,
                 }
                 for member in probing.values()
-            },
+            }
         )
         if not probing:
             return
-        self._doing = "the machine itself"
+        self._doing, lost = "the machine itself", set[int]()
         waiting = {member.rank: member for member in probing.values()}
         ends_at = time.monotonic() + _MACHINE_END_RATIO * self.request.budget_s
-        is_called_off = False
-        while waiting:
-            time.sleep(_POLL_S)
-            self._tell()
-            lost = {key: {"failure": "stopped answering"} for key in self._silent(waiting)}
-            if is_called_off and time.monotonic() > ends_at:
-                lost = {key: {"failure": "did not end in time"} for key in waiting}
-            elif not is_called_off and (self.stop.is_set() or time.monotonic() > ends_at):
-                # What is interrupted has its profile so far within a moment.
-                self.store.post("machines_end", True)
-                ends_at, is_called_off = time.monotonic() + _GIVEN_UP_S, True
-            for rank in list(waiting):
-                answer = self.store.read(f"machine/{rank}") or lost.get(rank)
-                if answer is not None:
-                    self._take_machine(waiting.pop(rank), answer)
+
+        def is_over(answers: Mapping[int, Any]) -> bool:
+            left = waiting.keys() - answers.keys()
+            lost.update(self._silent(left))
+            return left <= lost or self.stop.is_set() or time.monotonic() > ends_at
+
+        answers = self._gathered(f"ended/{number}", waiting, is_over)
+        # What is interrupted has its profile so far within a moment.
+        self.store.post(f"given_up/{number}", True)
+        late_by = time.monotonic() + _GIVEN_UP_S
+        late = waiting.keys() - answers.keys() - lost
+        answers |= self._gathered(f"ended/{number}", late, lambda _: time.monotonic() > late_by)
+        for rank, member in waiting.items():
+            reason = "stopped answering" if rank in lost else "did not end in time"
+            self._take_machine(member, answers.get(rank, {"failure": reason}))
 
     def _take_machine(self, member: Member, answer: Mapping[str, Any]) -> None:
         if "failure" in answer:
@@ -361,49 +370,43 @@ class _Keeper:
         plan, ends_at = self._plan(), time.monotonic() + self._left_s() - _GIVEN_UP_S
         self._step_ends = ends_at
         number = self._order(
-            {
-                "members": [member.to_dict() for member in self.world.members],
-                "has_racks": self.world.has_racks,
-                "timeout_s": self._left_s() + _GIVEN_UP_S,
-                "steps": self._left,
-                "left_s": self._left_s() - self._reserve_s,
-                "all_pairs": plan.all_pairs,
-                "known_links": sorted(plan.known_links, key=str),
-                "findings": self.findings.to_dict(self.world),
-            }
+            timeout_s=self._left_s() + _GIVEN_UP_S,
+            has_racks=self.world.has_racks,
+            steps=self._left,
+            left_s=self._left_s() - self._reserve_s,
+            all_pairs=plan.all_pairs,
+            known_links=sorted(plan.known_links, key=str),
+            findings=self.findings.to_dict(self.world),
         )
         members = {member.rank: member for member in self.world.members}
-        ended: dict[int, str] = {}
         silent: set[int] = set()
         trouble_at: float | None = None
-        while len(ended) < len(members):
-            time.sleep(_POLL_S)
-            self._tell()
-            waiting = [rank for rank in members if rank not in ended]
-            for rank in waiting:
-                if (failure := self.store.read(f"ended/{number}/{rank}")) is not None:
-                    ended[rank] = failure
-            silent |= self._silent(waiting)
-            now = time.monotonic()
-            if self.stop.is_set() or now > min(ends_at, self._step_ends):
-                break
-            failures = [failure for failure in ended.values() if failure]
+
+        def is_over(ended: Mapping[int, str]) -> bool:
+            nonlocal trouble_at
+            silent.update(self._silent(members.keys() - ended.keys()))
+            now, failures = time.monotonic(), [failure for failure in ended.values() if failure]
             if failures or silent:
                 trouble_at = now if trouble_at is None else trouble_at
-                # A lost peer is no cause: the lost are known by their silence, after some seconds.
-                if _cause(failures) or now - trouble_at > _GIVEN_UP_S:
-                    break
-        lost = {rank: members[rank] for rank in silent if rank not in ended}
+            # A lost peer is no cause: the lost are known by their silence, after some seconds.
+            is_failed = trouble_at is not None and now - trouble_at > _GIVEN_UP_S
+            is_late = now > min(ends_at, self._step_ends)
+            return self.stop.is_set() or is_late or is_failed or bool(_cause(failures))
+
+        ended = self._gathered(f"ended/{number}", members, is_over)
+        self.store.post(f"given_up/{number}", True)
+        reasons = [failure for failure in ended.values() if failure]
+        lost = {rank: members[rank] for rank in silent - ended.keys()}
         if lost or len(ended) == len(members):
-            return lost, "" if lost else next(filter(None, ended.values()), "")
+            return lost, "" if lost else next(iter(reasons), "")
         if self.stop.is_set():
             return {}, "cut short"
-        reasons = [failure for failure in ended.values() if failure]
         return {}, _cause(reasons) or next(iter(reasons), "the budget was over")
 
-    def _order(self, order: Mapping[str, Any]) -> int:
-        """Say which world comes next; its number."""
-        self.store.post(f"order/{self._orders}", order)
+    def _order(self, **order: Any) -> int:
+        """Say what comes next; the number of that."""
+        members = [member.to_dict() for member in self.world.members]
+        self.store.post(f"order/{self._orders}", {"members": members, **self._roster, **order})
         self._orders += 1
         return self._orders - 1
 
@@ -418,7 +421,7 @@ class _Keeper:
 
     def finish(self) -> None:
         """Tell all ranks that it is over, and let them hear it before the store ends."""
-        self._order({"members": []})
+        self._order(members=[])
         patience_s = _SHORT_LEAVE_S if self.stop.is_set() else _LEAVE_S
         deadline = time.monotonic() + patience_s
         living = [member.rank for member in self.world.members]
@@ -457,40 +460,112 @@ def _cause(failures: Sequence[str]) -> str:
     return next(causes, "")
 
 
-def roster_of(
-    facts: Mapping[int, Mapping[str, Any]], request: ClusterRequest, world_size: int
-) -> dict[str, Any]:
-    """Who takes part, with what each needs to choose its device; the rest with the reason.
+def numbered(facts: Mapping[int, Mapping[str, Any]], rank: int) -> tuple[int, int, bool]:
+    """A rank's number on its node, of how many, and whether each has cores of its own there.
 
-    Ranks that speak another version of this package are refused. Raises ProbeError where a node
-    has more ranks than the base profile has devices.
+    Ranks of one node are numbered in order where the launcher does not say.
     """
-    if 0 not in facts:
-        raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
-    base, ours = request.base, facts[0]["versions"].get("estimator")
-    kind: DeviceKind | None = base.kind if base else "cpu" if request.name == "local-cpu" else None
-    refused = {}
+    own = facts[rank]
+    peers = [one for one in sorted(facts) if facts[one]["host"] == own["host"]]
+    cores = [core for one in peers for _, node in facts[one]["cpu"]["numa_cores"] for core in node]
+    local_rank = peers.index(rank) if own["local_rank"] is None else own["local_rank"]
+    return local_rank, len(peers), len(set(cores)) == len(cores)
+
+
+def device_of(
+    facts: Mapping[int, Mapping[str, Any]], rank: int, base: MachineProfile | None, *, on_cpu: bool
+) -> Device:
+    """The device of a rank, by its number on the node; raises ProbeError where there is none.
+
+    Groups of cores: those of the base profile, if the rank may use them; else
+    all its cores where the launcher gave each rank its own, or its part of them.
+    """
+    own = facts[rank]
+    number, count, has_own_cores = numbered(facts, rank)
+    if own["gpus"] and not on_cpu:
+        return _gpu_of([device_from(gpu) for gpu in own["gpus"]], own["visible"], number, count)
+    nodes = {node: tuple(cores) for node, cores in own["cpu"]["numa_cores"]}
+    cpu = Cpu(**{**own["cpu"], "numa_cores": nodes})
+    named = base.devices[number].cores if base else ()
+    if named and set(named) <= set(cpu.cores):
+        return core_device(cpu, number, named, memory_bytes=cpu.memory_bytes)
+    if has_own_cores:
+        cores = cpu.cores[: len(named) or None]
+        return core_device(cpu, number, cores, memory_bytes=cpu.memory_bytes)
+    return core_groups(cpu, count)[number]
+
+
+def _gpu_of(gpus: Sequence[Device], visible: int, number: int, count: int) -> Device:
+    if count > 1 and visible == 1:
+        # The launcher shows each rank its own GPU alone (srun --gpus-per-task).
+        return replace(gpus[min(number, len(gpus) - 1)], index=0)
+    if number >= min(visible, len(gpus)):
+        raise ProbeError(
+            f"{count} ranks were started on a node with {visible} GPUs; start at most "
+            f"{visible} there"
+        )
+    return gpus[number]
+
+
+def machine_words(facts: Mapping[str, Any], device: Device) -> str:
+    """A node's hardware in words, alike for nodes of one type however many ranks each has."""
+    cpu = facts["cpu"]
+    words = f"{cpu['model']}, {cpu['threads']} threads, {round(cpu['memory_bytes'] / GIB)} GiB"
+    return f"{words}, {len(facts['gpus'])} × {device.name}" if device.kind == "cuda" else words
+
+
+def _refusal(facts: Mapping[int, Mapping[str, Any]], rank: int) -> str:
+    """Why a rank cannot take part, or ""."""
+    if rank not in facts:
+        return f"rank {rank} did not start within {START_S:.0f} s"
+    own, ours = facts[rank], facts[min(facts)]["versions"].get("estimator")
+    host, version = own["host"], own["versions"].get("estimator")
+    if not _HOST.fullmatch(host):
+        return f"rank {rank} calls its node '{host[:100]}'; give it a host name"
+    if version != ours:
+        return (
+            f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}; install the "
+            "same on all nodes"
+        )
+    return f"rank {rank} on node {host} has no device: {own['failure']}" if own["failure"] else ""
+
+
+def members_of(
+    facts: Mapping[int, Mapping[str, Any]], request: ClusterRequest, world_size: int
+) -> tuple[list[Member], dict[str, str]]:
+    """Who takes part, each with its device; and by rank why the rest does not.
+
+    Ranks that speak another version of this package are refused. Raises ProbeError where rank 0 is
+    not among them, or a node has more ranks than the base profile has devices.
+    """
+    refused: dict[str, str] = {}
     for rank in range(world_size):
-        if rank not in facts:
-            refused[str(rank)] = f"rank {rank} did not start within {START_S:.0f} s"
-            continue
-        host, version = facts[rank]["host"], facts[rank]["versions"].get("estimator")
-        if not _HOST.fullmatch(host):
-            refused[str(rank)] = f"rank {rank} calls its node '{host[:100]}'; give it a host name"
-        elif version != ours:
-            words = f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}"
-            refused[str(rank)] = f"{words}; install the same on all nodes"
-    accepted = {str(rank): facts[rank] for rank in sorted(facts) if str(rank) not in refused}
-    for name, own in accepted.items():
-        if base is not None and numbered(accepted, int(name))[0] >= len(base.devices):
+        if reason := _refusal(facts, rank):
+            refused[str(rank)] = reason
+    accepted = {rank: facts[rank] for rank in sorted(facts) if str(rank) not in refused}
+    members, base = list[Member](), request.base
+    for rank, own in accepted.items():
+        if base is not None and numbered(accepted, rank)[0] >= len(base.devices):
             raise ProbeError(
-                f"more than {len(base.devices)} ranks were started on node "
-                f"{own['host']}, and the base profile '{base.name}' has "
-                f"{len(base.devices)} devices; start at most as many on a node"
+                f"more than {len(base.devices)} ranks were started on node {own['host']}, and the "
+                f"base profile '{base.name}' has {len(base.devices)} devices; start at most as "
+                "many on a node"
             )
-    return {
-        "facts": accepted,
-        "refused": refused,
-        "kind": kind,
-        "base_cores": [list(device.cores) for device in base.devices] if base else [],
-    }
+        try:
+            device = device_of(accepted, rank, base, on_cpu=request.on_cpu)
+        except ProbeError as error:
+            refused[str(rank)] = f"rank {rank} on node {own['host']} has no device: {error}"
+            continue
+        members.append(
+            Member(
+                rank=rank,
+                host=own["host"],
+                address=own["address"],
+                device=device,
+                machine=machine_words(own, device),
+                versions=own["versions"],
+            )
+        )
+    if not members or members[0].rank != 0:
+        raise ProbeError("; ".join(list(refused.values())[:3]) or "rank 0 cannot reach itself")
+    return members, refused

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import ipaddress
 import os
 import re
-import secrets
 import shlex
 import socket
 import stat
 import struct
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent, indent
@@ -32,7 +26,6 @@ FILE_VARIABLE = "ESTIMATOR_PROBE_SECRET_FILE"
 LEAST_CHARACTERS = 32
 _MOST_CHARACTERS = 4096
 MAKE_ONE = "python -c 'import secrets; print(secrets.token_hex(32))'"
-_POLL_S = 0.05
 
 
 def given_secret(environment: Mapping[str, str]) -> bytes | None:
@@ -76,89 +69,6 @@ def _read_private(path: Path) -> str:
         ) from None
 
 
-@contextlib.contextmanager
-def shared_on_this_host(port: int, attempt: str) -> Iterator[bytes]:
-    """A new secret, in a file that ranks of this user on this host can read while this lasts.
-
-    Called by rank 0 once it listens on `port`, so that no other launch has the same file.
-    """
-    secret = secrets.token_hex(32).encode()
-    path = _file_of(port, attempt)
-    try:
-        descriptor = _write_locked(path, secret)
-    except OSError as error:
-        raise ProbeError(
-            f"no secret can be shared in {path.parent} ({cause(error)}); give all ranks one "
-            f"{VARIABLE}"
-        ) from None
-    try:
-        yield secret
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _write_locked(path: Path, secret: bytes) -> int:
-    """Put the file there whole; the descriptor that holds its lock."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)
-    # Held while rank 0 lives, however it ends: a file without the lock is a dead launch's.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, secret)
-        os.rename(draft, path)
-    except OSError:
-        os.close(descriptor)
-        os.unlink(draft)
-        raise
-    return descriptor
-
-
-def await_secret_of_this_host(port: int, attempt: str, timeout_s: float) -> bytes:
-    """The secret that rank 0 of this launch shares; raises ProbeError where there is none."""
-    path = _file_of(port, attempt)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            if not _is_abandoned(path):
-                return _read_private(path).encode()
-        if time.monotonic() > deadline:
-            raise ProbeError(
-                f"rank 0 shares no secret in {path}; start all ranks as one user on this host, or "
-                f"give them all the same {VARIABLE}"
-            )
-        time.sleep(_POLL_S)
-
-
-def _is_abandoned(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
-
-
-def _file_of(port: int, attempt: str) -> Path:
-    """The file of one launch, in a folder that nobody but this user can enter."""
-    folder = Path(tempfile.gettempdir(), f"estimator-{os.geteuid()}")
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        state = folder.lstat()
-    except OSError as error:
-        raise ProbeError(
-            f"no secret can be shared in {folder} ({cause(error)}); give all ranks the same "
-            f"{VARIABLE}"
-        ) from None
-    is_private = stat.S_ISDIR(state.st_mode) and not stat.S_IMODE(state.st_mode) & 0o077
-    if not is_private or state.st_uid != os.geteuid():
-        raise ProbeError(
-            f"{folder} is open to other users, so no secret can be shared there; remove it, or "
-            f"give all ranks the same {VARIABLE}"
-        )
-    name = hashlib.sha256(f"{port} {attempt}".encode()).hexdigest()[:16]
-    return folder / f"{name}.secret"
-
-
 Launcher = Literal["torchrun", "slurm", "openmpi", "pmi"]
 
 # PyTorch's own default.
@@ -175,7 +85,7 @@ class Place:
 
     `local_rank` is None where the launcher does not say; `attempt` tells a restarted group from
     its predecessor. With `has_store` the launcher itself serves a store at that address. With
-    `is_local` all ranks run on this host, and rank 0 makes the `secret` where none is given.
+    `is_local` all ranks run on this host, and need no `secret` to be probed as one machine.
     """
 
     launcher: Launcher

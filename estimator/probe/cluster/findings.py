@@ -28,7 +28,7 @@ DeviceLocality = Literal["device_switch", "socket", "node"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One rank: its node, the device it holds there, and what it runs.
+    """One rank: its node and address, the device it holds there, and what it runs.
 
     `machine` describes the node's hardware in words; nodes with the same words are of one type.
     `switches` are those from the node up to the root, None where no cluster file names the node.
@@ -38,6 +38,7 @@ class Member:
     host: str
     device: Device
     machine: str
+    address: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     switches: tuple[str, ...] | None = None
 

@@ -1,4 +1,4 @@
-"""One rank of a probe of several nodes: it joins, runs the steps with all others, and leaves.
+"""One rank of a probe of several nodes: it joins, does what rank 0 orders with all others, leaves.
 
 A rank's own process keeps in touch with rank 0 through the store, and has one more process on its
 device, which runs the steps in a world with those of the other ranks. That world is given up on all
@@ -12,27 +12,16 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import Device, MachineProfile
-from estimator.probe.cluster.discovery import (
-    Place,
-    await_secret_of_this_host,
-    interface_of,
-    own_address_towards,
-)
-from estimator.probe.cluster.findings import Member
+from estimator.machines.profile import Device, DeviceKind, MachineProfile
+from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
+from estimator.probe.cluster.findings import device_from
 from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
-from estimator.probe.devices.inventory import (
-    choose_devices,
-    core_device,
-    core_groups,
-    read_cpu,
-    read_gpus,
-)
+from estimator.probe.devices.inventory import choose_devices, read_cpu
 from estimator.probe.devices.ranks import run_on_devices
 
 # `estimator.probe.machine.probe_machine`.
@@ -40,15 +29,13 @@ ProbeMachine = Callable[..., MachineProfile]
 
 # Ranks start within this time of each other, file systems being slow.
 START_S = 55.0
-# Rank 0 shares the secret of a host as soon as it listens.
-_SECRET_S = 20.0
 _BEAT_EVERY_S = 0.5
 # How long a rank hears nothing of rank 0 before it ends.
 _LATE_S = 20
 # Of a reason to fail.
 _MOST_CHARACTERS = 1000
-# What the process on the device needs, imported once.
-_MODULES = ("estimator.probe.cluster.steps",)
+# What the process on the device runs.
+_STEPS = "estimator.probe.cluster.steps"
 
 
 def take_part(
@@ -57,65 +44,158 @@ def take_part(
     host: str,
     versions: Mapping[str, str],
     probe_machine: ProbeMachine,
-    on_report: Callable[[dict[str, Any]], None] | None = None,
+    kind: DeviceKind | None = None,
+    on_report: Callable[[dict[str, Any]], None] = lambda message: None,
 ) -> str:
     """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
 
     `host` is what this rank's node is called, `probe_machine` measures it alone where rank 0 asks
-    for that. `on_report` gets what this rank's steps report.
+    for that. Of `kind` "cpu" no GPU is looked for. `on_report` gets what this rank's steps report.
     Raises ProbeError where rank 0 is not to be reached; another rank ends its process, saying
     so, where nothing was heard of rank 0 for long.
     """
-    store = _join(place)
+    store = join_session(_connect(place, START_S), place, START_S)
+    # Another connection to the same store, for another thread.
+    beats = SignedStore(dist.PrefixStore(prefix_of(place), _connect(place)), store.signer)
     nonce = secrets.token_hex(16)
-    facts = {
+    rank, number = place.rank, 0
+    with _Heartbeat(beats, rank):
+        store.post(f"facts/{rank}", {**own_facts(place, host, versions, kind), "nonce": nonce})
+        while (order := _ordered(store, number))["members"]:
+            if reason := order["refused"].get(str(rank)):
+                return str(reason)
+            if order["nonces"].get(str(rank)) != nonce:
+                raise ProbeError(
+                    f"rank {rank} was answered as another process of that rank; start every rank "
+                    "once"
+                )
+            members = {member["rank"]: member for member in order["members"]}
+            if rank not in members:
+                return f"rank {rank} was taken for lost"
+            if "machines" not in order:
+                answer: Any = _run_world(place, store, number, members, order, on_report)
+            elif arguments := order["machines"].get(str(rank)):
+                answer = _probe_machine(probe_machine, store, number, arguments)
+            else:
+                answer = None
+            if answer is not None:
+                store.post(f"ended/{number}/{rank}", answer)
+            number += 1
+        store.post(f"leave/{rank}", True)
+        return ""
+
+
+def _ordered(store: SignedStore, number: int) -> Mapping[str, Any]:
+    """What rank 0 orders next; the heart beat ends the wait where rank 0 is lost."""
+    while (order := store.await_value(f"order/{number}", _LATE_S)) is None:
+        pass
+    return dict(order)
+
+
+def own_facts(
+    place: Place, host: str, versions: Mapping[str, str], kind: DeviceKind | None
+) -> dict[str, Any]:
+    """What rank 0 chooses this rank's device by; `failure` says why it can have none."""
+    cpu, gpus, visible, failure = read_cpu(), list[Device](), 0, ""
+    try:
+        # From here on the process that ranks are forked from has imported torch.
+        device = Device(kind="cpu", index=0, name="any", memory_bytes=1)
+        _run_on(device, "nothing", {}, START_S)
+        gpus = [device for device in choose_devices(cpu, kind=kind) if device.kind == "cuda"]
+    except ProbeError as error:
+        failure = _words(error)
+    if gpus:
+        import torch
+
+        visible = torch.cuda.device_count()
+    return {
         "host": host,
         "address": own_address_towards(place.master_address),
         "local_rank": place.local_rank,
-        "cores": sorted(read_cpu().cores),
         "versions": dict(versions),
-        "nonce": nonce,
+        "cpu": {
+            "model": cpu.model,
+            "threads": os.cpu_count(),
+            "memory_bytes": cpu.memory_bytes,
+            "numa_cores": list(cpu.numa_cores.items()),
+        },
+        "gpus": [asdict(device) for device in gpus],
+        "visible": visible,
+        "failure": failure,
     }
-    store.post(f"facts/{place.rank}", facts)
-    with _Heartbeat(_messages(place, store), place.rank):
-        roster = store.await_value("roster", START_S)
-        if roster is None:
-            raise ProbeError(
-                f"rank {place.rank} waited {START_S:g} s for all others to start; start them "
-                "together"
-            )
-        reason = _why_left_out(place.rank, nonce, roster)
-        member = _Member(place, store, roster, probe_machine, on_report)
-        return reason or member.work(host, versions)
 
 
-def _why_left_out(rank: int, nonce: str, roster: Mapping[str, Any]) -> str:
-    if reason := roster["refused"].get(str(rank)):
-        return str(reason)
-    accepted = roster["facts"].get(str(rank))
-    if accepted is None:
-        return f"rank {rank} came after the probe had begun without it; start all ranks together"
-    if accepted["nonce"] != nonce:
-        raise ProbeError(
-            f"rank {rank} was answered as another process of that rank; start every rank once"
-        )
+def _words(error: EstimatorError) -> str:
+    return " ".join(str(error).split())[:_MOST_CHARACTERS]
+
+
+def _run_on(
+    device: Device,
+    step: str,
+    arguments: Mapping[str, Any],
+    timeout_s: float,
+    on_report: Callable[[dict[str, Any]], None] = lambda message: None,
+) -> None:
+    run_on_devices(
+        [device],
+        f"{_STEPS}:{step}",
+        arguments,
+        timeout_s=timeout_s,
+        on_report=lambda _rank, message: on_report(message),
+        imported=(_STEPS,),
+        trains=False,
+    )
+
+
+def _probe_machine(
+    probe_machine: ProbeMachine, store: SignedStore, number: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    def poll(_part: str, _ratio: float) -> None:
+        if store.read(f"given_up/{number}") is not None:
+            raise KeyboardInterrupt
+
+    try:
+        # Ranks that wait for each other are busy themselves.
+        profile = probe_machine(report=poll, patience_s=0.0, **arguments)
+        return {"profile": profile.to_dict()}
+    except EstimatorError as error:
+        return {"failure": _words(error)}
+
+
+def _run_world(
+    place: Place,
+    store: SignedStore,
+    number: int,
+    members: Mapping[int, Mapping[str, Any]],
+    order: Mapping[str, Any],
+    on_report: Callable[[dict[str, Any]], None],
+) -> str:
+    """Run the steps in a world with the other members; why that failed, or ""."""
+    own = members[place.rank]
+    arguments = {
+        **order,
+        "rank": list(members).index(place.rank),
+        "name": f"world/{number}",
+        "given_up": f"given_up/{number}",
+        "address": place.master_address,
+        "port": place.master_port,
+        "prefix": prefix_of(place),
+        "session_key": store.signer.secret.hex(),
+        "interface": _interface(own, members.values()),
+    }
+    try:
+        _run_on(device_from(own["device"]), "run_steps", arguments, order["timeout_s"], on_report)
+    except EstimatorError as error:
+        return _words(error)
     return ""
 
 
-def _join(place: Place) -> SignedStore:
-    """Reach rank 0, and make sure that it has the secret of this launch."""
-    tcp_store = _connect(place, START_S)
-    if place.secret is None:
-        # A store of the launcher's answers before rank 0 has started.
-        timeout_s = START_S if place.has_store else _SECRET_S
-        secret = await_secret_of_this_host(place.master_port, place.attempt, timeout_s)
-        place = replace(place, secret=secret)
-    return join_session(tcp_store, place, START_S)
-
-
-def _messages(place: Place, store: SignedStore) -> SignedStore:
-    """Another connection to the same store, for another thread."""
-    return SignedStore(dist.PrefixStore(prefix_of(place), _connect(place)), store.signer)
+def _interface(own: Mapping[str, Any], members: Iterable[Mapping[str, Any]]) -> str | None:
+    """Where the other nodes are; ranks of one node alone meet over the loopback."""
+    peer = next((one["address"] for one in members if one["host"] != own["host"]), None)
+    if peer is not None:
+        return interface_of(own_address_towards(peer))
+    return "lo" if sys.platform == "linux" else None
 
 
 def _connect(place: Place, timeout_s: float = _LATE_S) -> Any:
@@ -163,173 +243,3 @@ class _Heartbeat:
                 )
                 sys.stderr.flush()
                 os._exit(2)
-
-
-class _Member:
-    """One rank that takes part: its device, and the worlds it is in one after the other."""
-
-    def __init__(
-        self,
-        place: Place,
-        store: SignedStore,
-        roster: Mapping[str, Any],
-        probe_machine: ProbeMachine,
-        on_report: Callable[[dict[str, Any]], None] | None,
-    ) -> None:
-        self.place, self.store, self.roster = place, store, roster
-        self.probe_machine, self.on_report = probe_machine, on_report
-
-    def work(self, host: str, versions: Mapping[str, str]) -> str:
-        """Say which device this is, then be in world after world until the end.
-
-        Where there is no device for it, why.
-        """
-        rank = self.place.rank
-        try:
-            self.device = own_device(rank, self.roster)
-            self._run_on_device("estimator.probe.cluster.steps:nothing", {}, START_S)
-        except ProbeError as error:
-            reason = f"rank {rank} on node {host} has no device: {error}"
-            self.store.post(f"member/{rank}", {"failure": reason[:_MOST_CHARACTERS]})
-            return reason
-        member = Member(
-            rank=rank,
-            host=host,
-            device=self.device,
-            machine=machine_words(self.device),
-            versions=versions,
-        )
-        self.store.post(f"member/{rank}", member.to_dict())
-        machines = self._awaited("machines")
-        if str(rank) in machines:
-            self._probe_machine(machines[str(rank)])
-        number = 0
-        while (order := self._awaited(f"order/{number}")) is not None and order["members"]:
-            ranks = [member["rank"] for member in order["members"]]
-            if rank not in ranks:
-                return f"rank {rank} was taken for lost"
-            self._run_world(number, ranks.index(rank), order)
-            number += 1
-        self.store.post(f"leave/{rank}", True)
-        return ""
-
-    def _awaited(self, key: str) -> Any:
-        while (value := self.store.await_value(key, _LATE_S)) is None:
-            pass
-        return value
-
-    def _probe_machine(self, arguments: Mapping[str, Any]) -> None:
-        def poll(_part: str, _ratio: float) -> None:
-            if self.store.read("machines_end") is not None:
-                raise KeyboardInterrupt
-
-        try:
-            # Ranks that wait for each other are busy themselves.
-            profile = self.probe_machine(report=poll, patience_s=0.0, **arguments).to_dict()
-            self.store.post(f"machine/{self.place.rank}", {"profile": profile})
-        except EstimatorError as error:
-            reason = " ".join(str(error).split())[:_MOST_CHARACTERS]
-            self.store.post(f"machine/{self.place.rank}", {"failure": reason})
-
-    def _run_world(self, number: int, rank: int, order: Mapping[str, Any]) -> None:
-        place = self.place
-        arguments = {
-            **order,
-            "rank": rank,
-            "name": f"world/{number}",
-            "given_up": f"order/{number + 1}",
-            "address": place.master_address,
-            "port": place.master_port,
-            "prefix": prefix_of(place),
-            "session_key": self.store.signer.secret.hex(),
-            "interface": self._interface(),
-        }
-        failure = ""
-        try:
-            self._run_on_device(
-                "estimator.probe.cluster.steps:run_steps", arguments, order["timeout_s"]
-            )
-        except EstimatorError as error:
-            failure = " ".join(str(error).split())[:_MOST_CHARACTERS]
-        self.store.post(f"ended/{number}/{place.rank}", failure)
-
-    def _run_on_device(self, function: str, arguments: dict[str, Any], timeout_s: float) -> None:
-        def take(_rank: int, message: dict[str, Any]) -> None:
-            if self.on_report is not None:
-                self.on_report(message)
-
-        run_on_devices(
-            [self.device],
-            function,
-            arguments,
-            timeout_s=timeout_s,
-            on_report=take,
-            imported=_MODULES,
-            trains=False,
-        )
-
-    def _interface(self) -> str | None:
-        """Where the other nodes are; ranks of one node alone meet over the loopback."""
-        facts = self.roster["facts"]
-        own = facts[str(self.place.rank)]["host"]
-        peer = next((one["address"] for one in facts.values() if one["host"] != own), None)
-        if peer is not None:
-            return interface_of(own_address_towards(peer))
-        return "lo" if sys.platform == "linux" else None
-
-
-def numbered(facts: Mapping[str, Mapping[str, Any]], rank: int) -> tuple[int, int, bool]:
-    """A rank's number on its node, of how many, and whether each has cores of its own there.
-
-    Ranks of one node are numbered in order where the launcher does not say.
-    """
-    own = facts[str(rank)]
-    peers = [one for one in sorted(map(int, facts)) if facts[str(one)]["host"] == own["host"]]
-    cores = [core for one in peers for core in facts[str(one)]["cores"]]
-    local_rank = peers.index(rank) if own["local_rank"] is None else own["local_rank"]
-    return local_rank, len(peers), len(set(cores)) == len(cores)
-
-
-def own_device(rank: int, roster: Mapping[str, Any]) -> Device:
-    """The device of this rank, by its number on the node.
-
-    Groups of cores: those of the base profile, if this rank may use them; else
-    all its cores where the launcher gave each rank its own, or its part of them.
-    """
-    local_rank, local_size, has_own_cores = numbered(roster["facts"], rank)
-    cpu, base_cores = read_cpu(), roster["base_cores"]
-    if roster["kind"] != "cpu":
-        devices = choose_devices(cpu, kind=roster["kind"])
-        if devices[0].kind == "cuda":
-            return _own_gpu(devices, local_rank, local_size)
-    named = tuple(base_cores[local_rank]) if base_cores else ()
-    if named and set(named) <= set(cpu.cores):
-        return core_device(cpu, local_rank, named, memory_bytes=cpu.memory_bytes)
-    if has_own_cores:
-        own = cpu.cores[: len(named) or None]
-        return core_device(cpu, local_rank, own, memory_bytes=cpu.memory_bytes)
-    return core_groups(cpu, local_size)[local_rank]
-
-
-def _own_gpu(devices: Sequence[Device], local_rank: int, local_size: int) -> Device:
-    import torch
-
-    visible = torch.cuda.device_count()
-    if local_size > 1 and visible == 1:
-        # The launcher shows each rank its own GPU alone (srun --gpus-per-task).
-        return replace(devices[min(local_rank, len(devices) - 1)], index=0)
-    if local_rank >= min(visible, len(devices)):
-        raise ProbeError(
-            f"{local_size} ranks were started on a node with {visible} GPUs; start at most "
-            f"{visible} there"
-        )
-    return devices[local_rank]
-
-
-def machine_words(device: Device) -> str:
-    """The node's hardware in words, alike for nodes of one type however many ranks each has."""
-    cpu = read_cpu()
-    words = f"{cpu.model}, {os.cpu_count()} threads, {round(cpu.memory_bytes / (1 << 30))} GiB"
-    if device.kind == "cuda":
-        words = f"{words}, {len(read_gpus())} × {device.name}"
-    return words

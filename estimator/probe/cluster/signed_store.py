@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -193,41 +195,24 @@ def listen(place: Place) -> socket.socket:
     On all interfaces only where the address is none of this host's own, as behind a forwarded
     port, or where this host alone takes its own name for the loopback.
     """
+    addresses: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(place.master_address, None, type=socket.SOCK_STREAM)
+        addresses = [(family, str(where[0])) for family, _, _, _, where in found]
     last: OSError | None = None
-    for family, address in _own_addresses(place):
+    for family, address in (*addresses, (socket.AF_INET, "")):
+        if is_loopback(address) and not place.is_local:
+            continue
         try:
             return socket.create_server((address, place.master_port), family=family, backlog=4096)
         except OSError as error:
             last = error
+            if error.errno == errno.EADDRINUSE:
+                break
     raise ProbeError(
         f"rank 0 cannot listen on port {place.master_port} ({last}); choose a free one with "
         "MASTER_PORT"
     )
-
-
-def _own_addresses(place: Place) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Addresses to listen at: the first that can be bound is taken."""
-    try:
-        addresses = socket.getaddrinfo(place.master_address, None, type=socket.SOCK_STREAM)
-    except OSError:
-        addresses = []
-    own = [
-        (family, str(where[0]))
-        for family, _, _, _, where in addresses
-        if (place.is_local or not is_loopback(str(where[0]))) and _is_own(family, str(where[0]))
-    ]
-    yield from own
-    if not own:
-        yield socket.AF_INET, ""
-
-
-def _is_own(family: socket.AddressFamily, address: str) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as trial:
-        try:
-            trial.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def prefix_of(place: Place) -> str:

@@ -23,9 +23,9 @@ from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe import __main__ as probe_main
-from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, roster_of
+from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
+from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.findings import Member, World, unequal_versions
-from estimator.probe.cluster.rank import numbered
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the steps that are looked at. It measures as long as with a
@@ -104,6 +104,7 @@ def local_rank(rank: int, size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        VARIABLE: "0123456789abcdef" * 2,
     }
 
 
@@ -268,26 +269,41 @@ def facts_of(host: str, cores: list[int], local_rank: int | None = None) -> dict
         "host": host,
         "address": f"10.0.0.{ord(host[0]) - 96}",
         "local_rank": local_rank,
-        "cores": cores,
         "versions": {"estimator": "2"},
-        "nonce": "0" * 32,
+        "cpu": {"model": "cpu", "threads": 2, "memory_bytes": 64, "numa_cores": [[0, cores]]},
+        "gpus": [],
+        "visible": 0,
+        "failure": "",
     }
 
 
-def test_ranks_of_one_host_are_numbered_in_order_where_the_launcher_does_not() -> None:
+def test_ranks_of_one_host_share_its_cores_where_the_launcher_does_not() -> None:
     facts = {
-        "0": facts_of("a", [0, 1]),
-        "1": facts_of("b", [0]),
-        "2": facts_of("a", [0, 1]),
-        "3": facts_of("b", [1]),
+        0: facts_of("a", [0, 1]),
+        1: facts_of("b", [0]),
+        2: facts_of("a", [0, 1]),
+        3: facts_of("b", [1]),
+        4: facts_of("c", [4, 5], local_rank=0),
     }
+    members, refused = members_of(facts, ClusterRequest(), 5)
     # On b the launcher gave each rank a core of its own; on a they share both.
-    assert [numbered(facts, rank) for rank in range(4)] == [
-        (0, 2, False),
-        (0, 2, True),
-        (1, 2, False),
-        (1, 2, True),
-    ]
+    cores = [member.device.cores for member in members]
+    assert cores == [(0,), (0,), (1,), (1,), (4, 5)]
+    assert refused == {}
+
+
+def test_ranks_have_the_gpus_of_their_numbers_and_no_more_than_there_are() -> None:
+    gpu = {"kind": "cuda", "name": "gpu", "memory_bytes": 1, "cores": []}
+    both = {"gpus": [{**gpu, "index": 0}, {**gpu, "index": 1}], "visible": 2}
+    facts = {rank: {**facts_of("a", [0, 1]), **both} for rank in range(3)}
+    members, refused = members_of(facts, ClusterRequest(), 3)
+    assert [member.device.index for member in members] == [0, 1]
+    assert members[1].machine.endswith("2 × gpu")
+    assert "3 ranks were started on a node with 2 GPUs" in refused["2"]
+    # Where the launcher shows each rank one of its own, that is its first.
+    facts = {rank: {**facts[rank], "visible": 1} for rank in range(2)}
+    assert device_of(facts, 1, None, on_cpu=False).index == 0
+    assert device_of(facts, 0, None, on_cpu=True).kind == "cpu"
 
 
 def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
@@ -295,16 +311,18 @@ def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
 ) -> None:
     facts = {rank: facts_of("a", [0, 1]) for rank in range(3)}
     with pytest.raises(ProbeError, match=r"more than 2 ranks were started on node a"):
-        roster_of(facts, ClusterRequest(base=small_profile), 3)
+        members_of(facts, ClusterRequest(base=small_profile), 3)
 
 
 def test_a_rank_that_does_not_come_or_has_no_host_name_is_left_out() -> None:
     # The name becomes a part of the name of a file.
     facts = {0: facts_of("a", [0]), 2: facts_of("../etc/cron.d/x", [0])}
-    roster = roster_of(facts, ClusterRequest(), 3)
-    assert set(roster["facts"]) == {"0"}
-    assert roster["refused"]["1"] == "rank 1 did not start within 55 s"
-    assert roster["refused"]["2"].startswith("rank 2 calls its node '../etc")
+    members, refused = members_of(facts, ClusterRequest(), 3)
+    assert [member.rank for member in members] == [0]
+    assert refused["1"] == "rank 1 did not start within 55 s"
+    assert refused["2"].startswith("rank 2 calls its node '../etc")
+    with pytest.raises(ProbeError, match="rank 0 did not start"):
+        members_of({1: facts_of("a", [0])}, ClusterRequest(), 2)
 
 
 def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
@@ -384,6 +402,20 @@ def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base.json", "out.json"]
 
 
+def test_ranks_of_one_machine_without_a_secret_have_it_probed_by_the_first(tmp_path: Path) -> None:
+    out, commands = tmp_path / "out.json", []
+    command = [sys.executable, "-m", "estimator.probe", "--budget", "4", "--out", str(out)]
+    for rank in range(2):
+        environment = local_rank(rank, 2, free_port())
+        del environment[VARIABLE]
+        commands.append((command, environment))
+    with started(*commands) as (first, second):
+        assert second.wait(timeout=60) == 0
+        _, said = first.communicate(timeout=200)
+        assert first.returncode == 0, said
+    assert len(load_profile(out).devices) == 2
+
+
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -397,6 +429,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
         ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
         ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
         ("is a folder", ALONE, ["--out", "."]),
+        ("all ranks are on one machine", ALONE, ["--base", "h100-sxm"]),
         ("'0.5' is not from 1.00 s to 278 h; write a time that is", ALONE, ["--budget", "0.5"]),
         ("'soon' is not a duration; write a number and one of", ALONE, ["--budget", "soon"]),
         ("--pears", ALONE, ["--pears"]),

@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,15 +19,7 @@ import torch.distributed as torch_distributed
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device
-from estimator.probe.cluster import discovery
-from estimator.probe.cluster.discovery import (
-    FILE_VARIABLE,
-    VARIABLE,
-    Place,
-    await_secret_of_this_host,
-    given_secret,
-    shared_on_this_host,
-)
+from estimator.probe.cluster.discovery import FILE_VARIABLE, VARIABLE, Place, given_secret
 from estimator.probe.cluster.signed_store import (
     MAX_MESSAGE_BYTES,
     SignedStore,
@@ -119,71 +110,6 @@ def test_short_secrets_missing_files_and_pipes_are_refused(tmp_path: Path) -> No
         with pytest.raises(ProbeError, match=words) as refused:
             given_secret(environment)
         assert "Errno" not in str(refused.value)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where secrets of this host are shared."""
-    monkeypatch.setattr(discovery.tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"estimator-{os.geteuid()}"
-
-
-def test_ranks_of_one_host_share_a_secret_while_rank_0_lives(folder: Path) -> None:
-    with shared_on_this_host(29500, "0") as secret:
-        assert await_secret_of_this_host(29500, "0", 1.0) == secret
-        (file,) = folder.iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600
-        assert folder.stat().st_mode & 0o777 == 0o700
-        with pytest.raises(ProbeError, match="shares no secret"):
-            await_secret_of_this_host(29501, "0", 0.0)
-    assert list(folder.iterdir()) == []
-
-
-def test_the_secret_of_a_killed_launch_is_not_used(folder: Path) -> None:
-    with shared_on_this_host(29500, "0"):
-        (file,) = folder.iterdir()
-        left = file.read_bytes()
-    file.write_bytes(left)
-    with pytest.raises(ProbeError, match="shares no secret"):
-        await_secret_of_this_host(29500, "0", 0.0)
-    with shared_on_this_host(29500, "0") as secret:
-        assert await_secret_of_this_host(29500, "0", 0.0) == secret != left
-
-
-def test_no_secret_is_shared_in_a_folder_of_others(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-    with (
-        pytest.raises(ProbeError, match="open to other users"),
-        shared_on_this_host(29500, "0"),
-    ):
-        pass
-    folder.rmdir()
-    folder.symlink_to(folder.parent)
-    with pytest.raises(ProbeError, match="open to other users"):
-        await_secret_of_this_host(29500, "0", 0.0)
-
-
-def test_a_file_in_place_of_the_folder_is_said(folder: Path) -> None:
-    folder.write_text("")
-    with (
-        pytest.raises(ProbeError, match=r"no secret can be shared in .*File exists"),
-        shared_on_this_host(29500, "0"),
-    ):
-        pass
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_host_cannot_read_the_secret(folder: Path) -> None:
-    for parent in folder.parents:
-        # What pytest made is of mode 0700; the secret must be safe where that is not so.
-        if parent.stat().st_mode & 0o005 != 0o005:
-            parent.chmod(0o755)
-    with shared_on_this_host(29500, "0"):
-        (file,) = folder.iterdir()
-        read = subprocess.run(["cat", file], user=65534, capture_output=True, text=True)
-    assert read.returncode != 0
-    assert "Permission denied" in read.stderr
 
 
 # Messages over a store.
