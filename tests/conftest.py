@@ -121,7 +121,6 @@ def make_small_profile(name: str = "local") -> MachineProfile:
         ),
         memory=MemoryCost(
             first_touch_s_per_byte=4e-10,
-            mmap_threshold_bytes=32 << 20,
             cold_read_s_per_byte=5e-11,
             private_cache_bytes=1 << 20,
             shared_cache_bytes=16 << 20,

@@ -164,17 +164,14 @@ class MemoryCost:
     """What the probe saw of memory: page faults, caches, allocator settings.
 
     `first_touch_s_per_byte` is the cost of memory the process has not touched since it got it from
-    the operating system; `mmap_threshold_bytes` the size from which an allocation always is such
-    memory (glibc: 32 MiB once warmed up). `cold_read_s_per_byte` is what a byte read from main
+    the operating system. `cold_read_s_per_byte` is what a byte read from main
     memory costs beyond one read from cache. `reuse_points` are (reuse distance in bytes, share of
     that cost): what a byte costs to read again once so many other bytes were touched. Cache sizes
     are those that one device can use alone.
     """
 
     first_touch_s_per_byte: float = 0.0
-    page_bytes: int = 4096
     allocator: str = "unknown"
-    mmap_threshold_bytes: int | None = None
     cold_read_s_per_byte: float = 0.0
     private_cache_bytes: int = 0
     shared_cache_bytes: int = 0
@@ -190,7 +187,6 @@ class MemoryCost:
             "private_cache_bytes",
             "shared_cache_bytes",
         )
-        check_positive(self, "page_bytes", "mmap_threshold_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

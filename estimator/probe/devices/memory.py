@@ -1,4 +1,4 @@
-"""Measure memory: the first touch of fresh pages, cold reads, the allocator's mmap threshold.
+"""Measure memory: the first touch of fresh pages, and cold reads.
 
 Cold reads by their reuse distance: on virtual machines what is read again after 8 MiB of others may
 cost a fifth of main memory's price, and after 128 MiB half of it, whatever the size of the cache
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from estimator.machines.profile import Device
-from estimator.probe.devices.backend import Backend, allocator_name, allocator_text
+from estimator.probe.devices.backend import Backend, allocator_text
 from estimator.probe.devices.calls import TensorSource
 from estimator.probe.devices.jobs import Emit
 
@@ -26,7 +26,6 @@ _TOUCH_ROUNDS = 5
 # So long that a read of it takes a device far longer than to start.
 _READ_BYTES = {"cpu": 512 << 10, "cuda": 16 << 20}
 _PIECES_A_ROUND = 64
-_LARGEST_TESTED_BLOCK_BYTES = 1 << 30
 # Reuse distances are doubled from this one on, each read so often in a round.
 _SHORTEST_REUSE_BYTES = 1 << 20
 _READS_A_ROUND = 3
@@ -34,10 +33,10 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 2, 12
 
 
 def measure_first_touch(backend: Backend, emit: Emit, *, budget_s: float) -> None:
-    """Emit the cost of pages fresh from the kernel, and from which block size every one is fresh.
+    """Emit the cost of pages fresh from the kernel.
 
-    Needs a process with the allocator's default settings. Writing once to as much memory as is
-    used below, before timing, keeps the hypervisor's own first-touch cost out of the figures.
+    Writing once to as much memory as is used below, before timing, keeps the hypervisor's own
+    first-touch cost out of the figures.
     """
     end = time.monotonic() + budget_s
     _touch_s(_TOUCHED_SIZES[-1])
@@ -51,9 +50,7 @@ def measure_first_touch(backend: Backend, emit: Emit, *, budget_s: float) -> Non
         {
             # Sizes disagree little; the middle of them is robust against a busy moment.
             "first_touch_s_per_byte": statistics.median(s / size for size, s in points),
-            "page_bytes": mmap.PAGESIZE,
             "allocator": allocator_text(),
-            "mmap_threshold_bytes": mmap_threshold_bytes(),
             "points": points,
         }
     )
@@ -72,49 +69,6 @@ def _touch_s(size_bytes: int) -> float:
         end = time.perf_counter()
         del handle
     return max((middle - begin) - (end - middle), 1e-9)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of malloc.h (glibc ≥ 2.33)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-def mmap_threshold_bytes() -> int | None:
-    """The block size from which glibc maps every block afresh, even when one was freed before.
-
-    Freeing a mapped block raises glibc's threshold up to a maximum (mallopt(3), M_MMAP_THRESHOLD),
-    so a size counts only if it is still mapped the second time. None for other allocators.
-    """
-    libc = ctypes.CDLL(None)
-    if allocator_name() != "glibc" or not hasattr(libc, "mallinfo2"):
-        return None
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.mallinfo2.restype = _Mallinfo2
-
-    def always_mapped(size: int) -> bool:
-        libc.free(libc.malloc(size))
-        before = libc.mallinfo2().hblks
-        block = libc.malloc(size)
-        mapped = libc.mallinfo2().hblks > before
-        libc.free(block)
-        return bool(mapped)
-
-    size = 64 << 10
-    while size <= _LARGEST_TESTED_BLOCK_BYTES:
-        # One page less leaves room for malloc's own header, so that powers of two come out even.
-        if always_mapped(size + mmap.PAGESIZE):
-            return size
-        size *= 2
-    return None
 
 
 def measure_cold_read(backend: Backend, emit: Emit, *, budget_s: float) -> None:

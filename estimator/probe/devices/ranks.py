@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -20,8 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from estimator import errors
@@ -29,18 +28,26 @@ from estimator.errors import EstimatorError, ProbeError, cause
 from estimator.machines.profile import Device
 from estimator.probe.devices.inventory import pinned
 
-_connection: socket.socket | None = None
+_connection: Connection | None = None
 
 
 def report(value: Any) -> None:
     """Send a partial result (JSON values) from inside a rank to the `on_report` of its run."""
     if _connection is not None:
-        send(_connection, {"report": value})
+        _send(_connection, {"report": value})
 
 
-def send(link: socket.socket, message: Mapping[str, Any]) -> None:
-    """One message of the conversation between a rank and whoever asked for it: a line of JSON."""
-    link.sendall(json.dumps(message).encode() + b"\n")
+def _send(link: Connection, message: Any) -> None:
+    """One message of the conversation between a rank and whoever asked for it: JSON values."""
+    link.send_bytes(json.dumps(message).encode())
+
+
+def _received(link: Connection) -> Any:
+    """The next message; None where there is no other."""
+    try:
+        return json.loads(link.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return None
 
 
 def serve(control_number: int, modules: Sequence[str]) -> None:
@@ -80,48 +87,42 @@ def serve(control_number: int, modules: Sequence[str]) -> None:
     os._exit(0)
 
 
-class _LastWords:
+@contextlib.contextmanager
+def _last_words(link: Connection) -> Iterator[None]:
     """Carries whatever ends a rank to the process that asked for it, then ends the rank."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None and _connection is not None:
+    try:
+        yield
+    finally:
+        error = sys.exception()
+        if error is not None:
             text = " ".join(str(error).split())[:400] or "no message"
             with contextlib.suppress(OSError):
-                send(_connection, {"error": kind.__name__, "text": text})
-        os._exit(0 if kind is None else 1)
+                _send(link, {"error": type(error).__name__, "text": text})
+        os._exit(0 if error is None else 1)
 
 
 def _be_rank(link_number: int, log: int) -> None:
     """The whole life of a forked process."""
     global _connection
-    _connection = socket.socket(fileno=link_number)
-    with _LastWords():
+    link = _connection = Connection(link_number)
+    with _last_words(link):
         _die_with_parent()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        send(_connection, {"pid": os.getpid()})
-        with _connection.makefile("rb") as stream:
-            place = json.loads(stream.readline())
-            sys.path[:] = place["path"]
-            os.chdir(place["folder"])
-            # Without cores (accelerators) one thread, as torchrun sets it for its workers.
-            threads = max(1, len(place["cores"]))
-            with pinned(place["cores"], threads=threads), _process_group(place):
-                # One call after the other, until there are no more.
-                for line in stream:
-                    call = json.loads(line)
-                    module, _, name = call["function"].partition(":")
-                    function = getattr(importlib.import_module(module), name)
-                    result = function(place["rank"], place["world_size"], call["arguments"])
-                    send(_connection, {"result": result})
+        _send(link, {"pid": os.getpid()})
+        if (place := _received(link)) is None:
+            return
+        sys.path[:] = place["path"]
+        os.chdir(place["folder"])
+        # Without cores (accelerators) one thread, as torchrun sets it for its workers.
+        threads = max(1, len(place["cores"]))
+        with pinned(place["cores"], threads=threads), _process_group(place):
+            # One call after the other, until there are no more.
+            while (call := _received(link)) is not None:
+                module, _, name = call["function"].partition(":")
+                function = getattr(importlib.import_module(module), name)
+                result = function(place["rank"], place["world_size"], call["arguments"])
+                _send(link, {"result": result})
 
 
 def _die_with_parent() -> None:
@@ -223,7 +224,7 @@ class DeviceProcesses:
         self.modules = frozenset(
             (*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported)
         )
-        self.links: list[socket.socket] = []
+        self.links: list[Connection] = []
         self.living: set[int] = set()
         self.pids: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
@@ -235,14 +236,13 @@ class DeviceProcesses:
         """Have all processes forked; each is told where it is once it says its pid."""
         folder = tempfile.TemporaryDirectory(prefix="estimator-ranks-")
         self.folder = Path(self._stack.enter_context(folder))
-        self.pending = [bytearray() for _ in self.devices]
         self.found: dict[int, Any] = {}
         self.failures: dict[int, EstimatorError] = {}
         try:
             self._stack.enter_context(_counted_run(self.modules))
             for rank in range(len(self.devices)):
                 log = os.open(self.log_path(rank), os.O_CREAT | os.O_WRONLY, 0o600)
-                ours, theirs = socket.socketpair()
+                ours, theirs = Pipe()
                 self.links.append(ours)
                 self.living.add(rank)
                 with theirs:
@@ -280,10 +280,8 @@ class DeviceProcesses:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGKILL)
         for rank in self.living & self.pids.keys():
-            self.links[rank].settimeout(5.0)
-            with contextlib.suppress(OSError):
-                while self.links[rank].recv(1 << 16):
-                    pass
+            while self.links[rank].poll(5.0) and _received(self.links[rank]) is not None:
+                pass
         for link in self.links:
             link.close()
         self.links, self.living, self.pids = [], set(), {}
@@ -318,53 +316,43 @@ class DeviceProcesses:
     def _send_call(self, rank: int) -> None:
         # Of a rank that has died meanwhile the end is read later.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self.links[rank], self.call)
+            _send(self.links[rank], self.call)
             if self.is_last:
-                self.links[rank].shutdown(socket.SHUT_WR)
+                _send(self.links[rank], None)
 
     def _await_results(self, timeout_s: float, on_report: RankReport | None) -> None:
         deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            for rank, link in enumerate(self.links):
-                selector.register(link, selectors.EVENT_READ, rank)
-            while self.living if self.is_last else len(self.found) < len(self.links):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                for key, _ in ready:
-                    self._receive(key.data, on_report)
-                    if key.data not in self.living:
-                        selector.unregister(key.fileobj)
-                if self.failures:
-                    raise self._cause()
-                if not ready and time.monotonic() >= deadline:
-                    raise ProbeError(
-                        f"measuring on {len(self.links)} devices did not end within "
-                        f"{timeout_s:g} s and was stopped; close other programs or allow longer"
-                    )
+        while self.living if self.is_last else len(self.found) < len(self.links):
+            links = [self.links[rank] for rank in self.living]
+            ready = wait(links, max(0.0, deadline - time.monotonic()))
+            for rank in [rank for rank in self.living if self.links[rank] in ready]:
+                self._receive(rank, on_report)
+            if self.failures:
+                raise self._cause()
+            if not ready and time.monotonic() >= deadline:
+                raise ProbeError(
+                    f"measuring on {len(self.links)} devices did not end within "
+                    f"{timeout_s:g} s and was stopped; close other programs or allow longer"
+                )
 
     def _receive(self, rank: int, on_report: RankReport | None) -> None:
         """Take what a rank sent; the kernel closes its end only after it has freed its memory."""
-        try:
-            piece = self.links[rank].recv(1 << 16)
-        except ConnectionResetError:
-            piece = b""
-        if not piece:
+        message = _received(self.links[rank])
+        if message is None:
             self.living.discard(rank)
             if rank not in self.found and rank not in self.failures:
                 self.failures[rank] = ProbeError(self._obituary(rank))
-        *lines, rest = (bytes(self.pending[rank]) + piece).split(b"\n")
-        self.pending[rank][:] = rest
-        for line in lines:
-            message = json.loads(line)
-            if "pid" in message:
-                self.pids[rank] = message["pid"]
-                send(self.links[rank], self._place(rank))
-                self._send_call(rank)
-            elif "report" in message and on_report is not None:
-                on_report(rank, message["report"])
-            elif "result" in message:
-                self.found[rank] = message["result"]
-            elif "error" in message:
-                self.failures[rank] = _error_from(rank, message)
+        elif "pid" in message:
+            self.pids[rank] = message["pid"]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                _send(self.links[rank], self._place(rank))
+            self._send_call(rank)
+        elif "report" in message and on_report is not None:
+            on_report(rank, message["report"])
+        elif "result" in message:
+            self.found[rank] = message["result"]
+        elif "error" in message:
+            self.failures[rank] = _error_from(rank, message)
 
     def _obituary(self, rank: int) -> str:
         text = self.log_path(rank).read_text(encoding="utf-8", errors="replace").strip()
@@ -377,8 +365,7 @@ class DeviceProcesses:
     def _cause(self) -> EstimatorError:
         """The failure that made the others fail: a lost peer is a consequence, not a cause."""
         for rank in self.living - self.failures.keys() - self.found.keys():
-            self.links[rank].settimeout(0.3)
-            with contextlib.suppress(TimeoutError):
+            if self.links[rank].poll(0.3):
                 self._receive(rank, None)
         return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
 
@@ -412,7 +399,7 @@ class _Server:
                 start_new_session=True,
             )
 
-    def fork(self, link: socket.socket, log: int) -> None:
+    def fork(self, link: Connection, log: int) -> None:
         """Fork a rank that speaks through `link` and writes its output to `log`."""
         self.forks += 1
         socket.send_fds(self.control, [b"f"], [link.fileno(), log])
@@ -432,7 +419,7 @@ _servers_lock = threading.Lock()
 _runs = 0
 
 
-def _fork(modules: frozenset[str], link: socket.socket, log: int) -> None:
+def _fork(modules: frozenset[str], link: Connection, log: int) -> None:
     """Fork a rank from a server that has imported `modules` or more."""
     with _servers_lock:
         fitting = [s for s in _servers if s.usable() and modules <= s.modules]

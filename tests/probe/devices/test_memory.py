@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from estimator.machines.profile import Device
-from estimator.probe.devices.backend import CpuBackend, allocator_name
+from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.devices.memory import cache_sizes, measure_cold_read, measure_first_touch
 
 
@@ -37,27 +33,12 @@ def test_a_group_over_two_last_level_caches_has_both() -> None:
     assert cache_sizes(HARDWARE, device(tuple(range(16)))) == (16 << 20, 64 << 20)
 
 
-@pytest.mark.skipif(allocator_name() != "glibc", reason="the threshold is glibc's")
-def test_in_a_fresh_process_glibc_maps_blocks_from_32_mib_on() -> None:
-    code = (
-        "from estimator.probe.devices.memory import mmap_threshold_bytes as found; print(found())"
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
-    environment = {k: v for k, v in environment.items() if not k.startswith("MALLOC_")}
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, text=True, env=environment
-    )
-    # DEFAULT_MMAP_THRESHOLD_MAX in glibc's malloc.c: 4 MiB · sizeof(long).
-    assert int(printed.stdout) == 32 << 20
-
-
 def test_fresh_memory_costs_a_page_fault_per_page() -> None:
     emitted: list[dict[str, Any]] = []
     measure_first_touch(CpuBackend(), emitted.append, budget_s=0.0)
     (found,) = emitted
     # From 0.1 µs to 40 µs for a page of 4 KiB: anything else is another unit.
     assert 1e-7 / 4096 < found["first_touch_s_per_byte"] < 4e-5 / 4096
-    assert found["page_bytes"] == mmap.PAGESIZE
 
 
 def test_reads_cost_more_the_more_was_read_since(monkeypatch: pytest.MonkeyPatch) -> None:
