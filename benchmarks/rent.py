@@ -23,10 +23,10 @@ from calibration.worker_tables import read_workers
 from numpy.typing import ArrayLike
 from options import Options
 from records import Record, say
-from simulated_failures import simulated_asynchronous_s, simulated_times_s
+from simulated_failures import simulated_asynchronous_s, simulated_lives_s, simulated_times_s
 
+from estimator.advise.rent.revocations import Lives, Revocations
 from estimator.advise.rent.transient import (
-    Revocations,
     TransientCluster,
     Worker,
     checkpoint_s,
@@ -256,6 +256,23 @@ def played() -> Iterator[Record]:
         expected = expected_time_s(100 * interval_s, interval_s, **costs)
         times = simulated_times_s(100 * interval_s, interval_s, **costs, runs=20_000)
         yield _off(f"synchronous, a failure every {mtbf_h:g} h", expected, times.mean())
+    by_hour = (0.0,) * 8 + (1.0,) * 10 + (0.3,) * 6
+    for work_h, start_hour, lifetime_h, warning_s in (
+        *((4, 0.0, np.inf, 0.0), (4, 10.0, np.inf, 0.0), (72, 6.3, np.inf, 0.0)),
+        *((72, 6.3, 24, 0.0), (72, 6.3, 24, 60.0)),
+    ):
+        taken = Revocations(per_hour=by_hour, lifetime_s=lifetime_h * HOUR)
+        lives = Lives(
+            revocations=taken,
+            interval_s=1800.0,
+            checkpoint_s=60.0,
+            restart_s=300.0,
+            warning_s=warning_s,
+        )
+        (expected,) = lives.expected_s([work_h * HOUR], start_hour)
+        times = simulated_lives_s(lives, work_h * HOUR, start_hour=start_hour, runs=10_000)
+        label = f"by the hour, {work_h} h from {start_hour:g}, {lifetime_h:g} h at most"
+        yield _off(f"{label}, warned {warning_s:g} s before", expected, times.mean())
     for count, per_hour, most in ((4, 0.2, np.inf), (8, 1.0, 50.0), (16, 2.0, np.inf)):
         worker = Worker(steps_per_s=10.0, revocations=Revocations(per_hour=(per_hour,)))
         cluster = TransientCluster(

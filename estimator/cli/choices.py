@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from estimator.advise.rent.offers import Choice
+    from estimator.advise.rent.transient import Spot
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.prices import PriceList
 
@@ -33,10 +35,11 @@ if TYPE_CHECKING:
 _CHOSEN = (*OF_LAYOUTS, "accumulation", "loader", "strategy")
 # Beside a model as it is, where its activation checkpoints are left open.
 _CHECKPOINTS = ("full", "selective:op")
-_REVOKED = ("checkpoint_time", "restart")
+_REVOKED = ("checkpoint_time", "restart", "warning", "start_hour")
 # As the function that answers takes them.
 _PASSED = ("max_nodes", "mixed", "samples", "tokens", "deadline_s", "budget_usd", "prices", "spot")
-_RENT = (*_PASSED, "strategies", "revoked_every", *_REVOKED)
+_TAKEN = ("revoked_every", "revocations", "lifetime")
+_RENT = (*_PASSED, "strategies", *_TAKEN, *_REVOKED)
 _strategies_option = click.option("--strategies", help="To choose from, as in 'ddp zero2'.")
 
 
@@ -69,6 +72,26 @@ def rent_options(command: Any) -> Any:
         click.option("--picture", type=click.Path(path_type=Path), help="Draw it: .png or .svg."),
         click.option("--restart", type=Duration(), default="5min", help="After a revocation."),
         click.option("--checkpoint-time", type=Duration(), default="1min", help="To keep one."),
+        click.option(
+            "--warning",
+            type=Duration(least_s=0.0),
+            default="0s",
+            help="Before a revocation: 30s, 2min. A checkpoint that fits is written then.",
+        ),
+        click.option(
+            "--start-hour",
+            type=Amount(least=0.0, most=24.0),
+            default=0.0,
+            help="Of the day, for --revocations; default 0.",
+        ),
+        click.option(
+            "--lifetime", type=Duration(), help="An instance is stopped after it, as in 24h."
+        ),
+        click.option(
+            "--revocations",
+            metavar="RATES",
+            help="An hour: 24 numbers with commas, or a .csv with hour,per_hour[,machine].",
+        ),
         click.option(
             "--revoked-every",
             type=DurationByMachine(),
@@ -219,8 +242,12 @@ def rent(
     rented = {name: options.pop(name) for name in _RENT}
     if options["global_batch"] is not None:
         refuse_given(context, ("batch",), "is what ranks take where no --global-batch is given")
-    if rented["revoked_every"] is None:
-        refuse_given(context, _REVOKED, "is of machines that are revoked, as --revoked-every says")
+    if all(rented[name] is None for name in _TAKEN):
+        refuse_given(
+            context,
+            _REVOKED,
+            "is of machines that are revoked, as --revoked-every, --revocations or --lifetime says",
+        )
     if picture is not None:
         from estimator.files import check_writable
 
@@ -271,24 +298,9 @@ def _chosen(
 ) -> tuple[str, Choice]:
     """The model's name, and what to rent for it."""
     from estimator.advise.rent.offers import rent as what_to_rent
-    from estimator.advise.rent.transient import Spot
     from estimator.workload.strategies import SEARCHED
 
-    revocations = None
-    if rent["revoked_every"] is not None:
-        if not rent["spot"]:
-            raise click.UsageError("--revoked-every is of spot instances; give --spot")
-        by_machine = rent["revoked_every"]
-        if isinstance(by_machine, dict) and (unlike := set(by_machine) ^ set(machines)):
-            raise click.UsageError(
-                "--revoked-every and --machines do not both name "
-                f"{', '.join(sorted(unlike))}; name each machine in both"
-            )
-        revocations = Spot(
-            mtbf_s=rent["revoked_every"],
-            checkpoint_s=rent["checkpoint_time"],
-            restart_s=rent["restart"],
-        )
+    revocations = _revocations(machines, rent)
     for machine in machines:
         # Before a model is traced, which can take long.
         rent["prices"].price(machine, spot=rent["spot"])
@@ -314,3 +326,40 @@ def _chosen(
     if not shares and request.batch is None:
         remark("batches are those that train fastest; --global-batch keeps that of a step")
     return graphs[0].name, choice
+
+
+def _revocations(machines: Sequence[str], rent: Mapping[str, Any]) -> Spot | None:
+    """What is said of how instances are taken away; None where nothing is."""
+    from estimator.advise.rent.revocations import Revocations, read_revocations
+    from estimator.advise.rent.transient import Spot
+
+    given = [f"--{name.replace('_', '-')}" for name in _TAKEN if rent[name] is not None]
+    if not given:
+        return None
+    if not rent["spot"]:
+        raise click.UsageError(f"{given[0]} is of spot instances; give --spot")
+    every_s, rates, lifetime_s = (rent[name] for name in _TAKEN)
+    if every_s is not None and rates is not None:
+        raise click.UsageError("--revoked-every and --revocations say the same; give one of them")
+    stays: dict[str, Any] = {"lifetime_s": lifetime_s or math.inf}
+    if rates is not None:
+        taken = read_revocations(rates, **stays)
+    elif isinstance(every_s, dict):
+        taken = {
+            name: Revocations(per_hour=(3600 / each_s,), **stays)
+            for name, each_s in every_s.items()
+        }
+    else:
+        taken = Revocations(per_hour=(3600 / every_s if every_s else 0.0,), **stays)
+    if isinstance(taken, dict) and (unlike := set(taken) ^ set(machines)):
+        raise click.UsageError(
+            f"{given[0]} and --machines do not both name {', '.join(sorted(unlike))}; name each "
+            "machine in both"
+        )
+    return Spot(
+        revocations=taken,
+        checkpoint_s=rent["checkpoint_time"],
+        restart_s=rent["restart"],
+        warning_s=rent["warning"],
+        start_hour=rent["start_hour"],
+    )

@@ -61,6 +61,7 @@ def rent_sections(choice: Choice, model: str, *, spot: bool) -> list[Section]:
         notes.append(f"may not fit into memory: {', '.join(unsure)}")
     if len({offer.global_batch for offer in choice.front}) > 1:
         notes.append("global batches differ, and with them how many samples are needed")
+    notes += choice.assumptions
     columns = ("allocation, layout, strategy", "batch", "micro-batches", "time", "USD", "USD/h")
     return [
         Section(facts=facts),

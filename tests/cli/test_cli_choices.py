@@ -39,8 +39,8 @@ def test_rent_prints_base_units_as_json_and_draws(
 ) -> None:
     picture = tmp_path / "rent.svg"
     found = command(
-        *("rent", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--json"),
-        *("--max-nodes", 2, "--spot", "--revoked-every", "t4-g4dn=8h,a100-p4d=20h"),
+        *("rent", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e12", "--json"),
+        *("--max-nodes", 2, "--spot", "--revoked-every", "t4-g4dn=20min,a100-p4d=30min"),
         *("--picture", picture),
     )
     chosen = json.loads(found.out)
@@ -48,6 +48,24 @@ def test_rent_prints_base_units_as_json_and_draws(
     assert chosen["cheapest"]["interval_s"] > 0
     assert len(chosen["offers"]) == 4 + 5
     assert picture.read_text().startswith("<?xml")
+
+
+def test_instances_go_by_the_hour_of_the_day(model: Path, tmp_path: Path, command: Run) -> None:
+    rates = tmp_path / "rates.csv"
+    lines = [f"{hour},{2.0 if 8 <= hour < 18 else 0.0}" for hour in range(24)]
+    rates.write_text("\n".join(["hour,per_hour", *lines]))
+    about = ("--machines", "t4-g4dn", "--samples", "1e9", "--json", "--spot", "--max-nodes", 1)
+    by_hour = (*about, "--revocations", rates, "--lifetime", "24h", "--start-hour")
+    usd = {}
+    for hour in (9, 18):
+        found = json.loads(command("rent", model, *by_hour, hour).out)
+        usd[hour] = found["cheapest"]["duration_s"]
+    never = json.loads(command("rent", model, *about).out)["cheapest"]["duration_s"]
+    assert never < usd[18] < usd[9]
+    assert found["assumptions"] == [
+        "training starts at 18:00",
+        "a restart begins on new instances, all at once",
+    ]
 
 
 def test_own_prices_decide(model: Path, tmp_path: Path, command: Run) -> None:
@@ -107,6 +125,16 @@ def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
         (("--machines", "dgx-a100"), "no price of 'dgx-a100' is known"),
         (("--machines", "k80-p2", "--spot"), "no spot price of 'k80-p2' is known"),
         (("--machines", "t4-g4dn", "--revoked-every", "1h"), "give --spot"),
+        (
+            ("--machines", "t4-g4dn", "--lifetime", "1d"),
+            "--lifetime is of spot instances; give --sp",
+        ),
+        (("--machines", "t4-g4dn", "--spot", "--revocations", "1,2"), "one for each of 24 hours"),
+        (
+            ("--machines", "t4-g4dn", "--spot", "--revocations", "0", "--revoked-every", "1h"),
+            "--revoked-every and --revocations say the same; give one of them",
+        ),
+        (("--machines", "t4-g4dn", "--spot", "--start-hour", "8"), "--start-hour is of machines"),
         (
             ("--machines", "t4-g4dn", "--spot", "--revoked-every", "t4-g4dm=1h"),
             "do not both name t4-g4dm, t4-g4dn",

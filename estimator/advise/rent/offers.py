@@ -40,7 +40,8 @@ class Offer:
 
     `layout` is None where all ranks are data-parallel.
     `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval. With revocations
-    times are expected ones, with a checkpoint after every `interval_s` of training.
+    times are expected ones, with a checkpoint after every `interval_s` of training (None: at its
+    end alone, and within the warning of a revocation).
     """
 
     allocation: str
@@ -155,8 +156,9 @@ def offers(
     offered: list[Offer] = []
     for number in sorted(best):
         allocation = parsed[number]
-        if revocations is None or revocations.can_end(allocation):
-            offered.append(_offer(allocation, best[number], amount, known, spot, revocations))
+        offer = _offer(allocation, best[number], amount, known, spot, revocations)
+        if offer is not None:
+            offered.append(offer)
         else:
             left_out[str(allocation)] = "no training ends with revocations as frequent"
     return Offered(offers=offered, left_out=left_out)
@@ -391,15 +393,17 @@ def _offer(
     prices: PriceList,
     spot: bool,
     revocations: Spot | None,
-) -> Offer:
+) -> Offer | None:
+    """None where revocations are so frequent that no training ends."""
     work_s = samples / best.samples_per_s
     duration_s, interval_s = work_s, None
     low_s, high_s = (work_s * bound_s / best.step_time_s for bound_s in (best.low_s, best.high_s))
     if revocations is not None:
-        duration_s, interval_s = revocations.expected_s(work_s, allocation)
-        low_s, high_s = (
-            revocations.expected_s(time_s, allocation)[0] for time_s in (low_s, high_s)
-        )
+        times_s, every_s = revocations.expected_s([work_s, low_s, high_s], allocation)
+        duration_s, low_s, high_s = times_s
+        interval_s = every_s if every_s < work_s else None
+        if not math.isfinite(high_s):
+            return None
     usd, low_usd, high_usd = (
         paid_usd(prices, allocation, time_s, spot=spot) for time_s in (duration_s, low_s, high_s)
     )
@@ -422,7 +426,8 @@ class Choice:
 
     `front` has those that no other beats in both time and cost, the fastest first; `cheapest` and
     `fastest` are its ends, None where no offer keeps both. `as_cheap` and `as_fast` cannot be told
-    apart from them: their intervals meet. `left_out` says of allocations that cannot train why.
+    apart from them: their intervals meet. `left_out` says of allocations that cannot train why,
+    `assumptions` what the times of spot instances take to be so.
     """
 
     offers: tuple[Offer, ...]
@@ -432,6 +437,7 @@ class Choice:
     as_cheap: tuple[Offer, ...]
     as_fast: tuple[Offer, ...]
     left_out: Mapping[str, str]
+    assumptions: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
@@ -443,6 +449,7 @@ class Choice:
             "front": [offer.to_dict() for offer in self.front],
             "offers": [offer.to_dict() for offer in self.offers],
             "left_out": dict(self.left_out),
+            "assumptions": list(self.assumptions),
         }
 
 
@@ -452,6 +459,7 @@ def choose(
     deadline_s: float | None = None,
     budget_usd: float | None = None,
     left_out: Mapping[str, str] = MappingProxyType({}),
+    assumptions: Sequence[str] = (),
 ) -> Choice:
     """Sort out offers by time and cost; raises WorkloadError for a bound that is none."""
     for name, bound in (("deadline_s", deadline_s), ("budget_usd", budget_usd)):
@@ -481,6 +489,7 @@ def choose(
             if fastest and offer is not fastest and offer.low_s <= fastest.high_s
         ),
         left_out=left_out,
+        assumptions=tuple(assumptions),
     )
 
 
@@ -522,8 +531,13 @@ def rent(
         raise WorkloadError("no machine was given; name at least one")
     allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
     offered = offers(graph, allocations, **options)
+    spot: Spot | None = options.get("revocations")
     return choose(
-        offered.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=offered.left_out
+        offered.offers,
+        deadline_s=deadline_s,
+        budget_usd=budget_usd,
+        left_out=offered.left_out,
+        assumptions=spot.assumptions if spot else (),
     )
 
 

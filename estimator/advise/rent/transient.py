@@ -13,12 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from scipy.special import lambertw
 
+from estimator.advise.rent.revocations import (
+    HOUR_S,
+    Lives,
+    Rates,
+    Revocations,
+    check_from,
+    presence,
+)
 from estimator.elementwise import expected_maximum
 from estimator.errors import WorkloadError, quoted
 from estimator.placement.allocation import Allocation
+from estimator.units import format_seconds
 from estimator.workload import check_count
 
 
@@ -110,59 +121,165 @@ def check_times(**values: float) -> None:
             raise WorkloadError(f"{name} is {value:g}; give a time above 0, in seconds")
 
 
-# Restarts and checkpoints over the time between revocations, from which on nobody waits: e^20.
-_MOST_TRIES = 20.0
+# Workers that come and go by the hour are followed in steps of so long, for so many days.
+_STEP_S, _FOLLOWED_S = 300.0, 40 * 24 * HOUR_S
+# Multiples of the interval that would be best at the mean rate, of which the best is taken.
+_INTERVALS = (0.5, 1.0, 2.0, 4.0)
+
+
+def transient_times_s(
+    works_s: Sequence[float],
+    *,
+    revocations: Revocations,
+    checkpoint_s: float,
+    restart_s: float,
+    warning_s: float = 0.0,
+    start_hour: float = 0.0,
+    interval_s: float | None = None,
+) -> tuple[list[float], float]:
+    """The expected times of works, and the work between checkpoints, by default the best.
+
+    `revocations` are those of any instance, each of which sets all back; see `Lives`. Where they
+    come at one rate, without a warning that a checkpoint fits into, this is `expected_time_s`.
+    Infinite where none would end. Raises WorkloadError.
+    """
+    check_times(checkpoint_s=checkpoint_s, restart_s=restart_s)
+    check_from(0, warning_s=warning_s, start_hour=start_hour)
+    costs = {"checkpoint_s": checkpoint_s, "restart_s": restart_s}
+
+    def lives(every_s: float) -> Lives:
+        return Lives(
+            revocations=revocations,
+            interval_s=every_s,
+            checkpoint_s=checkpoint_s,
+            restart_s=restart_s,
+            warning_s=warning_s,
+        )
+
+    work_s = works_s[0]
+    is_warned = lives(work_s).is_warned
+    if revocations.is_steady and not is_warned:
+        per_s = revocations.mean_per_s
+        mtbf_s = 1 / per_s if per_s else math.inf
+        if interval_s is None:
+            interval_s = min(best_interval_s(checkpoint_s, mtbf_s), work_s)
+        times = [expected_time_s(w, interval_s, **costs, mtbf_s=mtbf_s) for w in works_s]
+        return times, interval_s
+    if interval_s is None and is_warned:
+        interval_s = work_s
+    if interval_s is None:
+        per_s = revocations.expected(work_s, start_hour) / work_s + 1 / revocations.lifetime_s
+        best_s = best_interval_s(checkpoint_s, 1 / per_s) if per_s else math.inf
+        most_s = min(work_s, 0.999 * revocations.lifetime_s - restart_s - checkpoint_s)
+        # Whole intervals.
+        tried = {
+            work_s / math.ceil(work_s / max(min(factor * best_s, most_s), 1e-6 * work_s) - 1e-9)
+            for factor in _INTERVALS
+        }
+        interval_s = min(
+            sorted(tried), key=lambda every_s: lives(every_s).expected_s([work_s], start_hour)[0]
+        )
+    return lives(interval_s).expected_s(works_s, start_hour), interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
     """What taking spot instances means: one that is taken sets the training back.
 
-    Each instance is revoked after `mtbf_s` on average, a time for all or one by machine type; see
-    `expected_time_s`. Raises WorkloadError.
+    Each instance is revoked after `mtbf_s` on average, or by its `revocations`: either for all or
+    by machine type. Training starts at `start_hour` of the day; a checkpoint is written within the
+    `warning_s` before a revocation if it fits. Raises WorkloadError.
     """
 
-    mtbf_s: float | Mapping[str, float]
+    mtbf_s: float | Mapping[str, float] | None = None
+    revocations: Rates | None = None
     checkpoint_s: float = 60.0
     restart_s: float = 300.0
+    warning_s: float = 0.0
+    start_hour: float = 0.0
 
     def __post_init__(self) -> None:
         check_times(checkpoint_s=self.checkpoint_s, restart_s=self.restart_s)
+        check_from(0, warning_s=self.warning_s, start_hour=self.start_hour)
+        if (self.mtbf_s is None) == (self.revocations is None):
+            raise WorkloadError(
+                "say how long spot instances stay: give mtbf_s or revocations, one of them"
+            )
         means_s = self.mtbf_s.values() if isinstance(self.mtbf_s, Mapping) else (self.mtbf_s,)
         for mtbf_s in means_s:
-            check_times(mtbf_s=mtbf_s)
+            if mtbf_s is not None:
+                check_times(mtbf_s=mtbf_s)
 
-    def allocation_mtbf_s(self, allocation: Allocation) -> float:
-        """The time between revocations of any of an allocation's instances."""
-        return 1 / sum(group.nodes / self._mtbf_s(group.machine) for group in allocation.groups)
+    def of_any(self, allocation: Allocation) -> Revocations:
+        """The revocations of any of an allocation's instances."""
+        groups = allocation.groups
+        return Revocations.of_any((group.nodes, self._of(group.machine)) for group in groups)
 
-    def _mtbf_s(self, machine: str | None) -> float:
-        if not isinstance(self.mtbf_s, Mapping):
-            return self.mtbf_s
-        if machine is None or machine not in self.mtbf_s:
-            raise WorkloadError(
-                f"it is not said how long a spot instance of {quoted(str(machine))} stays; give "
-                "the time between its revocations too"
-            )
-        return self.mtbf_s[machine]
+    def _of(self, machine: str | None) -> Revocations:
+        known: Any = self.mtbf_s if self.revocations is None else self.revocations
+        if isinstance(known, Mapping):
+            if machine is None or machine not in known:
+                raise WorkloadError(
+                    f"it is not said how long a spot instance of {quoted(str(machine))} stays; "
+                    "give the time between its revocations too"
+                )
+            known = known[machine]
+        return known if isinstance(known, Revocations) else Revocations(per_hour=(3600 / known,))
 
-    def can_end(self, allocation: Allocation) -> bool:
-        """Whether all instances stay long enough to keep a checkpoint."""
-        tries = (self.checkpoint_s + self.restart_s) / self.allocation_mtbf_s(allocation)
-        return tries < _MOST_TRIES
+    def expected_s(
+        self, works_s: Sequence[float], allocation: Allocation
+    ) -> tuple[list[float], float]:
+        """(expected times, work between checkpoints) of training on an allocation.
 
-    def expected_s(self, work_s: float, allocation: Allocation) -> tuple[float, float]:
-        """(expected time, work between checkpoints) of training on an allocation."""
-        mtbf_s = self.allocation_mtbf_s(allocation)
-        interval_s = min(best_interval_s(self.checkpoint_s, mtbf_s), work_s)
-        times_s = expected_time_s(
-            work_s,
-            interval_s,
+        Infinite where instances do not stay long enough to keep a checkpoint.
+        """
+        revocations = self.of_any(allocation)
+        # At the shortest interval.
+        lives = Lives(
+            revocations=revocations,
+            interval_s=1e-3,
             checkpoint_s=self.checkpoint_s,
             restart_s=self.restart_s,
-            mtbf_s=mtbf_s,
+            warning_s=self.warning_s,
         )
-        return times_s, interval_s
+        if not lives.can_end:
+            return [math.inf] * len(works_s), works_s[0]
+        return transient_times_s(
+            works_s,
+            revocations=revocations,
+            checkpoint_s=self.checkpoint_s,
+            restart_s=self.restart_s,
+            warning_s=self.warning_s,
+            start_hour=self.start_hour,
+        )
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the expected times take to be so, in sentences."""
+        said = []
+        known = list(self.revocations.values() if isinstance(self.revocations, Mapping) else ())
+        if isinstance(self.revocations, Revocations):
+            known = [self.revocations]
+        if any(len(set(one.per_hour)) > 1 for one in known):
+            said.append(f"training starts at {_as_clock(self.start_hour)}")
+        if any(math.isfinite(one.lifetime_s) for one in known):
+            said.append("a restart begins on new instances, all at once")
+        if self.warning_s and self.checkpoint_s <= self.warning_s:
+            said.append(
+                f"a checkpoint of {format_seconds(self.checkpoint_s)} is written within the "
+                f"{format_seconds(self.warning_s)} before a revocation, and none else"
+            )
+        elif self.warning_s:
+            said.append(
+                f"a warning of {format_seconds(self.warning_s)} is too short for a checkpoint of "
+                f"{format_seconds(self.checkpoint_s)}"
+            )
+        return said
+
+
+def _as_clock(hour: float) -> str:
+    minutes = round(hour % 24 * 60) % 1440
+    return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
 # Seconds of a checkpoint to cloud storage: 3.65 and 0.0199 for each MB.
@@ -177,7 +294,7 @@ def checkpoint_s(size_bytes: float) -> float:
     >>> round(checkpoint_s(100e6), 2)
     5.64
     """
-    _check_from(0, size_bytes=size_bytes)
+    check_from(0, size_bytes=size_bytes)
     return _CHECKPOINT_S + _CHECKPOINT_S_PER_BYTE * size_bytes
 
 
@@ -189,49 +306,12 @@ def server_steps_per_s(tensors: int, size_bytes: float, servers: int = 1) -> flo
     >>> round(server_steps_per_s(100, 50e6), 2)
     13.0
     """
-    _check_from(1, tensors=tensors, servers=servers)
-    _check_from(0, size_bytes=size_bytes)
+    check_from(1, tensors=tensors, servers=servers)
+    check_from(0, size_bytes=size_bytes)
     return servers / (_SERVER_S_PER_TENSOR * tensors + _SERVER_S_PER_BYTE * size_bytes)
 
 
-def _check_from(least: float, **values: float) -> None:
-    for name, value in values.items():
-        if not least <= value < math.inf:
-            raise WorkloadError(f"{name} is {value:g}; give a number from {least:g} on")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revocations:
-    """How often a worker is taken away, by the hour of the day: 1 rate, or one for each of 24."""
-
-    per_hour: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.per_hour) not in (1, 24) or not all(0 <= r <= 1e3 for r in self.per_hour):
-            raise WorkloadError(
-                f"revocations an hour are {self.per_hour}; give one number from 0 to 1000, or one "
-                "for each of 24 hours"
-            )
-
-    @property
-    def mean_per_s(self) -> float:
-        """Over a day."""
-        return math.fsum(self.per_hour) / len(self.per_hour) / 3600
-
-    def expected(self, duration_s: float, start_hour: float = 0.0) -> float:
-        """How many come in a time from an hour of the day on; raises WorkloadError."""
-        _check_from(0, duration_s=duration_s, start_hour=start_hour)
-        days, left_h = divmod(duration_s / 3600, 24)
-        events, hour = days * 24 * self.mean_per_s * 3600, start_hour % 24
-        while left_h > 1e-12:
-            step_h = min(math.floor(hour) + 1 - hour, left_h)
-            events += step_h * self.rate_per_hour(hour)
-            hour, left_h = (hour + step_h) % 24, left_h - step_h
-        return events
-
-    def rate_per_hour(self, hour: float) -> float:
-        """The rate at an hour of the day."""
-        return self.per_hour[int(hour) % len(self.per_hour)]
+_NEVER = Revocations()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +319,7 @@ class Worker:
     """A worker's own steps a second, and how often it is taken away."""
 
     steps_per_s: float
-    revocations: Revocations = Revocations(per_hour=(0.0,))
+    revocations: Revocations = _NEVER
 
     def __post_init__(self) -> None:
         if not 0 < self.steps_per_s < math.inf:
@@ -261,24 +341,29 @@ class TransientCluster:
     checkpoint_s: float
     checkpoint_every_steps: float
     most_steps_per_s: float = math.inf
+    warning_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.workers:
             raise WorkloadError("the cluster has no workers; give at least one")
-        _check_from(0, replace_s=self.replace_s, checkpoint_s=self.checkpoint_s)
+        check_from(0, replace_s=self.replace_s, checkpoint_s=self.checkpoint_s)
+        check_from(0, warning_s=self.warning_s)
         for name in ("checkpoint_every_steps", "most_steps_per_s"):
             if not getattr(self, name) > 0:
                 raise WorkloadError(f"{name} is {getattr(self, name):g}; give a number above 0")
 
-    def asynchronous_s(self, steps: float) -> float:
+    def asynchronous_s(self, steps: float, start_hour: float = 0.0) -> float:
         """Expected time of asynchronous steps, of which a lost worker costs its own share.
 
-        Each worker is there a = 1/(1 + λ·d) of the time, λ its revocations and d the delay; the
-        steps a second are the mean, over which of them are there, of what the servers take of their
-        sum. All begin together, which gives each λ·d²·a²/2 more of its time (the second term of the
-        renewal equation's Laplace transform at 0).
+        At one rate each worker is there a = 1/(1 + λ·d) of the time, λ its revocations and d the
+        delay; the steps a second are the mean, over which of them are there, of what the servers
+        take of their sum. All begin together, which gives each λ·d²·a²/2 more of its time (the
+        second term of the renewal equation's Laplace transform at 0). With rates by the hour or a
+        lifetime the odds that each is there are followed through the days from `start_hour` on.
         """
-        _check_from(0, steps=steps)
+        check_from(0, steps=steps, start_hour=start_hour)
+        if not all(worker.revocations.is_steady for worker in self.workers):
+            return self._through_the_day_s(steps, start_hour)
         rates = [worker.revocations.mean_per_s for worker in self.workers]
         shares = [1 / (1 + per_s * self.replace_s) for per_s in rates]
         ahead_s = [
@@ -288,37 +373,70 @@ class TransientCluster:
         rate, small = self._mean_steps_per_s(shares), 1e-6
         sooner = [share + small * s for share, s in zip(shares, ahead_s, strict=True)]
         ahead = (self._mean_steps_per_s(sooner) - rate) / small
-        return (steps - ahead) / rate + self._checkpoints_s(steps)
+        return float((steps - ahead) / rate + self._checkpoints_s(steps))
 
-    def _mean_steps_per_s(self, shares: Sequence[float]) -> float:
+    def _through_the_day_s(self, steps: float, start_hour: float) -> float:
+        """When the mean of what is trained reaches the steps, each checkpoint a pause of all."""
+        lifetimes_s = [worker.revocations.lifetime_s for worker in self.workers]
+        step_s = min(_STEP_S, *lifetimes_s)
+        count = math.ceil(_FOLLOWED_S / step_s)
+        kinds = {worker.revocations for worker in self.workers}
+        there = {
+            kind: presence(
+                kind, self.replace_s, begin_s=start_hour * HOUR_S, step_s=step_s, steps=count
+            )
+            for kind in kinds
+        }
+        shares = [there[worker.revocations] for worker in self.workers]
+        rates = np.maximum(self._mean_steps_per_s(shares), 1e-300)
+        rates = 1 / (1 / rates + self.checkpoint_s / self.checkpoint_every_steps)
+        done = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * step_s)])
+        times_s = step_s * np.arange(count + 1.0)
+        # The last checkpoint is kept whole.
+        rest_s = self._checkpoints_s(steps) - steps / self.checkpoint_every_steps * (
+            self.checkpoint_s
+        )
+        if steps <= done[-1]:
+            return float(np.interp(steps, done, times_s)) + rest_s
+        # As in the second half, in which all days are alike.
+        half = count // 2
+        per_s = (done[-1] - done[half]) / (times_s[-1] - times_s[half])
+        return float(times_s[-1] + (steps - done[-1]) / per_s) + rest_s
+
+    def _mean_steps_per_s(self, shares: Sequence[Any]) -> Any:
         """What servers take of workers' sums, each worker there for its share of the time."""
-        odds_of: dict[float, float] = {0.0: 1.0}
+        odds_of: dict[float, Any] = {0.0: 1.0}
         for worker, share in zip(self.workers, shares, strict=True):
             odds_of = _joined(odds_of, worker.steps_per_s, share)
         return sum(odds * min(total, self.most_steps_per_s) for total, odds in odds_of.items())
 
-    def synchronous_s(self, steps: float) -> float:
+    def synchronous_s(self, steps: float, start_hour: float = 0.0) -> float:
         """Expected time of synchronous steps, all of which a lost worker sets back.
 
-        Each step takes as long as the slowest worker's; see `expected_time_s`.
+        Each step takes as long as the slowest worker's; see `transient_times_s`.
         """
+        check_from(0, steps=steps, start_hour=start_hour)
         step_s = 1 / min(*(w.steps_per_s for w in self.workers), self.most_steps_per_s)
-        per_s = sum(worker.revocations.mean_per_s for worker in self.workers)
-        return expected_time_s(
-            steps * step_s,
-            self.checkpoint_every_steps * step_s,
+        if not steps:
+            return 0.0
+        times_s, _ = transient_times_s(
+            [steps * step_s],
+            interval_s=min(self.checkpoint_every_steps, steps) * step_s,
+            revocations=Revocations.of_any((1, worker.revocations) for worker in self.workers),
             checkpoint_s=self.checkpoint_s,
             restart_s=self.replace_s,
-            mtbf_s=1 / per_s if per_s else math.inf,
+            warning_s=self.warning_s,
+            start_hour=start_hour,
         )
+        return times_s[0]
 
     def _checkpoints_s(self, steps: float) -> float:
         return math.ceil(steps / self.checkpoint_every_steps) * self.checkpoint_s
 
 
-def _joined(there: dict[float, float], steps_per_s: float, share: float) -> dict[float, float]:
+def _joined(there: dict[float, Any], steps_per_s: float, share: Any) -> dict[float, Any]:
     """The odds of each sum of steps a second, with one more worker that is there for a share."""
-    joined: dict[float, float] = {}
+    joined: dict[float, Any] = {}
     for total, odds in there.items():
         for more, part in ((0.0, 1 - share), (steps_per_s, share)):
             # Sums of equal workers must be one sum, in whatever order they are added.
@@ -345,21 +463,25 @@ def spot_counts(
     revocations: Revocations,
     checkpoint_s: float,
     restart_s: float,
+    warning_s: float = 0.0,
+    start_hour: float = 0.0,
 ) -> list[SpotRow]:
     """Synchronous training on each count of spot workers, any of which sets all back.
 
     `work_s` says how long a count would train without revocations. The checkpoint interval is the
     best for the count. Raises WorkloadError.
     """
-    _check_from(0, usd_per_hour=usd_per_hour)
+    check_from(0, usd_per_hour=usd_per_hour)
     rows = []
     for count in counts:
-        _check_from(1, workers=count)
-        per_s = count * revocations.mean_per_s
-        mtbf_s, alone_s = (1 / per_s if per_s else math.inf), work_s(count)
-        interval_s = min(best_interval_s(checkpoint_s, mtbf_s), alone_s)
-        expected_s = expected_time_s(
-            alone_s, interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf_s=mtbf_s
+        check_from(1, workers=count)
+        (expected_s,), interval_s = transient_times_s(
+            [work_s(count)],
+            revocations=Revocations.of_any([(count, revocations)]),
+            checkpoint_s=checkpoint_s,
+            restart_s=restart_s,
+            warning_s=warning_s,
+            start_hour=start_hour,
         )
         usd = count * usd_per_hour * expected_s / 3600
         rows.append(SpotRow(workers=count, interval_s=interval_s, expected_s=expected_s, usd=usd))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
+from estimator.advise.rent.revocations import Revocations
 from estimator.advise.rent.transient import (
-    Revocations,
     TransientCluster,
     Worker,
     best_interval_s,
@@ -149,6 +149,7 @@ def test_revocations_go_by_the_hour_of_the_day() -> None:
     )
     # From six in the morning on, 18 hours pass without one.
     assert simulated_asynchronous_s(cluster, 17 * HOUR, start_hour=6) == pytest.approx(17 * HOUR)
+    assert cluster.asynchronous_s(17 * HOUR, start_hour=6) == pytest.approx(17 * HOUR)
     nights = [
         simulated_asynchronous_s(cluster, 6 * HOUR, start_hour=0, seed=n) for n in range(2000)
     ]
@@ -156,6 +157,7 @@ def test_revocations_go_by_the_hour_of_the_day() -> None:
     # is trained after six, without more.
     lost = np.mean(nights) - 6 * HOUR
     assert lost == pytest.approx(600 * 6 / (1 + 1 / 6), rel=0.05)
+    assert cluster.asynchronous_s(6 * HOUR) == pytest.approx(np.mean(nights), rel=0.003)
 
 
 def test_more_spot_workers_are_worth_it_until_they_set_each_other_back() -> None:
@@ -172,7 +174,7 @@ def test_more_spot_workers_are_worth_it_until_they_set_each_other_back() -> None
     assert rows[-1].expected_s > rows[0].expected_s
 
 
-@pytest.mark.parametrize("rates", [(), (1.0, 2.0), (-1.0,), (math.nan,)])
+@pytest.mark.parametrize("rates", [(), (1.0, 2.0), (-1.0,), (math.nan,), (math.inf,)])
 def test_impossible_rates_are_refused(rates: tuple[float, ...]) -> None:
     with pytest.raises(WorkloadError, match="revocations an hour are"):
         Revocations(per_hour=rates)

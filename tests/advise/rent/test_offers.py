@@ -13,7 +13,8 @@ import pytest
 import estimator as est
 from estimator import advise
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers, pareto_front
-from estimator.advise.rent.transient import Spot
+from estimator.advise.rent.revocations import Revocations
+from estimator.advise.rent.transient import Spot, best_interval_s
 from estimator.advise.scaling import elasticity, largest_batch
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
@@ -143,7 +144,9 @@ def test_revocations_add_time_and_cost() -> None:
     (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
     # Four instances lose one an hour: expected_time_s, worked by hand in test_checkpoints.
     four = Allocation.parse("4x4:v100-p3-8xlarge")
-    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, four)[0])
+    (expected_s,), interval_s = spot.expected_s([steady.duration_s], four)
+    assert taken.duration_s == pytest.approx(expected_s)
+    assert taken.interval_s == interval_s == best_interval_s(60.0, 3600.0)
     assert taken.duration_s > 1.1 * steady.duration_s
     assert taken.usd == 4 * 2.0 * np.ceil(taken.duration_s / 3600)
     never = offers(
@@ -163,10 +166,32 @@ def test_machines_are_revoked_each_at_its_own_rate() -> None:
     spot = Spot(mtbf_s={"t4-g4dn": 3600.0, "v100-p3-8xlarge": 7200.0})
     both = Allocation.parse("3x4:t4-g4dn+2x4:v100-p3-8xlarge")
     # Three an hour of one machine, and two in two hours of the other: four an hour.
-    assert spot.allocation_mtbf_s(both) == pytest.approx(900.0)
-    assert spot.allocation_mtbf_s(Allocation.parse("2x4:v100-p3-8xlarge")) == 3600.0
+    assert spot.of_any(both).mean_per_s == pytest.approx(1 / 900)
+    assert spot.of_any(Allocation.parse("2x4:v100-p3-8xlarge")).mean_per_s == 1 / 3600
     with pytest.raises(WorkloadError, match="spot instance of 'a100-p4d' stays"):
-        spot.allocation_mtbf_s(Allocation.parse("1x8:a100-p4d"))
+        spot.of_any(Allocation.parse("1x8:a100-p4d"))
+
+
+def test_training_by_night_is_cheaper_where_revocations_come_by_day() -> None:
+    by_day = Revocations(per_hour=(0.0,) * 12 + (1.0,) * 12, lifetime_s=24 * 3600.0)
+    asked: dict[str, Any] = {"spot": True, "strategies": ("ddp",)}
+    at_noon, at_midnight = (
+        offers(
+            GRAPH,
+            ["4x4:v100-p3-8xlarge"],
+            samples=1e8,
+            prices=PRICES,
+            batch_per_gpu=16,
+            revocations=Spot(revocations=by_day, start_hour=hour),
+            **asked,
+        ).offers[0]
+        for hour in (12.0, 0.0)
+    )
+    (steady,) = offered("4x4:v100-p3-8xlarge", **asked)
+    # Its nine hours end before noon; from noon on four instances are lost every hour.
+    assert steady.duration_s < 12 * 3600
+    assert at_midnight.duration_s < 1.1 * steady.duration_s
+    assert at_noon.duration_s > 1.5 * steady.duration_s
 
 
 def test_choices_are_those_of_a_look_at_all_offers() -> None:
@@ -296,7 +321,16 @@ def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) 
         est.rent(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
 
 
-@pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": {"m": np.nan}}, {"restart_s": -1.0}])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"mtbf_s": 0.0},
+        {"mtbf_s": {"m": np.nan}},
+        {"restart_s": -1.0},
+        {"warning_s": -1.0},
+        {"start_hour": np.inf},
+    ],
+)
 def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
         Spot(**{"mtbf_s": 3600.0, **costs})
