@@ -130,6 +130,16 @@ class StepPredictor(Protocol):
         """What the job computes."""
         ...
 
+    @property
+    def workload(self) -> str:
+        """The name of the job."""
+        ...
+
+    @property
+    def slowed_hosts(self) -> frozenset[str]:
+        """The hosts that the cluster says are slower or faster than their machine type."""
+        ...
+
     def predict(
         self,
         allocation: str | Allocation,
@@ -155,6 +165,12 @@ class Calibration(Protocol):
     ) -> list[Coefficients]:
         """The factors for each step, on an allocation; what is not known is asked of `engine`."""
         ...
+
+
+def hosts_apart(calibration: Calibration, engine: StepPredictor) -> frozenset[str]:
+    """The hosts that a calibration takes to be slower or faster than others of their type."""
+    apart = getattr(calibration, "hosts_apart", None)
+    return frozenset() if apart is None else apart(engine)
 
 
 def check_calibration(calibration: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
-from estimator.calibrate.observed import Observation, ObservedWorkload
+from estimator.calibrate.observed import Observation, ObservedWorkload, hosts_of
 from estimator.calibrate.store import ObservationStore
 from estimator.coefficients import (
     UNCALIBRATED,
@@ -33,7 +33,7 @@ from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
     from estimator.calibrate.change_points import Change
-    from estimator.calibrate.corrections import StepCorrections
+    from estimator.calibrate.corrections import Hosts, Shown, StepCorrections
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
 
@@ -45,11 +45,15 @@ HALF_LIFE_DAYS = 30.0
 # Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
 _MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
+# Fewer steps of a job cannot show a change.
+_LATEST = 3
 # Pooling is cubic in the jobs that teach, and those less alike say little more.
 _MOST_TEACHERS = 16
 _Asked = tuple[str, int, int, str, str | None]
 # Names of machine types, and how ranks share the model.
 _Place = tuple[str, str | None]
+# A step, and the hosts that it names where any of a job's is unlike the others.
+_Question = tuple[StepQuestion, "Hosts"]
 
 
 class Calibrator:
@@ -82,7 +86,7 @@ class Calibrator:
                 f"half_life_days is a positive number of days, found {half_life_days}; leave it out"
             )
         self.half_life_days = half_life_days
-        self._fitted = _Fitted()
+        self._fitted = _Fitted(self.store)
         self._learning = threading.Lock()
 
     def observe(
@@ -129,9 +133,13 @@ class Calibrator:
             seen |= {known.job: known for known in changed}
             # Those seen most teach first.
             for known in sorted(changed, key=lambda job: -len(job.observations)):
-                seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
-            self._fitted = _Fitted(seen, revision)
+                self._fit_job(seen, known)
+            self._fitted = _Fitted(self.store, seen, revision)
         return self
+
+    def _fit_job(self, seen: dict[str, _JobObservations], known: _JobObservations) -> None:
+        shown = _shown_by_others(self.store, seen, known)
+        seen[known.job] = known.fit(self.half_life_days, _others(seen, known), shown)
 
     def _read(self, revision: int) -> list[_JobObservations]:
         """Every job with what was observed of it since; the same object where nothing was."""
@@ -161,37 +169,41 @@ class Calibrator:
         if not questions:
             return []
         first = questions[0]
-        # Read once: a fit that ends meanwhile puts another in its place.
-        fitted = self._fitted
-        if not fitted.knows(first.job, engine):
-            fitted = self._learn(first, engine)
+        fitted = self._knowing(first.job, first.workload, engine)
         return fitted.coefficients_for(engine, questions, allocations)
 
-    def counting_drifts(
-        self, graph: OpGraph, cluster: Cluster, *, hosts: Collection[str] | None = None
-    ) -> tuple[Cluster, list[str]]:
-        """The cluster with its hosts as slow as observations show them, and a sentence on each.
+    def hosts_apart(self, engine: StepPredictor) -> frozenset[str]:
+        """The hosts that are slower or faster for a job than others of their type."""
+        job = engine.content.fingerprint
+        return self._knowing(job, engine.workload, engine).hosts_apart(job)
 
-        For estimates of `graph`; of `hosts` alone where they are given. Hosts with a slowdown of
-        their own keep that, and so do those on which this very job has been observed since.
+    def counting_drifts(
+        self, cluster: Cluster, *, hosts: Collection[str] | None = None
+    ) -> tuple[Cluster, list[str]]:
+        """The cluster with its hosts as slow as observations of all jobs show them, and a sentence
+        on each; of `hosts` alone where they are given.
+
+        Estimates count what a job's own steps or those of others show of a host without it; a
+        cluster that says so also has batches shared by speed. Hosts with a slowdown of their own
+        keep that.
         """
         from estimator.calibrate.review import counting_drifts
-        from estimator.estimates.engine import DEFAULT
 
-        jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
         names = cluster.nodes.keys() if hosts is None else hosts
-        return counting_drifts(cluster, names, self.store.observations(), jobs)
+        return counting_drifts(cluster, names, self.store.observations())
 
-    def _learn(self, question: StepQuestion, engine: StepPredictor) -> _Fitted:
+    def _knowing(self, job: str, workload: str, engine: StepPredictor) -> _Fitted:
+        """What was learnt so far, of a job too."""
+        # Read once: a fit that ends meanwhile puts another in its place.
+        fitted = self._fitted
+        if fitted.knows(job, engine):
+            return fitted
         with self._learning:
-            if not self._fitted.knows(question.job, engine):
+            if not self._fitted.knows(job, engine):
                 seen = dict(self._fitted.seen)
-                new = _JobObservations(
-                    job=question.job, workload=question.workload, engine=engine, key=engine.key
-                )
-                known = new.read(self.store, self.store.revision)
-                seen[question.job] = known.fit(self.half_life_days, _others(seen, known))
-                self._fitted = _Fitted(seen, self._fitted.revision)
+                new = _JobObservations(job=job, workload=workload, engine=engine, key=engine.key)
+                self._fit_job(seen, new.read(self.store, self.store.revision))
+                self._fitted = _Fitted(self.store, seen, self._fitted.revision)
             return self._fitted
 
 
@@ -200,6 +212,23 @@ def _others(seen: Mapping[str, _JobObservations], known: _JobObservations) -> li
     others = (other for other in seen.values() if other.job != known.job and other.fitted)
     alike = sorted(others, key=lambda other: -known.content.likeness(other.content))
     return [fitted for other in alike for fitted in other.fitted.values()]
+
+
+def _shown_by_others(
+    store: ObservationStore, seen: Mapping[str, _JobObservations], known: _JobObservations
+) -> list[Shown]:
+    """What other jobs, of a graph that is at hand or not, show of machines since a job was there.
+
+    Its own last steps cannot show by themselves what has changed since.
+    """
+    shown = [fitted.shown_ for fitted in _others(seen, known)]
+    if not known.observations:
+        return shown
+    from estimator.calibrate.review import shown_by_others
+
+    latest = sorted(one.at for one, _ in known.observations)[-_LATEST:]
+    jobs = {("content", job) for job in seen} | {("name", known.workload)}
+    return shown + shown_by_others(store, since=latest[0], known={("content", known.job), *jobs})
 
 
 def _other_layouts(
@@ -221,13 +250,18 @@ class _Fitted:
     """
 
     def __init__(
-        self, seen: Mapping[str, _JobObservations] | None = None, revision: int = 0
+        self,
+        store: ObservationStore,
+        seen: Mapping[str, _JobObservations] | None = None,
+        revision: int = 0,
     ) -> None:
+        self.store, self.revision = store, revision
         self.seen: Mapping[str, _JobObservations] = seen or {}
-        self.revision = revision
-        self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
+        self._answers: OrderedDict[_Question, Coefficients] = OrderedDict()
         self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
+        self._shown: dict[str, list[Shown]] = {}
         self._changes: dict[tuple[str, str], Sequence[Change]] = {}
+        self._hosts_apart: dict[str, frozenset[str]] = {}
         self._writing = threading.Lock()
 
     def knows(self, job: str, engine: StepPredictor) -> bool:
@@ -242,32 +276,49 @@ class _Fitted:
         allocations: Sequence[Allocation],
     ) -> list[Coefficients]:
         """The factors for steps of a job that is known."""
-        known = [self._answers.get(question) for question in questions]
+        job = questions[0].job
+        hosts: Sequence[Hosts] = [frozenset()] * len(questions)
+        if self.hosts_apart(job):
+            hosts = [hosts_of(allocation) for allocation in allocations]
+        asked = list(zip(questions, hosts, strict=True))
+        known = [self._answers.get(question) for question in asked]
         fresh = [answer for answer in known if answer is not None]
-        if len(fresh) == len(questions):
+        if len(fresh) == len(asked):
             return fresh
         new = {
             question: where
-            for question, where, answer in zip(questions, allocations, known, strict=True)
+            for question, where, answer in zip(asked, allocations, known, strict=True)
             if answer is None
         }
-        answers = dict(self._answered(self.seen[questions[0].job], engine, new))
+        answers = dict(self._answered(self.seen[job], engine, new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        return [answer or answers[q] for answer, q in zip(known, questions, strict=True)]
+        return [answer or answers[q] for answer, q in zip(known, asked, strict=True)]
+
+    def hosts_apart(self, job: str) -> frozenset[str]:
+        """The hosts that are unlike others of their type, by a job itself or by others."""
+        if job not in self._hosts_apart:
+            fitted = self.seen[job].fitted.values()
+            changes = [change for known in fitted for change in known.shown_.changes]
+            changes += self._later_changes(self.seen[job], "")
+            names = frozenset([change.host for change in changes if change.host is not None])
+            with self._writing:
+                self._hosts_apart[job] = names
+        return self._hosts_apart[job]
 
     def _answered(
         self,
         job: _JobObservations,
         engine: StepPredictor,
-        places: Mapping[StepQuestion, Allocation],
-    ) -> Iterator[tuple[StepQuestion, Coefficients]]:
+        places: Mapping[_Question, Allocation],
+    ) -> Iterator[tuple[_Question, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
-        by_place: dict[_Place, list[StepQuestion]] = {}
+        by_place: dict[_Place, list[_Question]] = {}
         for question in places:
-            by_place.setdefault((question.machines, question.layout), []).append(question)
+            place = question[0].machines, question[0].layout
+            by_place.setdefault(place, []).append(question)
         for place, questions in by_place.items():
             corrections = self._corrections(job, place)
             if corrections is None:
@@ -278,13 +329,20 @@ class _Fitted:
                 yield from _answers(engine, asked, corrections, later)
 
     def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
-        """What other jobs have shown of machines."""
+        """What other jobs have shown of machines, and of hosts that the cluster says nothing of."""
         from estimator.calibrate.corrections import changes_of
 
         if (job.job, machines) not in self._changes:
-            changes = changes_of(_others(self.seen, job), machines)
+            if job.job not in self._shown:
+                shown = _shown_by_others(self.store, self.seen, job)
+                with self._writing:
+                    self._shown[job.job] = shown
+            stated = job.engine.slowed_hosts
+            changes = changes_of(self._shown[job.job], machines)
             with self._writing:
-                self._changes[job.job, machines] = changes
+                self._changes[job.job, machines] = [
+                    one for one in changes if one.host not in stated
+                ]
         return self._changes[job.job, machines]
 
     def _corrections(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
@@ -372,11 +430,16 @@ class _JobObservations:
                 self.predicted[steps] = str(error)
         return self.predicted[steps]
 
-    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _JobObservations:
+    def fit(
+        self, half_life_days: float, others: Sequence[StepCorrections], shown: Sequence[Shown]
+    ) -> _JobObservations:
         """With the corrections of every set of machine types and layout that was observed.
 
         A layout counts as a job of its own, of the same content: those seen most teach the others.
+        `shown` is what other jobs have shown of machines.
         """
+        from estimator.calibrate.corrections import changes_of
+
         by_place: dict[_Place, list[tuple[Observation, PredictedStep]]] = {}
         for observation, predicted in self.observations:
             key = predicted.question.machines, predicted.question.layout
@@ -394,6 +457,8 @@ class _JobObservations:
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
                 at=[one.at.timestamp() for one, _ in observed],
+                hosts=[one.hosts for one, _ in observed],
+                expected=changes_of(shown, place[0]),
                 others=self._teachers(fitted, place, others),
                 by_name=sum(one.fingerprint is None for one, _ in observed),
             )
@@ -425,19 +490,20 @@ class _JobObservations:
 
 def _answers(
     engine: StepPredictor,
-    places: Mapping[StepQuestion, Allocation],
+    places: Mapping[_Question, Allocation],
     corrections: StepCorrections,
     later: Sequence[Change],
-) -> Iterator[tuple[StepQuestion, Coefficients]]:
+) -> Iterator[tuple[_Question, Coefficients]]:
     """The factors for steps that are asked, by the corrections of their place.
 
     The engine's overlap is not the performance model's, so the model's factors alone give another
     step than the corrected one: they are scaled by the ratio of both.
     """
 
-    def predicted(question: StepQuestion, coefficients: Coefficients) -> PredictedStep:
+    def predicted(asked: _Question, coefficients: Coefficients) -> PredictedStep:
+        question, _ = asked
         return engine.predict(
-            places[question],
+            places[asked],
             batch_per_gpu=round(question.batch) or None,
             accumulation_steps=question.accumulation_steps,
             strategy=question.strategy,
@@ -446,7 +512,8 @@ def _answers(
         )
 
     cold = [predicted(question, UNCALIBRATED) for question in places]
-    for question, correction in zip(places, corrections.correct(cold, later=later), strict=True):
+    corrected = corrections.correct(cold, hosts=[hosts for _, hosts in places], later=later)
+    for question, correction in zip(places, corrected, strict=True):
         compute, sync = correction.compute_ratio, correction.sync_ratio
         trial = Coefficients(compute_ratio=compute, update_ratio=compute, communication_ratio=sync)
         scale = correction.step_s / predicted(question, trial).step_s

@@ -2,16 +2,18 @@
 
 The performance model, linearised about its fit, its residuals' Gaussian process and the noise make
 one covariance of all steps; level shifts and outliers are columns beside it (Chen and Liu 1993):
-all steps from one moment to another take longer, or their synchronisation alone does, or a single
-one is off. Each has a normal prior, the scale of all has an inverse-gamma one, so that one inverse
-gives the Bayes factor of every column by cumulative sums. The best is taken until none is likely. A
-placement or batch that is seen first may be off by more than the model knows, and is no change:
-steps of the same kind before and after one are what shows it.
+all steps from one moment to another take longer, or their synchronisation alone does, or those that
+one host takes part in, or a single one is off. Each has a normal prior, the scale of all has an
+inverse-gamma one, so that one inverse gives the Bayes factor of every column by cumulative sums.
+The best is taken until none is likely. A placement or batch that is seen first may be off by more
+than the model knows, and is no change: steps of the same kind before and after one are what shows
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -29,6 +31,8 @@ _UNLIKELY = 2.0
 # Fewer steps may be outliers, each on its own.
 _LEAST_STEPS = 3
 _MOST_COLUMNS = 16
+# Log odds that differ by less are of columns that explain the same.
+_ROUNDING = 1e-6
 # So many of the latest steps are searched one by one, and so many of those before them, spread
 # evenly: the cost is cubic in them.
 _MOST_LATEST, _MOST_EARLIER = 80, 80
@@ -46,7 +50,8 @@ _BETWEEN_JOBS_RATIO = 0.3
 class Change:
     """From `at` on, in seconds, steps take e^`log_ratio` times as long; `steps` have shown it.
 
-    Where `of_network` is true, their synchronisation does. `sigma` is one standard deviation.
+    Where `of_network` is true, their synchronisation does; where `host` is given, those that it
+    takes part in do, one of so many `hosts` that were seen. `sigma` is one standard deviation.
     """
 
     at: float
@@ -54,6 +59,8 @@ class Change:
     sigma: float
     of_network: bool
     steps: int
+    host: str | None = None
+    hosts: int = 1
 
     def log_shift(self, network_share: Array) -> Array:
         """By how much it moves the logarithm of steps with such shares of synchronisation."""
@@ -71,15 +78,17 @@ class Change:
             f"{np.exp(abs(self.log_ratio)):.2g} × {'slower' if self.log_ratio > 0 else 'faster'}"
         )
         since = f"{datetime.fromtimestamp(self.at, UTC):%A %Y-%m-%d}"
-        where = f"the network of {machines}" if self.of_network else machines
+        where = f"the network of {machines}" if self.of_network else self.host or machines
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
         return f"since {since} {ratio} on {where}: {steps}"
 
 
 def level_variance(changes: Sequence[Change], network_share: Array) -> Array:
-    """Of the level after changes, for steps with such shares of synchronisation."""
+    """Of the level after changes of all steps, for such shares of synchronisation."""
     found = np.zeros_like(network_share)
     for change in changes:
+        if change.host is not None:
+            continue
         found += replace(change, log_ratio=change.sigma).log_shift(network_share) ** 2
     return found
 
@@ -88,9 +97,10 @@ def level_variance(changes: Sequence[Change], network_share: Array) -> Array:
 class Changes:
     """What changed while steps were observed.
 
-    `log_shift` moves each step's logarithm to what it would be today, `is_outlier` says which steps
-    are off on their own, and `unconfirmed` by how much the last of them are, which may be the first
-    of a change. `changes` still hold; a disturbance that has ended is not among them.
+    `log_shift` moves each step's logarithm to what it would be today, on hosts that are like the
+    others; `is_outlier` says which steps are off on their own, and `unconfirmed` by how much the
+    last of them are, which may be the first of a change. `changes` still hold; a disturbance that
+    has ended is not among them.
     """
 
     changes: tuple[Change, ...]
@@ -105,7 +115,7 @@ class Steps:
 
     `network_share` is d log(step) / d log(synchronisation), as far as overlap is known.
     `parameters` are standardised by their priors; `weights` say for how many observations each
-    counts.
+    counts. `hosts` are those that take part in each, where they are named.
     """
 
     inputs: Inputs
@@ -114,6 +124,23 @@ class Steps:
     parameters: Array
     weights: Array
     at: Array
+    hosts: Sequence[frozenset[str]] = ()
+
+    def takes_part(self, host: str) -> NDArray[np.bool_]:
+        """In which steps a host does."""
+        of_steps = self.hosts or [frozenset[str]()] * len(self.at)
+        return np.array([host in hosts for hosts in of_steps], dtype=bool)
+
+    def hosts_apart(self) -> dict[str, NDArray[np.bool_]]:
+        """The hosts that take part in enough steps, and in other steps than all or one other."""
+        names = sorted(frozenset().union(*self.hosts))
+        takes_part = {name: self.takes_part(name) for name in names}
+        alike = Counter(steps.tobytes() for steps in takes_part.values())
+        return {
+            name: steps
+            for name, steps in takes_part.items()
+            if alike[steps.tobytes()] == 1 and steps.sum() >= _LEAST_STEPS and not steps.all()
+        }
 
 
 def no_changes(count: int) -> Changes:
@@ -125,12 +152,20 @@ def find_changes(steps: Steps, expected: Sequence[Change] = ()) -> Changes:
     """What changed; `expected` is what other jobs on the same machines have shown."""
     order = np.argsort(steps.at, kind="stable")
     kept = _bounded(order)
-    expected = [one for one in expected if steps.at.min() < one.at <= steps.at.max()]
+    expected = [one for one in expected if _is_seen(one, steps)]
     if len(kept) < _LEAST_STEPS and not expected:
         return no_changes(len(order))
     search = _Search(steps, kept, expected)
     search.run()
     return search.result(steps)
+
+
+def _is_seen(change: Change, steps: Steps) -> bool:
+    """Whether some steps were before a change, or on other hosts, and some after it."""
+    if change.host is None:
+        return bool(steps.at.min() < change.at <= steps.at.max())
+    takes_part = steps.takes_part(change.host)
+    return bool((takes_part & (steps.at >= change.at)).any())
 
 
 def _bounded(order: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -157,11 +192,14 @@ def _covariance(steps: Steps, kept: NDArray[np.intp]) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """Steps from `first` to before `end` are off by a value with this prior."""
+    """Steps from `first` to before `end` are off by a value with this prior.
+
+    All of them alike where `kind` is None, by their `_NETWORK` share, or those of a host.
+    """
 
     first: int
     end: int
-    of_network: bool
+    kind: str | None
     sigma: float
     mean: float = 0.0
     is_expected: bool = False
@@ -172,24 +210,40 @@ class _Column:
         return self.end - self.first == 1 and not self.is_expected
 
 
+# No host is called so.
+_NETWORK = "*network"
+
+
 class _Search:
     """Columns that explain steps, in order of time."""
 
     def __init__(self, steps: Steps, kept: NDArray[np.intp], expected: Sequence[Change]) -> None:
         self.kept, self.columns = kept, list[_Column]()
-        self.refused = np.zeros((len(kept) + 1, len(kept) + 1), dtype=bool)
-        self.at, self.share = steps.at[kept], steps.network_share[kept]
+        self.at = steps.at[kept]
+        # By how much a column of each kind moves each step. A host comes before all machines: where
+        # both explain the same, one is slower rather than all.
+        apart = {name: is_in[kept] for name, is_in in steps.hosts_apart().items()}
+        apart |= {one.host: steps.takes_part(one.host)[kept] for one in expected if one.host}
+        self.hosts: Mapping[str, NDArray[np.bool_]] = apart
+        shape = len(kept) + 1, len(kept) + 1
+        self.refused = {name: np.zeros(shape, dtype=bool) for name in (*apart, "")}
+        self.share_of: dict[str | None, Array] = {
+            **{name: is_in.astype(float) for name, is_in in apart.items()},
+            None: np.ones(len(kept)),
+            _NETWORK: steps.network_share[kept],
+        }
         self.values = (steps.residuals + steps.inputs.jacobian @ steps.parameters)[kept]
         self.inverse = np.linalg.inv(_covariance(steps, kept))
         # A step that was seen at the same moment as the one before it begins nothing.
         self.may_begin = np.append(np.append(False, np.diff(self.at) > 0), True)
         for one in expected:
             first = int(np.searchsorted(self.at, one.at))
+            kind = _NETWORK if one.of_network else one.host
             column = _Column(
-                first=first, end=len(kept), of_network=one.of_network, sigma=one.sigma,
-                mean=one.log_ratio, is_expected=True,
+                first=first, end=len(kept), kind=kind, sigma=one.sigma, mean=one.log_ratio,
+                is_expected=True,
             )  # fmt: skip
-            if 0 < first < len(kept):
+            if (first or one.host) and first < len(kept):
                 self.columns.append(column)
 
     def run(self) -> None:
@@ -213,7 +267,7 @@ class _Search:
             weak = next((one for one in self.columns if not self._is_supported(one)), None)
             if weak is None:
                 return
-            self.refused[weak.first, weak.end] = True
+            self.refused[self._host(weak.kind) or ""][weak.first, weak.end] = True
             within = range(weak.first, weak.end)
             self.columns = [
                 one
@@ -223,17 +277,24 @@ class _Search:
 
     def _is_supported(self, column: _Column) -> bool:
         """Whether a level has steps enough that are no outliers."""
-        within = range(column.first, column.end)
+        within = set(column.first + np.flatnonzero(self._steps_of(column)))
         outliers = sum(one.is_outlier and one.first in within for one in self.columns)
         return column.is_expected or column.is_outlier or len(within) - outliers >= _LEAST_STEPS
 
+    def _steps_of(self, column: _Column) -> NDArray[np.bool_]:
+        """Which of the steps from its first to its end a column is of."""
+        is_in = self.hosts.get(column.kind or "", np.ones(len(self.at), dtype=bool))
+        return is_in[column.first : column.end]
+
+    def _host(self, kind: str | None) -> str | None:
+        return kind if kind in self.hosts else None
+
     def _matrix(self) -> Array:
         """The columns, each times its prior standard deviation, (steps, columns)."""
-        place = np.arange(len(self.at))
         found = np.zeros((len(self.at), len(self.columns)))
         for index, one in enumerate(self.columns):
-            is_in = (place >= one.first) & (place < one.end)
-            found[:, index] = is_in * (self.share if one.of_network else 1.0) * one.sigma
+            within = slice(one.first, one.end)
+            found[within, index] = self.share_of[one.kind][within] * one.sigma
         return found
 
     def _coefficients(self) -> tuple[Array, Array, Array, Array]:
@@ -253,50 +314,57 @@ class _Search:
         total = _SCALE_ERRORS + float(values @ solved)
         errors = (_SCALE_ERRORS + len(values)) / 2
         best, log_odds = None, _LEAST_LOG_ODDS
-        for of_network in (False, True):
-            share = self.share if of_network else np.ones(len(values))
+        for kind, share in self.share_of.items():
+            is_network = kind == _NETWORK
             sums = np.append(0.0, np.cumsum(share * solved))
             block = np.zeros((len(values) + 1, len(values) + 1))
             block[1:, 1:] = (share[:, None] * inverse * share).cumsum(axis=0).cumsum(axis=1)
             diagonal = np.diag(block)
             explained = (sums[None, :] - sums[:, None]) ** 2
             precision = diagonal[None, :] + diagonal[:, None] - 2 * block
-            sigma = np.full_like(precision, _NETWORK_SIGMA if of_network else _LEVEL_SIGMA)
+            sigma = np.full_like(precision, _NETWORK_SIGMA if is_network else _LEVEL_SIGMA)
             length = np.subtract.outer(np.arange(len(sums)), np.arange(len(sums))).T
-            sigma[length == 1] = _OUTLIER_SIGMA
-            is_allowed = self._allowed(length, of_network)
+            if kind is None:
+                sigma[length == 1] = _OUTLIER_SIGMA
+            is_allowed = self._allowed(length, kind)
             gain = explained / (precision + sigma**-2)
             odds = -np.log1p(sigma**2 * np.maximum(precision, 0)) / 2
             odds -= errors * np.log1p(-np.minimum(gain / total, 1 - 1e-12))
             # There are more ways for a disturbance to begin and end than for a change to begin, and
             # where both explain the same, a machine is slower rather than its network alone.
             odds -= _UNLIKELY * ((length > 1) & (np.arange(len(sums)) < len(values)))
-            odds -= _UNLIKELY * of_network
-            odds[~is_allowed | self.refused] = -np.inf
+            odds -= _UNLIKELY * is_network
+            odds[~is_allowed | self.refused[self._host(kind) or ""]] = -np.inf
             place = int(np.argmax(odds))
-            if odds.flat[place] > log_odds:
+            if odds.flat[place] > log_odds + _ROUNDING:
                 log_odds = float(odds.flat[place])
                 first, end = divmod(place, len(sums))
                 best = _Column(
                     first=first,
                     end=end,
-                    of_network=of_network,
+                    kind=kind,
                     sigma=float(sigma[first, end]),
                 )
         return best
 
-    def _allowed(self, length: NDArray[np.intp], of_network: bool) -> NDArray[np.bool_]:
-        """Which (first, end) may be a column: single steps, and levels of enough of the others."""
+    def _allowed(self, length: NDArray[np.intp], kind: str | None) -> NDArray[np.bool_]:
+        """Which (first, end) may be a column: single steps, and levels of enough of the others.
+
+        A host may have been slow from its first step on: steps on others show that.
+        """
         is_outlier = np.zeros(len(self.at), dtype=np.intp)
         for one in self.columns:
             if one.is_outlier:
                 is_outlier[one.first] = 1
-        counted = np.append(0, np.cumsum(1 - is_outlier))
+        is_host = kind in self.hosts
+        counted = np.append(0, np.cumsum((1 - is_outlier) * self.hosts.get(kind or "", 1)))
         enough = counted[None, :] - counted[:, None] >= _LEAST_STEPS
         # Before the first change there are steps that show what it changes.
-        known = counted[:, None] >= min(2, _LEAST_STEPS)
-        level = enough & known & self.may_begin[:, None] & self.may_begin[None, :]
-        if of_network:
+        known = (counted[:, None] >= min(2, _LEAST_STEPS)) | is_host
+        may_begin = self.may_begin.copy()
+        may_begin[0] = is_host
+        level = enough & known & may_begin[:, None] & may_begin[None, :]
+        if kind is not None:
             return np.asarray(level)
         return np.asarray(level | ((length == 1) & (np.append(is_outlier, 1) == 0)[:, None]))
 
@@ -311,20 +379,27 @@ class _Search:
             if one.is_outlier:
                 is_outlier[self.kept[one.first]] = True
                 continue
+            host = self._host(one.kind)
+            is_since = steps.at >= self.at[one.first]
+            is_on = steps.takes_part(host) if host else np.ones(len(is_since), dtype=bool)
             change = Change(
-                at=float(self.at[one.first]),
+                at=float(self.at[one.first + int(np.argmax(self._steps_of(one)))]),
                 log_ratio=size,
                 sigma=float(np.sqrt(covariance[index, index])) * one.sigma,
-                of_network=one.of_network,
-                steps=int((steps.at >= self.at[one.first]).sum()),
+                of_network=one.kind == _NETWORK,
+                steps=int((is_since & is_on).sum()),
+                host=host,
+                hosts=len(frozenset().union(*steps.hosts)) if host else 1,
             )
-            is_before = steps.at < change.at
             by = change.log_shift(steps.network_share)
-            if one.end == len(self.at):
-                log_shift += by * is_before
+            holds = one.end == len(self.at)
+            if holds:
                 changes.append(change)
+            if holds and host is None:
+                log_shift += by * ~is_since
             else:
-                log_shift -= by * (~is_before & (steps.at < self.at[one.end]))
+                is_until = holds | (steps.at < self.at[min(one.end, len(self.at) - 1)])
+                log_shift -= by * (is_since & is_until & is_on)
         return Changes(
             changes=tuple(sorted(changes, key=lambda change: change.at)),
             log_shift=log_shift,

@@ -7,8 +7,10 @@ answer is exactly the engine's; with many it converges to what was observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,9 @@ _BY_LIKENESS = frozenset({"compute"})
 # steps that no engine predicted, lacks on published steps after eight observations of a source
 # (docs/accuracy.md).
 _UNOBSERVED_STEP_SIGMA = 0.12
+# The names of those that a step runs on, none where its allocation counts machines of a type.
+Hosts = frozenset[str]
+NO_HOSTS: Hosts = frozenset()
 # What other jobs have shown and this one has not is no news of it.
 _LEAST_TOLD = 0.05
 
@@ -56,6 +61,25 @@ class Correction:
     remark: str
 
 
+class Shown(NamedTuple):
+    """What one job has shown of machines: their `changes`, and when each host was last seen."""
+
+    machines: str
+    changes: Sequence[Change]
+    last_at: float
+    hosts: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, machines: str, changes: Sequence[Change], at: Sequence[float], on: Sequence[Hosts]
+    ) -> Shown:
+        """Of steps seen at such times, on hosts where these are named."""
+        hosts: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        for moment, names in zip(at, on, strict=False):
+            hosts.update({name: max(hosts[name], moment) for name in names})
+        return cls(machines, changes, max(at, default=-math.inf), dict(hosts))
+
+
 class StepCorrections:
     """Corrections of one workload in one layout on one set of machine types, such as "t4-g4dn"."""
 
@@ -74,14 +98,17 @@ class StepCorrections:
         *,
         weights: Sequence[float],
         at: Sequence[float] | None = None,
+        hosts: Sequence[Hosts] = (),
         others: Sequence[StepCorrections] = (),
+        expected: Sequence[Change] = (),
         by_name: int = 0,
     ) -> StepCorrections:
         """Learn from observed step times and the engine's prediction of each.
 
-        `others` are corrections of other workloads on the same machines, which make the priors. A
-        weight is how many observations one counts for, `at` when each was made, in seconds.
-        `by_name` observations are known to be of this job by its name alone.
+        `others` are corrections of other workloads on the same machines, which make the priors;
+        `expected` is what has changed there as other jobs have shown. A weight is how many
+        observations one counts for, `at` when each was made, in seconds, `hosts` where. `by_name`
+        observations are known to be of this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         self.regressor_: StepTimeRegressor = StepTimeRegressor(
@@ -94,9 +121,11 @@ class StepCorrections:
             weights,
             engine_times=times,
             at=at,
-            expected=changes_of(others, self.machines),
+            hosts=hosts,
+            expected=expected,
         )
-        self.last_at_ = -math.inf if not at else max(at)
+        changes = self.regressor_.changes_.changes
+        self.shown_: Shown = Shown.of(self.machines, changes, at or (), hosts)
         if len(rows):
             # What all questions need is worked out before the first is asked.
             self.regressor_.prediction(rows[:1], engine_times=_engine_times(predicted[:1]))
@@ -107,16 +136,25 @@ class StepCorrections:
         return self
 
     def correct(
-        self, predicted: Sequence[PredictedStep], *, later: Sequence[Change] = ()
+        self,
+        predicted: Sequence[PredictedStep],
+        *,
+        hosts: Sequence[Hosts] = (),
+        later: Sequence[Change] = (),
     ) -> list[Correction]:
-        """The corrections of steps that the engine predicts.
+        """The corrections of steps that the engine predicts, on hosts where these are named.
 
-        `later` is what other jobs have shown of the machines since this one was last observed.
+        `later` is what other jobs have shown of the machines: it holds for what this one was not
+        observed on since.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         predicted_rows = self.regressor_.prediction(rows, engine_times=times)
         share = predicted_rows.network_share
-        since = [change for change in later if change.at > self.last_at_ and len(self.rows_)]
+        since = [
+            change
+            for change in later
+            if change.host is None and change.at > self.shown_.last_at and len(self.rows_)
+        ]
         shift = sum((change.log_shift(share) for change in since), np.zeros(len(rows)))
         step_s = np.exp(predicted_rows.log_step + shift)
         if not len(self.rows_):
@@ -124,19 +162,33 @@ class StepCorrections:
         model = predicted_rows.model
         errors = np.hypot(predicted_rows.half_width / Z_80, self._unobserved_step_sigma(rows))
         errors = np.sqrt(errors**2 + level_variance(since, share))
-        changes = [*self.regressor_.changes_.changes, *since]
-        return [
-            Correction(
-                step_s=float(step_s[row]),
-                compute_ratio=math.exp(model.log_compute[row]) / step.compute_s,
-                sync_ratio=math.exp(model.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
-                relative_error=float(errors[row]) if len(self.rows_) else None,
-                remark=self._remark(
-                    step.question, changes, extrapolates=bool(predicted_rows.extrapolates[row])
-                ),
+        changes = [*(one for one in self.shown_.changes if one.host is None), *since]
+        unlike = self._unlike_hosts(later)
+        corrections = []
+        for row, step in enumerate(predicted):
+            on = hosts[row] if hosts else NO_HOSTS
+            of_hosts = _effect_of_hosts(unlike, on, step.question.nodes)
+            error = math.hypot(errors[row], of_hosts.sigma)
+            corrections.append(
+                Correction(
+                    step_s=float(step_s[row]) * math.exp(of_hosts.log_ratio),
+                    compute_ratio=math.exp(model.log_compute[row]) / step.compute_s,
+                    sync_ratio=math.exp(model.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
+                    relative_error=error if len(self.rows_) else None,
+                    remark=self._remark(
+                        step.question,
+                        [*changes, *of_hosts.changes],
+                        extrapolates=bool(predicted_rows.extrapolates[row]),
+                    ),
+                )
             )
-            for row, step in enumerate(predicted)
-        ]
+        return corrections
+
+    def _unlike_hosts(self, later: Sequence[Change]) -> dict[str, Change]:
+        """The hosts that are slower or faster than others, by this job where it has been there."""
+        seen_at = self.shown_.hosts
+        since = [one for one in later if one.at > seen_at.get(one.host or "", -math.inf)]
+        return {one.host: one for one in (*since, *self.shown_.changes) if one.host is not None}
 
     def _unobserved_step_sigma(self, rows: Array) -> Array:
         """The additional standard deviation of steps that were not themselves observed."""
@@ -184,17 +236,56 @@ class StepCorrections:
         return int(counts.get(name, across.sum()))
 
 
-def changes_of(others: Sequence[StepCorrections], machines: str) -> list[Change]:
-    """What other jobs have shown of machines, by the one that has shown most steps of it."""
-    known = [
-        (fitted.regressor_.changes_.changes, fitted.last_at_)
-        for fitted in others
-        if fitted.machines == machines and fitted.regressor_.changes_.changes
+class _HostEffect(NamedTuple):
+    """What hosts add to the logarithm of a step, its standard deviation, and by which changes."""
+
+    log_ratio: float = 0.0
+    sigma: float = 0.0
+    changes: Sequence[Change] = ()
+
+
+def _effect_of_hosts(unlike: Mapping[str, Change], hosts: Hosts, nodes: int) -> _HostEffect:
+    """Of hosts that are unlike the others on a step that waits for the slowest of its nodes.
+
+    Where none is named, any may take part: the effect of those that would, times the chance that
+    they do.
+    """
+    if not unlike:
+        return _HostEffect()
+    if hosts:
+        slowest = [unlike[host] for host in hosts if host in unlike]
+        if not slowest:
+            return _HostEffect()
+        change = max(slowest, key=lambda change: change.log_ratio)
+        if len(slowest) < len(hosts) and change.log_ratio < 0:
+            return _HostEffect()
+        return _HostEffect(change.log_ratio, change.sigma, [change])
+    changes = list(unlike.values())
+    chances = np.array([min(nodes / change.hosts, 1.0) for change in changes])
+    ratios = np.array([change.log_ratio for change in changes])
+    chance = min(float(chances.sum()), 1.0)
+    usual = float(chances @ ratios / chances.sum())
+    variance = chance * (1 - chance) * usual**2
+    variance += chance * float(chances @ (ratios - usual) ** 2 / chances.sum())
+    return _HostEffect(chance * usual, math.sqrt(variance), changes)
+
+
+def changes_of(shown: Iterable[Shown], machines: str) -> list[Change]:
+    """What other jobs have shown of machines and of hosts, by the one that was seen last there."""
+    every, hosts = list(shown), dict[str, tuple[float, Change]]()
+    of_type = [
+        (one.last_at, sum(change.steps for change in changes), changes)
+        for one in every
+        if one.machines == machines
+        and (changes := [change for change in one.changes if change.host is None])
     ]
-    if not known:
-        return []
-    changes, _ = max(known, key=lambda pair: (pair[1], sum(change.steps for change in pair[0])))
-    return [change.of_another_job() for change in changes]
+    for one in every:
+        for change in one.changes:
+            if change.host is not None:
+                known = one.hosts.get(change.host, change.at), change
+                hosts[change.host] = max(hosts.get(change.host, known), known, key=lambda k: k[0])
+    _, _, changes = max(of_type, key=lambda known: known[:2], default=(0.0, 0, []))
+    return [change.of_another_job() for change in (*changes, *(one for _, one in hosts.values()))]
 
 
 def _within_engine_interval(step_s: Array, predicted: Sequence[PredictedStep]) -> Array:

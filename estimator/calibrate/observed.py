@@ -112,6 +112,11 @@ class Observation:
         return ("name", self.workload) if known is None else ("content", known)
 
     @property
+    def hosts(self) -> frozenset[str]:
+        """The hosts that it names."""
+        return hosts_of(Allocation.parse(self.allocation))
+
+    @property
     def samples_per_rank(self) -> int:
         """Samples that one rank computes in a step."""
         return self.batch_per_gpu * self.accumulation_steps
@@ -167,6 +172,11 @@ class ObservedWorkload:
         names = ("parameter_bytes", "tensors", "optimizer", "precision")
         both = ((getattr(self, name), getattr(other, name)) for name in names)
         return any(one != two for one, two in both if one is not None and two is not None)
+
+
+def hosts_of(allocation: Allocation) -> frozenset[str]:
+    """The hosts that an allocation names."""
+    return frozenset([group.host for group in allocation.groups if group.host is not None])
 
 
 @lru_cache(maxsize=4096)

@@ -214,14 +214,16 @@ class StepTimeRegressor:
         *,
         engine_times: EngineTimes | None = None,
         at: ArrayLike | None = None,
+        hosts: Sequence[frozenset[str]] = (),
         expected: Sequence[Change] = (),
     ) -> Self:
         """Learn from rows, their step times in seconds, and the engine's seconds where known.
 
         `at` is when each was seen, in seconds: without it nothing has changed meanwhile, and all is
-        of the present. `expected` is what other jobs have shown of the same machines. A weight
-        counts observations (1 is an ordinary one). Without rows, both of the engine's
-        times must be given (as empty arrays): all else is unknown then.
+        of the present. `hosts` are those that each ran on, where they are named: a prediction is of
+        hosts like most, and `changes_` name the others. `expected` is what other jobs have shown of
+        the same machines. A weight counts observations (1 is an ordinary one). Without rows, both
+        of the engine's times must be given (as empty arrays): all else is unknown then.
         """
         data = Dataset.checked(X, y, weights, engine_times)
         log_times, engine_log_s = data.log_times, _engine_log_s(engine_times)
@@ -244,7 +246,7 @@ class StepTimeRegressor:
         if len(data.rows):
             self._fit_model(data)
         if at is not None:
-            data = self._of_today(data, np.asarray(at, dtype=float), expected)
+            data = self._of_today(data, np.asarray(at, dtype=float), hosts, expected)
             log_times = log_times + self.changes_.log_shift
         row_of = data.distinct()[1]
         seen = data.rows[:, _RANGE_COLUMNS]
@@ -424,7 +426,13 @@ class StepTimeRegressor:
         fit = fit_parameters(data, model_at, self.prior_sigmas_)
         self.standardised_parameters_, self.observation_weights_ = fit.standardised, fit.weights
 
-    def _of_today(self, data: Dataset, at: Array, expected: Sequence[Change]) -> Dataset:
+    def _of_today(
+        self,
+        data: Dataset,
+        at: Array,
+        hosts: Sequence[frozenset[str]],
+        expected: Sequence[Change],
+    ) -> Dataset:
         """Steps as they would be today, of a model fitted to them: found twice, since a fit to
         what has changed is off itself."""
         today = data
@@ -440,6 +448,7 @@ class StepTimeRegressor:
                         parameters=self.standardised_parameters_,
                         weights=data.weights,
                         at=at,
+                        hosts=hosts,
                     ),
                     expected,
                 ),

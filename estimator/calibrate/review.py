@@ -9,19 +9,22 @@ largest statistic (Page 1954).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.calibrate.corrections import Shown
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
-from estimator.calibrate.observed import Observation
+from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.performance_model import RANKS, Array
 from estimator.calibrate.regressor import StepTimeRegressor
+from estimator.calibrate.store import ObservationStore
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
@@ -273,35 +276,16 @@ def review(observations: Iterable[Observation]) -> Review:
 
 
 def counting_drifts(
-    cluster: Cluster,
-    hosts: Collection[str],
-    observations: Iterable[Observation],
-    jobs: Collection[tuple[str, str]],
+    cluster: Cluster, hosts: Collection[str], observations: Iterable[Observation]
 ) -> tuple[Cluster, list[str]]:
     """The cluster with those hosts as slow as observations show them, and a sentence on each.
 
-    A job most of whose own steps, under any of `jobs`, were on a host since has learnt it already:
-    fits do not tell hosts apart, and give what contradicts most steps little weight. A node keeps a
-    slowdown of its own.
+    A node keeps a slowdown of its own.
     """
-    seen = list(observations)
-    own = [one for one in seen if one.job in jobs and one.outlier_reason is None]
     nodes, sentences = dict(cluster.nodes), []
-    for drift in review(seen).drifts:
+    for drift in review(observations).drifts:
         is_asked = drift.name in hosts and drift.name in nodes
         if not is_asked or nodes[drift.name].slowdown_ratio != 1.0:
-            continue
-        since = [
-            one
-            for one in own
-            if drift.name in _nodes(one.allocation)
-            and (drift.since is None or one.at >= drift.since)
-        ]
-        has_learnt = 2 * len(since) > len(own)
-        if has_learnt:
-            sentences.append(
-                f"{drift}; the estimate has learnt that from this job's own steps there"
-            )
             continue
         nodes[drift.name] = replace(nodes[drift.name], slowdown_ratio=drift.ratio)
         sentences.append(
@@ -311,17 +295,64 @@ def counting_drifts(
     return replace(cluster, nodes=nodes), sentences
 
 
-def _reviewed(
-    machines: str, seen: Sequence[Observation]
-) -> tuple[JobReview, list[Residual], list[tuple[Observation, str]]]:
-    rows = np.array(
+# Jobs of which only the name is at hand cost a fit each; those seen last say most of today.
+_MOST_WITNESSES = 16
+
+
+def shown_by_others(
+    store: ObservationStore, *, since: datetime, known: Collection[tuple[str, str]]
+) -> list[Shown]:
+    """What jobs of a store show of machines that were seen often enough since some moment.
+
+    Each is fitted on its own, without an engine: their graphs are not at hand. `known` are those to
+    leave out. What changed for all steps of a job on named hosts is a change of each of these.
+    """
+    newer = Counter(one.job for one in store.observations(since=since))
+    latest = [job for job, steps in newer.items() if steps >= _LEAST_STEPS and job not in known]
+    shown: list[Shown] = []
+    for kind, name in latest[-_MOST_WITNESSES:]:
+        of_job = ObservedWorkload(name=name, fingerprint=name if kind == "content" else None)
+        seen = [one for one in store.observations(of_job=of_job) if one.job == (kind, name)]
+        by_place: dict[tuple[str, str], list[Observation]] = defaultdict(list)
+        for one in seen:
+            if one.outlier_reason is None:
+                by_place[_machines(one.allocation), one.layout or ""].append(one)
+        shown += [_shown(machines, tuple(of_place)) for (machines, _), of_place in by_place.items()]
+    return shown
+
+
+@lru_cache(maxsize=256)
+def _shown(machines: str, seen: tuple[Observation, ...]) -> Shown:
+    """What one job shows of one set of machines."""
+    at, on = [one.at.timestamp() for one in seen], [one.hosts for one in seen]
+    times_s = [one.step_time_s for one in seen]
+    fitted = StepTimeRegressor().fit(_rows(seen), times_s, at=at, hosts=on)
+    shown = Shown.of(machines, fitted.changes_.changes, at, on)
+    if machines != NAMED_HOSTS:
+        return shown
+    of_hosts = [
+        replace(change, host=host, hosts=len(shown.hosts))
+        for change in shown.changes
+        for host, last_at in shown.hosts.items()
+        if change.host in (None, host) and last_at >= change.at
+    ]
+    return shown._replace(changes=of_hosts)
+
+
+def _rows(seen: Sequence[Observation]) -> Array:
+    return np.array(
         [
             (one.ranks, one.nodes, one.batch_per_gpu, one.accumulation_steps, one.most_on_node)
             for one in seen
         ],
         dtype=float,
     )
-    times_s = np.array([one.step_time_s for one in seen])
+
+
+def _reviewed(
+    machines: str, seen: Sequence[Observation]
+) -> tuple[JobReview, list[Residual], list[tuple[Observation, str]]]:
+    rows, times_s = _rows(seen), np.array([one.step_time_s for one in seen])
     fitted = StepTimeRegressor().fit(rows, times_s)
     model = fitted.model(rows)
     values = np.log(times_s) - model.log_step

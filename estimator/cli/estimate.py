@@ -83,7 +83,7 @@ def estimate(
     request = Request(**options)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
-    request, drifts = counting_told_drifts(request, graph, (on,))
+    request, drifts = counting_told_drifts(request, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer
     has_amount = samples is not None or tokens is not None
@@ -256,7 +256,7 @@ def _swept(
 
     allocations = existing(patterns, replace(request, global_batch=traced_as.global_batch).exists)
     graph = traced(traced_as, allocations[:1])
-    return allocations, graph, counting_told_drifts(request, graph, allocations)[0]
+    return allocations, graph, counting_told_drifts(request, allocations)[0]
 
 
 def _by_allocation(

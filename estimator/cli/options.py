@@ -257,11 +257,9 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
     return known
 
 
-def counting_told_drifts(
-    request: Request, graph: OpGraph, allocations: Sequence[str]
-) -> tuple[Request, list[str]]:
+def counting_told_drifts(request: Request, allocations: Sequence[str]) -> tuple[Request, list[str]]:
     """The request with hosts as slow as the store shows them, and what it said of them."""
-    counting, drifts = request.counting_drifts(graph, allocations)
+    counting, drifts = request.counting_drifts(allocations)
     for drift in drifts:
         remark(drift)
     return counting, drifts

@@ -304,9 +304,7 @@ class Request:
         return self._machines[name]
 
     @waiting("looking for drifts")
-    def counting_drifts(
-        self, graph: OpGraph, allocations: Sequence[str]
-    ) -> tuple[Request, list[str]]:
+    def counting_drifts(self, allocations: Sequence[str]) -> tuple[Request, list[str]]:
         """The request with hosts of the allocations as slow as the store shows them, and its words.
 
         Those with a slowdown in the cluster file keep that.
@@ -321,7 +319,7 @@ class Request:
 
         if not isinstance(self.calibration, Calibrator):
             return self, []
-        cluster, drifts = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
+        cluster, drifts = self.calibration.counting_drifts(self.cluster, hosts=hosts)
         return replace(self, cluster=cluster), drifts
 
     @waiting("estimating")

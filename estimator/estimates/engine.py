@@ -392,6 +392,16 @@ class TrialEngine(NamedTuple):
         return self.engine.content(self.request.graph)
 
     @property
+    def workload(self) -> str:
+        return self.request.graph.workload
+
+    @property
+    def slowed_hosts(self) -> frozenset[str]:
+        cluster = Cluster.given(self.request.cluster)
+        nodes = {} if cluster is None else cluster.nodes
+        return frozenset(name for name, node in nodes.items() if node.slowdown_ratio != 1.0)
+
+    @property
     def key(self) -> tuple[Hashable, ...]:
         # Calls that were timed on a machine count as measured there, whatever computes the same.
         request = self.request

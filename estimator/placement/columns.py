@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from operator import methodcaller
@@ -74,6 +74,19 @@ class AllocationColumns:
             devices=self.devices[rows],
             highest=None if self.highest is None else self.highest[rows],
         )
+
+    def takes_part(self, hosts: Iterable[str]) -> NDArray[np.bool_]:
+        """Whether each of some hosts is named in each row; last, whether any node is counted.
+
+        (hosts + 1, rows); no row of it where there are no hosts.
+        """
+        marked = [name + HOST_MARK for name in sorted(hosts)]
+        if not marked:
+            return np.zeros((0, len(self)), dtype=np.bool_)
+        place = {name: number for number, name in enumerate(self.machines)}
+        counted = np.array([*(not name.endswith(HOST_MARK) for name in self.machines), False])
+        named = [(self.machine == place.get(name, len(place))).any(axis=1) for name in marked]
+        return np.array([*named, counted[self.machine].any(axis=1)])
 
     def allocation(self, row: int) -> Allocation:
         """A row as an allocation; a host gives its devices in order. Raises AllocationError."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.performance_model import EngineTimes
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.review import populations
 from estimator.estimates.estimate import Estimate
-from tests.calibrate.test_calibrator import JOB, OTHER, answer
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.placement.topology import Cluster, Node
+from tests.calibrate.test_calibrator import ASSUMED, JOB, OTHER, answer
 
 START = datetime(2026, 3, 2, tzinfo=UTC)  # a Monday
 DAY_S = 86400.0
@@ -31,12 +38,16 @@ def parts_s(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fitted(
-    rows: np.ndarray, times_s: np.ndarray, *, at: np.ndarray | None = None
+    rows: np.ndarray,
+    times_s: np.ndarray,
+    *,
+    at: np.ndarray | None = None,
+    hosts: Sequence[frozenset[str]] = (),
 ) -> StepTimeRegressor:
     compute_s, sync_s = parts_s(rows)
     times = EngineTimes(compute_s=compute_s, sync_s=sync_s, step_s=compute_s + sync_s)
     days = DAY_S * np.arange(len(rows)) if at is None else at
-    return StepTimeRegressor().fit(rows, times_s, engine_times=times, at=days)
+    return StepTimeRegressor().fit(rows, times_s, engine_times=times, at=days, hosts=hosts)
 
 
 def predicted(found: StepTimeRegressor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,6 +211,145 @@ def test_a_change_that_one_job_showed_holds_for_others_on_the_machines(tmp_path:
     found = calibrated(calibrator, OTHER)
     assert found.step_time_s == pytest.approx(true_s / 1.4, rel=0.1)
     assert "since" not in found.plan.coefficients.remark
+
+
+@pytest.mark.parametrize("has_graph", [True, False], ids=["graph at hand", "store alone"])
+def test_a_job_of_old_steps_knows_what_another_showed_of_its_machines(
+    tmp_path: Path, has_graph: bool
+) -> None:
+    kept(tmp_path, 50, 1.0, graph=OTHER)
+    kept(tmp_path, 50, 1.0)
+    calibrator = kept(tmp_path, 3, 1.4, first=50)
+    if has_graph:
+        calibrated(calibrator)
+    found = calibrated(calibrator, OTHER)
+    true_s = 1.4 * answer("2x2:synthetic", graph=OTHER).step_time_s
+    assert found.low_s < true_s < found.high_s
+    assert found.step_time_s == pytest.approx(true_s, rel=0.1)
+    assert "since Tuesday 2026-04-21 1.4 × slower on synthetic: 3 steps" in (
+        found.plan.coefficients.remark
+    )
+
+
+def on_hosts(count: int, slow: str, *, since: int = 0, seed: int = 0) -> tuple[Any, ...]:
+    """Random steps, each on one or two of four hosts, one of which takes 1.4 times as long."""
+    rows, times_s = steps(KINDS, count, seed)
+    rng = np.random.default_rng(seed + 1)
+    hosts = [
+        frozenset(rng.choice(["a1", "a2", "a3", "a4"], int(nodes), replace=False).tolist())
+        for nodes in rows[:, 1]
+    ]
+    times_s *= [1.4 if slow in on and day >= since else 1.0 for day, on in enumerate(hosts)]
+    return rows, times_s, hosts
+
+
+@pytest.mark.parametrize("since", [0, 40], ids=["from the first", "since a day"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_host_is_told_from_others_of_its_type(since: int, seed: int) -> None:
+    rows, times_s, hosts = on_hosts(60, "a3", since=since, seed=seed)
+    found = fitted(rows, times_s, hosts=hosts)
+    (change,) = found.changes_.changes
+    assert change.host == "a3"
+    assert change.hosts == 4
+    assert np.exp(change.log_ratio) == pytest.approx(1.4, rel=0.05)
+    assert change.at / DAY_S == next(d for d, on in enumerate(hosts) if "a3" in on and d >= since)
+    # What is predicted is of hosts like most.
+    assert predicted(found, KINDS)[0] == pytest.approx(np.ones(len(KINDS)), rel=0.08)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hosts_alike_raise_no_alarm(seed: int) -> None:
+    """Of a table sorted by host too, each placement of which is off for good."""
+    rows, times_s, hosts = on_hosts(60, "none", seed=seed)
+    off = np.random.default_rng(seed).normal(0, 0.1, 20)
+    times_s *= np.exp(off[(2 * rows[:, 0] + rows[:, 1]).astype(int)])
+    order = sorted(range(len(hosts)), key=lambda step: sorted(hosts[step]))
+    for chosen in (np.arange(len(hosts)), np.array(order)):
+        found = fitted(rows[chosen], times_s[chosen], hosts=[hosts[step] for step in chosen])
+        assert found.changes_.changes == ()
+
+
+CLUSTER = Cluster(nodes={f"a{number}": Node(machine="synthetic") for number in range(1, 5)})
+HOSTS = [(f"a{one}", f"a{two}") for one, two in combinations(range(1, 5), 2)]
+
+
+def answer_in_cluster(
+    allocation: str,
+    *,
+    graph: OpGraph = JOB,
+    cluster: Cluster = CLUSTER,
+    calibration: Calibrator | None = None,
+) -> Estimate:
+    return est.estimate(
+        graph,
+        allocation,
+        batch_per_gpu=64,
+        cluster=cluster,
+        profile=ASSUMED.profile(),
+        calibration=calibration,
+    )
+
+
+def kept_on_hosts(path: Path, days: Iterable[int], slow: str, graph: OpGraph = JOB) -> Calibrator:
+    """A daily step on two of four hosts; one takes 1.4 times as long as the engine says."""
+    calibrator = Calibrator(path / "o.db")
+    cold_s = answer_in_cluster("a1[0,1]+a2[0,1]", graph=graph).step_time_s
+    for day in days:
+        hosts = HOSTS[day % len(HOSTS)]
+        calibrator.observe(
+            graph,
+            "+".join(f"{host}[0,1]" for host in hosts),
+            step_time_s=cold_s * (1.4 if slow in hosts else 1.0) * (1.01 if day % 4 < 2 else 0.99),
+            batch_per_gpu=64,
+            at=START + timedelta(days=day),
+        )
+    return calibrator
+
+
+def test_an_answer_is_of_the_hosts_it_names_and_else_of_any(tmp_path: Path) -> None:
+    calibrator = kept_on_hosts(tmp_path, range(30), "a3")
+    cold_s = answer_in_cluster("a1[0,1]+a2[0,1]").step_time_s
+    texts = ["a1[0,1]+a2[0,1]", "a1[0,1]+a3[0,1]", "2x2:synthetic"]
+    well, slow, any_two = [answer_in_cluster(text, calibration=calibrator) for text in texts]
+    assert well.step_time_s == pytest.approx(cold_s, rel=0.03)
+    assert slow.step_time_s == pytest.approx(1.4 * cold_s, rel=0.03)
+    # Two of four hosts: in one of two cases the slow one is among them.
+    assert any_two.step_time_s == pytest.approx(math.sqrt(1.4) * cold_s, rel=0.03)
+    assert any_two.low_s < cold_s
+    assert any_two.high_s > 1.4 * cold_s
+    assert "1.4 × slower on a3: 15 steps" in slow.plan.coefficients.remark
+    assert "slower" not in well.plan.coefficients.remark
+    table = est.estimate_many(
+        JOB, [*texts, *texts], batch_per_gpu=64, cluster=CLUSTER, profile=ASSUMED.profile(),
+        calibration=calibrator,
+    )  # fmt: skip
+    one_by_one = [found.step_time_s for found in (well, slow, any_two)]
+    assert table.step_time_s == pytest.approx(np.array(2 * one_by_one), rel=1e-12)
+
+
+@pytest.mark.parametrize("has_graph", [True, False], ids=["graph at hand", "store alone"])
+def test_what_one_job_showed_of_a_host_holds_for_others_there_and_nowhere_else(
+    tmp_path: Path, has_graph: bool
+) -> None:
+    kept_on_hosts(tmp_path, range(50), "none", OTHER)
+    calibrator = kept_on_hosts(tmp_path, range(50, 80), "a3")
+    if has_graph:
+        answer_in_cluster("a1[0,1]", calibration=calibrator)
+    cold_s = answer_in_cluster("a1[0,1]+a2[0,1]", graph=OTHER).step_time_s
+    well, slow = (
+        answer_in_cluster(text, graph=OTHER, calibration=calibrator)
+        for text in ("a1[0,1]+a2[0,1]", "a3[0,1]+a4[0,1]")
+    )
+    assert well.step_time_s == pytest.approx(cold_s, rel=0.03)
+    assert slow.low_s < 1.4 * cold_s < slow.high_s
+    # A cluster that says how slow it is has said it.
+    slowed = Node(machine="synthetic", slowdown_ratio=1.4)
+    cluster = Cluster(nodes=CLUSTER.nodes | {"a3": slowed})
+    stated, engine = (
+        answer_in_cluster("a3[0,1]+a4[0,1]", graph=OTHER, cluster=cluster, calibration=calibration)
+        for calibration in (calibrator, None)
+    )
+    assert stated.step_time_s == pytest.approx(engine.step_time_s, rel=0.03)
 
 
 def test_two_populations_are_found_among_many_steps() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.coefficients import StepQuestion
+from estimator.coefficients import StepQuestion, hosts_apart
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import TrialEngine
@@ -329,7 +329,7 @@ class RowAnswers:
             self._answer_rest(request, part, rows, columns, apart=apart, one_by_one=one_by_one)
             return
         numbers = _numbers(rows)
-        ratios, errors = self._calibrated(request, placed, batch, numbers)
+        ratios, errors = self._calibrated(request, part, placed, batch, numbers)
         groups_of = self._groups_of(request, numbers, steps)
         with np.errstate(divide="ignore", invalid="ignore"):
             step = steps.columns(placed, batch, ratios, groups_of)
@@ -433,7 +433,12 @@ class RowAnswers:
         return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
     def _calibrated(
-        self, request: TableRequest, placed: PlacedColumns, batch: Indices | int, numbers: Indices
+        self,
+        request: TableRequest,
+        part: AllocationColumns,
+        placed: PlacedColumns,
+        batch: Indices | int,
+        numbers: Indices,
     ) -> tuple[Ratios, Array | None]:
         """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
 
@@ -451,15 +456,15 @@ class RowAnswers:
             has[machine, np.arange(len(machine))] = True
         sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
         sizes = np.broadcast_to(sizes, placed.ranks.shape)
-        columns = np.vstack(
-            [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
-        )
+        most_on_node = placed.ranks_on_node.max(axis=0)
+        has = np.vstack([has[:-1], part.takes_part(hosts_apart(calibration, engine))])
+        columns = np.vstack([placed.ranks, placed.nodes, most_on_node, sizes, has])
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
                 job=job,
                 workload=self._graph.workload,
-                machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
+                machines="+".join(n for n, one in zip(names, machines, strict=False) if one),
                 ranks=ranks,
                 nodes=nodes,
                 most_on_node=most,
