@@ -32,8 +32,8 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
-    from estimator.calibrate.change_points import Change
-    from estimator.calibrate.corrections import Hosts, Shown, StepCorrections
+    from estimator.calibrate.change_points import Change, Hosts, Shown
+    from estimator.calibrate.corrections import StepCorrections
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
 
@@ -330,7 +330,7 @@ class _Fitted:
 
     def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
         """What other jobs have shown of machines, and of hosts that the cluster says nothing of."""
-        from estimator.calibrate.corrections import changes_of
+        from estimator.calibrate.change_points import changes_of
 
         if (job.job, machines) not in self._changes:
             if job.job not in self._shown:
@@ -438,7 +438,7 @@ class _JobObservations:
         A layout counts as a job of its own, of the same content: those seen most teach the others.
         `shown` is what other jobs have shown of machines.
         """
-        from estimator.calibrate.corrections import changes_of
+        from estimator.calibrate.change_points import changes_of
 
         by_place: dict[_Place, list[tuple[Observation, PredictedStep]]] = {}
         for observation, predicted in self.observations:

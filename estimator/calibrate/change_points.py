@@ -12,10 +12,12 @@ it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,9 @@ from estimator.calibrate import design
 from estimator.calibrate.design import Inputs
 from estimator.calibrate.performance_model import BATCH, LARGEST_NODE, NODES, RANKS, Array
 
+# The names of those that a step runs on, none where its allocation counts machines of a type.
+Hosts = frozenset[str]
+NO_HOSTS: Hosts = frozenset()
 # The least log Bayes factor of a column: its odds beside those of no change, one in a thousand.
 _LEAST_LOG_ODDS = 7.0
 # What is rarer than a change of all steps for good, in log odds.
@@ -83,6 +88,43 @@ class Change:
         return f"since {since} {ratio} on {where}: {steps}"
 
 
+class Shown(NamedTuple):
+    """What one job has shown of machines: their `changes`, and when each host was last seen."""
+
+    machines: str
+    changes: Sequence[Change]
+    last_at: float
+    hosts: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, machines: str, changes: Sequence[Change], at: Sequence[float], on: Sequence[Hosts]
+    ) -> Shown:
+        """Of steps seen at such times, on hosts where these are named."""
+        hosts: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        for moment, names in zip(at, on, strict=False):
+            hosts.update({name: max(hosts[name], moment) for name in names})
+        return cls(machines, changes, max(at, default=-math.inf), dict(hosts))
+
+
+def changes_of(shown: Iterable[Shown], machines: str) -> list[Change]:
+    """What other jobs have shown of machines and of hosts, by the one that was seen last there."""
+    every, hosts = list(shown), dict[str, tuple[float, Change]]()
+    of_type = [
+        (one.last_at, sum(change.steps for change in changes), changes)
+        for one in every
+        if one.machines == machines
+        and (changes := [change for change in one.changes if change.host is None])
+    ]
+    for one in every:
+        for change in one.changes:
+            if change.host is not None:
+                known = one.hosts.get(change.host, change.at), change
+                hosts[change.host] = max(hosts.get(change.host, known), known, key=lambda k: k[0])
+    _, _, changes = max(of_type, key=lambda known: known[:2], default=(0.0, 0, []))
+    return [change.of_another_job() for change in (*changes, *(one for _, one in hosts.values()))]
+
+
 def level_variance(changes: Sequence[Change], network_share: Array) -> Array:
     """Of the level after changes of all steps, for such shares of synchronisation."""
     found = np.zeros_like(network_share)
@@ -124,11 +166,11 @@ class Steps:
     parameters: Array
     weights: Array
     at: Array
-    hosts: Sequence[frozenset[str]] = ()
+    hosts: Sequence[Hosts] = ()
 
     def takes_part(self, host: str) -> NDArray[np.bool_]:
         """In which steps a host does."""
-        of_steps = self.hosts or [frozenset[str]()] * len(self.at)
+        of_steps = self.hosts or [NO_HOSTS] * len(self.at)
         return np.array([host in hosts for hosts in of_steps], dtype=bool)
 
     def hosts_apart(self) -> dict[str, NDArray[np.bool_]]:

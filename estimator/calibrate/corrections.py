@@ -7,14 +7,13 @@ answer is exactly the engine's; with many it converges to what was observed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from estimator.calibrate.change_points import Change, level_variance
+from estimator.calibrate.change_points import NO_HOSTS, Change, Hosts, Shown, level_variance
 from estimator.calibrate.performance_model import (
     ENGINE_PRIORS,
     NODES,
@@ -38,9 +37,6 @@ _BY_LIKENESS = frozenset({"compute"})
 # steps that no engine predicted, lacks on published steps after eight observations of a source
 # (docs/accuracy.md).
 _UNOBSERVED_STEP_SIGMA = 0.12
-# The names of those that a step runs on, none where its allocation counts machines of a type.
-Hosts = frozenset[str]
-NO_HOSTS: Hosts = frozenset()
 # What other jobs have shown and this one has not is no news of it.
 _LEAST_TOLD = 0.05
 
@@ -59,25 +55,6 @@ class Correction:
     sync_ratio: float
     relative_error: float | None
     remark: str
-
-
-class Shown(NamedTuple):
-    """What one job has shown of machines: their `changes`, and when each host was last seen."""
-
-    machines: str
-    changes: Sequence[Change]
-    last_at: float
-    hosts: Mapping[str, float]
-
-    @classmethod
-    def of(
-        cls, machines: str, changes: Sequence[Change], at: Sequence[float], on: Sequence[Hosts]
-    ) -> Shown:
-        """Of steps seen at such times, on hosts where these are named."""
-        hosts: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        for moment, names in zip(at, on, strict=False):
-            hosts.update({name: max(hosts[name], moment) for name in names})
-        return cls(machines, changes, max(at, default=-math.inf), dict(hosts))
 
 
 class StepCorrections:
@@ -268,24 +245,6 @@ def _effect_of_hosts(unlike: Mapping[str, Change], hosts: Hosts, nodes: int) -> 
     variance = chance * (1 - chance) * usual**2
     variance += chance * float(chances @ (ratios - usual) ** 2 / chances.sum())
     return _HostEffect(chance * usual, math.sqrt(variance), changes)
-
-
-def changes_of(shown: Iterable[Shown], machines: str) -> list[Change]:
-    """What other jobs have shown of machines and of hosts, by the one that was seen last there."""
-    every, hosts = list(shown), dict[str, tuple[float, Change]]()
-    of_type = [
-        (one.last_at, sum(change.steps for change in changes), changes)
-        for one in every
-        if one.machines == machines
-        and (changes := [change for change in one.changes if change.host is None])
-    ]
-    for one in every:
-        for change in one.changes:
-            if change.host is not None:
-                known = one.hosts.get(change.host, change.at), change
-                hosts[change.host] = max(hosts.get(change.host, known), known, key=lambda k: k[0])
-    _, _, changes = max(of_type, key=lambda known: known[:2], default=(0.0, 0, []))
-    return [change.of_another_job() for change in (*changes, *(one for _, one in hosts.values()))]
 
 
 def _within_engine_interval(step_s: Array, predicted: Sequence[PredictedStep]) -> Array:

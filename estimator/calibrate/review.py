@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate.corrections import Shown
+from estimator.calibrate.change_points import Shown
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.performance_model import RANKS, Array
