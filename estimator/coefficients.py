@@ -82,7 +82,8 @@ class StepQuestion(NamedTuple):
     `job` is the fingerprint of the graph and `workload` its name; `machines` are the names of the
     machine types in order of name, joined by "+"; `batch` is samples per rank and micro-batch (the
     mean where ranks differ, 0 for a fixed-batch graph); `layout` is how ranks share the model, None
-    where none do, without the number of data-parallel ranks.
+    where none do, without the number of data-parallel ranks; `hosts` are those named, where
+    calibration tells any of them from others of its type.
     """
 
     job: str
@@ -95,6 +96,7 @@ class StepQuestion(NamedTuple):
     accumulation_steps: int
     strategy: Strategy
     layout: str | None = None
+    hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

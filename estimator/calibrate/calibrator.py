@@ -32,7 +32,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
 if TYPE_CHECKING:
-    from estimator.calibrate.change_points import Change, Hosts, Shown
+    from estimator.calibrate.change_points import Change, Shown
     from estimator.calibrate.corrections import StepCorrections
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
@@ -52,8 +52,6 @@ _MOST_TEACHERS = 16
 _Asked = tuple[str, int, int, str, str | None]
 # Names of machine types, and how ranks share the model.
 _Place = tuple[str, str | None]
-# A step, and the hosts that it names where any of a job's is unlike the others.
-_Question = tuple[StepQuestion, "Hosts"]
 
 
 class Calibrator:
@@ -257,7 +255,7 @@ class _Fitted:
     ) -> None:
         self.store, self.revision = store, revision
         self.seen: Mapping[str, _JobObservations] = seen or {}
-        self._answers: OrderedDict[_Question, Coefficients] = OrderedDict()
+        self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
         self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
         self._shown: dict[str, list[Shown]] = {}
         self._changes: dict[tuple[str, str], Sequence[Change]] = {}
@@ -277,17 +275,18 @@ class _Fitted:
     ) -> list[Coefficients]:
         """The factors for steps of a job that is known."""
         job = questions[0].job
-        hosts: Sequence[Hosts] = [frozenset()] * len(questions)
         if self.hosts_apart(job):
-            hosts = [hosts_of(allocation) for allocation in allocations]
-        asked = list(zip(questions, hosts, strict=True))
-        known = [self._answers.get(question) for question in asked]
+            questions = [
+                question._replace(hosts=hosts_of(allocation))
+                for question, allocation in zip(questions, allocations, strict=True)
+            ]
+        known = [self._answers.get(question) for question in questions]
         fresh = [answer for answer in known if answer is not None]
-        if len(fresh) == len(asked):
+        if len(fresh) == len(questions):
             return fresh
         new = {
             question: where
-            for question, where, answer in zip(asked, allocations, known, strict=True)
+            for question, where, answer in zip(questions, allocations, known, strict=True)
             if answer is None
         }
         answers = dict(self._answered(self.seen[job], engine, new))
@@ -295,7 +294,7 @@ class _Fitted:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        return [answer or answers[q] for answer, q in zip(known, asked, strict=True)]
+        return [answer or answers[q] for answer, q in zip(known, questions, strict=True)]
 
     def hosts_apart(self, job: str) -> frozenset[str]:
         """The hosts that are unlike others of their type, by a job itself or by others."""
@@ -312,13 +311,12 @@ class _Fitted:
         self,
         job: _JobObservations,
         engine: StepPredictor,
-        places: Mapping[_Question, Allocation],
-    ) -> Iterator[tuple[_Question, Coefficients]]:
+        places: Mapping[StepQuestion, Allocation],
+    ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
-        by_place: dict[_Place, list[_Question]] = {}
+        by_place: dict[_Place, list[StepQuestion]] = {}
         for question in places:
-            place = question[0].machines, question[0].layout
-            by_place.setdefault(place, []).append(question)
+            by_place.setdefault((question.machines, question.layout), []).append(question)
         for place, questions in by_place.items():
             corrections = self._corrections(job, place)
             if corrections is None:
@@ -490,20 +488,19 @@ class _JobObservations:
 
 def _answers(
     engine: StepPredictor,
-    places: Mapping[_Question, Allocation],
+    places: Mapping[StepQuestion, Allocation],
     corrections: StepCorrections,
     later: Sequence[Change],
-) -> Iterator[tuple[_Question, Coefficients]]:
+) -> Iterator[tuple[StepQuestion, Coefficients]]:
     """The factors for steps that are asked, by the corrections of their place.
 
     The engine's overlap is not the performance model's, so the model's factors alone give another
     step than the corrected one: they are scaled by the ratio of both.
     """
 
-    def predicted(asked: _Question, coefficients: Coefficients) -> PredictedStep:
-        question, _ = asked
+    def predicted(question: StepQuestion, coefficients: Coefficients) -> PredictedStep:
         return engine.predict(
-            places[asked],
+            places[question],
             batch_per_gpu=round(question.batch) or None,
             accumulation_steps=question.accumulation_steps,
             strategy=question.strategy,
@@ -512,7 +509,7 @@ def _answers(
         )
 
     cold = [predicted(question, UNCALIBRATED) for question in places]
-    corrected = corrections.correct(cold, hosts=[hosts for _, hosts in places], later=later)
+    corrected = corrections.correct(cold, hosts=[step.hosts for step in places], later=later)
     for question, correction in zip(places, corrected, strict=True):
         compute, sync = correction.compute_ratio, correction.sync_ratio
         trial = Coefficients(compute_ratio=compute, update_ratio=compute, communication_ratio=sync)

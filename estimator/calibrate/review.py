@@ -373,10 +373,18 @@ def _reviewed(
         Residual(at=one.at, nodes=_nodes(one.allocation), value=float(value))
         for one, value in zip(seen, values, strict=True)
     ]
+    # Steps of a change that holds count as what is true today.
+    changes = _shown(machines, tuple(seen)).changes
     doubted = [
         (one, f"it is {_factor(value)} than the {len(seen) - 1} other steps of its job suggest")
         for one, value, weight in zip(seen, values, fitted.observation_weights_, strict=True)
         if weight < OUTLIER_WEIGHT
+        and not any(
+            change.at <= one.at.timestamp()
+            and abs(value - change.log_ratio) < abs(change.log_ratio) / 2
+            and change.host in (None, *one.hosts)
+            for change in changes
+        )
     ]
     return reviewed, residuals, doubted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 
 import estimator as est
 from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import EngineTimes
 from estimator.calibrate.regressor import StepTimeRegressor
-from estimator.calibrate.review import populations
+from estimator.calibrate.review import populations, review
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.topology import Cluster, Node
@@ -350,6 +352,26 @@ def test_what_one_job_showed_of_a_host_holds_for_others_there_and_nowhere_else(
         for calibration in (calibrator, None)
     )
     assert stated.step_time_s == pytest.approx(engine.step_time_s, rel=0.03)
+
+
+def test_steps_after_a_change_are_not_doubted() -> None:
+    seen = [
+        Observation(
+            workload="mlp",
+            allocation="2x4:t4",
+            batch_per_gpu=8,
+            step_time_s=(1.3 if day >= 50 else 1.0) * (1.01 if day % 2 else 0.99),
+            at=START + timedelta(days=day),
+        )
+        for day in range(53)
+    ]
+    shown = review(seen)
+    (drift,) = shown.drifts
+    assert (drift.name, drift.steps) == ("t4", 3)
+    assert shown.doubted == ()
+    # One step by itself is.
+    alone = replace(seen[20], step_time_s=1.5)
+    assert [one for one, _ in review([*seen[:20], alone, *seen[21:50]]).doubted] == [alone]
 
 
 def test_two_populations_are_found_among_many_steps() -> None:
