@@ -77,15 +77,18 @@ class Change:
         sigma = float(np.hypot(self.sigma, _BETWEEN_JOBS_RATIO * self.log_ratio))
         return replace(self, sigma=sigma)
 
+    def place(self, machines: str) -> str:
+        """What has changed: a host, machines, their network."""
+        return f"the network of {machines}" if self.of_network else self.host or machines
+
     def sentence(self, machines: str) -> str:
         """Since when which machines are slower or faster, and how many steps have shown it."""
         ratio = (
             f"{np.exp(abs(self.log_ratio)):.2g} × {'slower' if self.log_ratio > 0 else 'faster'}"
         )
         since = f"{datetime.fromtimestamp(self.at, UTC):%A %Y-%m-%d}"
-        where = f"the network of {machines}" if self.of_network else self.host or machines
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        return f"since {since} {ratio} on {where}: {steps}"
+        return f"since {since} {ratio} on {self.place(machines)}: {steps}"
 
 
 class Shown(NamedTuple):

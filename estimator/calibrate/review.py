@@ -1,9 +1,6 @@
 """Say what a store of observations holds and shows: jobs, outliers, drift.
 
-A slow node slows every step that it takes part in. For each node the steps with it after a change
-point are compared with its steps before that and with all steps without it, by the two-sample
-statistic of their residuals (log of observed over expected); the change point is the one with the
-largest statistic (Page 1954).
+Each job is fitted on its own, without an engine: graphs of what was observed are not at hand.
 """
 
 from __future__ import annotations
@@ -12,14 +9,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate.change_points import Shown
+from estimator.calibrate.change_points import Change, Shown
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.performance_model import RANKS, Array
@@ -29,7 +25,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
 LEAST_SHIFT_RATIO = 0.05
-# Standard errors between the two samples; above 3, since many change points are tested.
+# Standard errors between two populations; above 3, since every cut is tried.
 _LEAST_Z = 4.5
 _LEAST_STEPS = 3
 # Observation noise between two runs of the same step is at least about this.
@@ -37,109 +33,45 @@ _LEAST_SIGMA = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Residual:
-    """log(observed / expected) of one step, when it was seen, and the nodes that took part."""
-
-    at: datetime
-    nodes: frozenset[str]
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A node, or machine type, whose steps take `ratio` times as long as expected since `since`.
-
-    `since` is None where it has been so from the first observation on.
-    """
+    """A host, machine type or its network whose steps take `ratio` times as long since `since`."""
 
     name: str
     ratio: float
-    since: datetime | None
+    since: datetime
     steps: int
 
     def __str__(self) -> str:
         percent = 100 * abs(self.ratio - 1)
         how = "slower" if self.ratio > 1 else "faster"
-        since = "" if self.since is None else f" since {self.since:%A %Y-%m-%d %H:%M}"
-        return f"{self.name} is {percent:.0f} % {how} than expected{since} ({self.steps} steps)"
+        return (
+            f"{self.name} is {percent:.0f} % {how} than expected since "
+            f"{self.since:%A %Y-%m-%d %H:%M} ({self.steps} steps)"
+        )
 
 
-def drifts(residuals: Sequence[Residual]) -> list[Drift]:
-    """What has drifted, the most significant first; each residual is attributed to one node."""
-    left = sorted(residuals, key=lambda residual: residual.at)
-    values = np.array([residual.value for residual in left])
-    times = np.array([residual.at.timestamp() for residual in left])
-    names = sorted({name for residual in left for name in residual.nodes})
-    takes_part = {name: np.array([name in residual.nodes for residual in left]) for name in names}
-    is_left, drifting = np.ones(len(left), dtype=bool), list[Drift]()
-    while True:
-        changes = {
-            name: change
-            for name in names
-            if (change := _change_point(values, times, takes_part[name] & is_left, is_left))
-        }
-        if not changes:
-            return drifting
-        name = max(changes, key=lambda name: changes[name].statistic)
-        change = changes[name]
-        since = left[change.first].at if change.has_steps_before else None
-        explained = takes_part[name] & is_left
-        explained[: change.first] = False
-        steps = int(explained.sum())
-        drifting.append(Drift(name=name, ratio=math.exp(change.shift), since=since, steps=steps))
-        is_left &= ~explained
-
-
-class _ChangePoint(NamedTuple):
-    """By how much a node's steps from the `first` on differ, and how significantly."""
-
-    statistic: float
-    shift: float
-    first: int
-    has_steps_before: bool
-
-
-def _change_point(
-    values: Array, times: Array, is_own: NDArray[np.bool_], is_left: NDArray[np.bool_]
-) -> _ChangePoint | None:
-    """A node's most significant change, if there is any, by sums up to each of its steps."""
-    own = np.flatnonzero(is_own)
-    if len(own) < _LEAST_STEPS:
-        return None
-    # About their mean, so that squares are small.
-    centre = float(values[is_left].mean())
-    every, steps = values[is_left] - centre, values[own] - centre
-    first = np.arange(len(own) - _LEAST_STEPS + 1)
-    after, squares_after = (np.cumsum(values[::-1])[::-1][first] for values in (steps, steps**2))
-    count_after = (len(own) - first).astype(float)
-    count_before = len(every) - count_after
-    mean_after, deviation_after = _mean_and_deviation(after, squares_after, count_after)
-    base, deviation = _mean_and_deviation(
-        every.sum() - after, (every**2).sum() - squares_after, count_before
-    )
-    # With too few others the reference is the expectation itself, a residual of 0.
-    is_two_sample = count_before >= np.maximum(_LEAST_STEPS, count_after / 2)
-    base = np.where(is_two_sample, base, -centre)
-    sigma = np.maximum(np.where(is_two_sample, deviation, 0.0), deviation_after)
-    shift = mean_after - base
-    statistic = np.abs(shift) / (
-        np.maximum(sigma, _LEAST_SIGMA)
-        * np.sqrt(1 / count_after + 1 / np.maximum(count_before, _LEAST_STEPS))
-    )
-    # What was seen at one moment is on one side of a change.
-    is_at_once = np.append(False, np.diff(times[own]) == 0)[first]
-    statistic[is_at_once | (np.abs(np.expm1(shift)) < LEAST_SHIFT_RATIO)] = 0.0
-    best = int(np.argmax(statistic))
-    if statistic[best] < _LEAST_Z:
-        return None
-    return _ChangePoint(float(statistic[best]), float(shift[best]), int(own[best]), best > 0)
-
-
-def _mean_and_deviation(total: Array, squares: Array, count: Array) -> tuple[Array, Array]:
-    """Of so many values, by their sum and the sum of their squares."""
-    mean = total / np.maximum(count, 1)
-    variance = (squares - count * mean**2) / np.maximum(count - 1, 1)
-    return mean, np.sqrt(np.maximum(variance, 0.0))
+def _drifts(shown: Iterable[Shown]) -> list[Drift]:
+    """What jobs have shown of machines and hosts, by the job that has shown most, largest first."""
+    found: dict[str, list[Change]] = {}
+    for one in shown:
+        of_place: dict[str, list[Change]] = defaultdict(list)
+        for change in one.changes:
+            of_place[change.place(one.machines)].append(change)
+        for name, changes in of_place.items():
+            known = found.get(name, changes)
+            found[name] = max(known, changes, key=lambda of: sum(change.steps for change in of))
+    drifting = [
+        Drift(
+            name=name,
+            ratio=math.exp(change.log_ratio),
+            since=datetime.fromtimestamp(change.at, UTC),
+            steps=change.steps,
+        )
+        for name, changes in found.items()
+        for change in changes
+        if abs(math.expm1(change.log_ratio)) >= LEAST_SHIFT_RATIO
+    ]
+    return sorted(drifting, key=lambda drift: -abs(math.log(drift.ratio)))
 
 
 # Steps of each of two populations, and the share of variance that two groups may leave: normal
@@ -244,7 +176,7 @@ class Review:
 
 
 def review(observations: Iterable[Observation]) -> Review:
-    """Fit every job on its own, without the engine, and search the residuals for drift."""
+    """Fit every job on its own, without the engine: what changed, and what is left."""
     jobs: dict[tuple[tuple[str, str], str, str], list[Observation]] = defaultdict(list)
     outliers = []
     for one in observations:
@@ -252,23 +184,22 @@ def review(observations: Iterable[Observation]) -> Review:
             outliers.append((one, one.outlier_reason))
         else:
             jobs[one.job, _machines(one.allocation), one.layout or ""].append(one)
-    reviews, doubted = [], []
-    residuals: dict[str, list[Residual]] = defaultdict(list)
+    reviews, doubted, shown = [], [], []
+    residuals: dict[str, list[Array]] = defaultdict(list)
     for (_, machines, _), seen in sorted(
         jobs.items(), key=lambda item: (item[1][0].workload, item[0])
     ):
         reviewed, of_job, contradicted = _reviewed(machines, seen)
         reviews.append(reviewed)
-        residuals[machines] += of_job
+        residuals[machines].append(of_job)
         doubted += contradicted
-    every = [residual for of_machines in residuals.values() for residual in of_machines]
+        shown.append(_shown(machines, tuple(seen)))
     found_twice = (
-        populations(name, np.array([residual.value for residual in of_type]))
-        for name, of_type in residuals.items()
+        populations(name, np.concatenate(of_type)) for name, of_type in residuals.items()
     )
     return Review(
         jobs=tuple(reviews),
-        drifts=tuple(drifts(every)),
+        drifts=tuple(_drifts(shown)),
         outliers=tuple(outliers),
         doubted=tuple(doubted),
         populations=tuple(population for population in found_twice if population is not None),
@@ -330,13 +261,22 @@ def _shown(machines: str, seen: tuple[Observation, ...]) -> Shown:
     shown = Shown.of(machines, fitted.changes_.changes, at, on)
     if machines != NAMED_HOSTS:
         return shown
-    of_hosts = [
-        replace(change, host=host, hosts=len(shown.hosts))
-        for change in shown.changes
+    of_hosts = (
+        [one for one in shown.changes if one.host in (None, host) and one.at <= last_at]
         for host, last_at in shown.hosts.items()
-        if change.host in (None, host) and last_at >= change.at
-    ]
-    return shown._replace(changes=of_hosts)
+    )
+    return shown._replace(
+        changes=[
+            replace(
+                max(changes, key=lambda change: abs(change.log_ratio)),
+                log_ratio=sum(change.log_ratio for change in changes),
+                host=host,
+                hosts=len(shown.hosts),
+            )
+            for host, changes in zip(shown.hosts, of_hosts, strict=True)
+            if changes
+        ]
+    )
 
 
 def _rows(seen: Sequence[Observation]) -> Array:
@@ -351,7 +291,7 @@ def _rows(seen: Sequence[Observation]) -> Array:
 
 def _reviewed(
     machines: str, seen: Sequence[Observation]
-) -> tuple[JobReview, list[Residual], list[tuple[Observation, str]]]:
+) -> tuple[JobReview, Array, list[tuple[Observation, str]]]:
     rows, times_s = _rows(seen), np.array([one.step_time_s for one in seen])
     fitted = StepTimeRegressor().fit(rows, times_s)
     model = fitted.model(rows)
@@ -369,10 +309,6 @@ def _reviewed(
         error_ratio=float(np.median(np.abs(np.expm1(values)))),
         sync_share=float(model.sync_share[several].mean()) if several.any() else None,
     )
-    residuals = [
-        Residual(at=one.at, nodes=_nodes(one.allocation), value=float(value))
-        for one, value in zip(seen, values, strict=True)
-    ]
     # Steps of a change that holds count as what is true today.
     changes = _shown(machines, tuple(seen)).changes
     doubted = [
@@ -386,7 +322,7 @@ def _reviewed(
             for change in changes
         )
     ]
-    return reviewed, residuals, doubted
+    return reviewed, values, doubted
 
 
 def _factor(log_ratio: float) -> str:
@@ -396,8 +332,3 @@ def _factor(log_ratio: float) -> str:
 def _machines(allocation: str) -> str:
     groups = Allocation.parse(allocation).groups
     return "+".join(sorted({group.machine or NAMED_HOSTS for group in groups}))
-
-
-def _nodes(allocation: str) -> frozenset[str]:
-    groups = Allocation.parse(allocation).groups
-    return frozenset(group.host or group.machine or "" for group in groups)

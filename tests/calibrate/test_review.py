@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from estimator.api import estimate
@@ -60,6 +63,23 @@ def test_a_slow_node_is_named() -> None:
     (found,) = review(steps).drifts
     assert (found.name, found.steps) == ("a3", 6)
     assert found.ratio == pytest.approx(1.2, rel=0.05)
+
+
+def test_a_node_is_found_among_many_in_a_time_that_grows_with_the_steps() -> None:
+    """300 steps on each of 32 hosts, one of which became slower."""
+    hosts = [f"a{number}[0,1]" for number in range(32)]
+    noise = np.random.default_rng(0).normal(0, 0.01, (300, 32))
+    steps = [
+        observed(hour, host, 0.2 * math.exp(noise[hour, place]))
+        for hour in range(300)
+        for place, host in enumerate(hosts)
+    ]
+    steps += [observed(300 + hour, hosts[7], 0.2 * 1.2) for hour in range(20)]
+    start_s = time.process_time()
+    (found,) = review(steps).drifts
+    assert time.process_time() - start_s < 10.0
+    assert (found.name, found.steps) == ("a7", 20)
+    assert str(found).startswith("a7 is 20 % slower than expected since Saturday 2026-03-14 12:00")
 
 
 def test_machines_of_one_name_and_two_speeds_are_told_of() -> None:

@@ -227,7 +227,8 @@ def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
     assert counted.err == ""
     assert json.loads(counted.out)["drifts"] == []
     step_s, counted_s = (json.loads(each.out)["step_time_s"] for each in (drifted, counted))
-    assert step_s == pytest.approx(counted_s, rel=1e-6)
+    # A change is drawn a little to its prior, none.
+    assert step_s == pytest.approx(counted_s, rel=1e-3)
     path.write_text("".join(nodes))
     healthy_s = json.loads(command("estimate", tiny, "--on", "a1[0]", *words, "--json").out)
     assert step_s == pytest.approx(1.2 * healthy_s["step_time_s"], rel=1e-3)
