@@ -35,10 +35,15 @@ def _run(function: str, *, world: bool = False, timeout_s: float = 60.0, **more:
 
 
 def describe(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    import numpy as np
     import torch
 
     cores = sorted(os.sched_getaffinity(0)) if CORES else []
+    square = np.ones((600, 600))
+    assert (square @ square)[0, 0] == 600.0
+    tasks = Path("/proc/self/task")
     return {
+        "started": len(list(tasks.iterdir())) if tasks.is_dir() else 1,
         "pid": os.getpid(),
         "rank": rank,
         "of": world_size,
@@ -54,6 +59,8 @@ def test_each_rank_is_its_own_process_pinned_to_its_device() -> None:
     assert [one["of"] for one in found] == [2, 2]
     assert [one["cores"] for one in found] == [list(device.cores) for device in DEVICES]
     assert [one["threads"] for one in found] == [1, 1]
+    # Nor has a library started others.
+    assert [one["started"] for one in found] == [1, 1]
     assert [one["echo"] for one in found] == ["hello", "hello"]
     assert len({os.getpid(), *(one["pid"] for one in found)}) == 3
 

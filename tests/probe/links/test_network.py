@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device
 from estimator.placement.topology import Cluster, Node, Switch
+from estimator.probe.cluster import steps
 from estimator.probe.cluster.findings import (
+    ClusterFindings,
     Member,
     World,
     device_locality,
@@ -179,6 +185,53 @@ def test_efa_is_told_from_the_verbs_that_it_is_listed_among(tmp_path: Path, name
     layer.parent.mkdir(parents=True)
     layer.write_text("Unspecified\n")
     assert network_kind("cuda", tmp_path) == "efa"
+
+
+class _Asked:
+    """A group of two nodes of two GPUs each, whose ranks find what is given, in that order."""
+
+    kind, rank = "cuda", 0
+
+    def __init__(self, *reports: list[list[Any]]) -> None:
+        gpus = [
+            replace(one, device=replace(one.device, kind="cuda")) for one in world_of(2, 2).members
+        ]
+        self.world, self.reports = World(members=tuple(gpus)), list(reports)
+
+    def handle(self, _ranks: Sequence[int]) -> None:
+        pass
+
+    def measured(self, ranks: Sequence[int], _measure: Any) -> list[list[Any]]:
+        reports = self.reports.pop(0)
+        assert len(reports) == len(ranks)
+        return reports
+
+
+def test_a_cluster_over_efa_keeps_what_the_switch_of_its_boxes_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sys/class/infiniband/rdmap16s27").mkdir(parents=True)
+    monkeypatch.setattr(steps, "network_kind", partial(network_kind, root=tmp_path))
+    points = [(size, 2e-5 + size / 1e10) for size in (1e4, 1e6, 1e8)]
+    sent = [[{"from": one, "to": 1 - one, "latency_s": 2e-5, "points": points}] for one in range(2)]
+    windows = [(size, 0.0, 1e-4 + size / 5e9, 1) for size in (1 << 20, 1 << 24)]
+    reduced = [[{"op": "all_reduce", "windows": windows}] for _ in range(4)]
+    group: Any = _Asked(sent, reduced)
+    plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
+    assert steps.links_between_nodes(group, plan, 1.0) == ""
+    assert steps.all_reduce_everywhere(group, plan, 1.0) == ""
+    box = load_profile("h100-sxm")
+    profile = plan.findings.merged(box, name="pair", world=group.world, used_s=1.0)
+    (link,) = profile.network
+    assert (link.kind, link.locality, link.provenance.source) == ("efa", "rack", "measured")
+    assert link.bandwidth_bytes_per_s == pytest.approx(1e10, rel=1e-2)
+    (cost,) = profile.collectives
+    assert (cost.backend, cost.group_size, cost.nodes) == ("nccl", 4, 2)
+    assert cost.hosts == ("a", "a", "b", "b")
+    assert cost.bandwidth_bytes_per_s == pytest.approx(5e9, rel=1e-2)
+    # NVLink SHARP and the classes inside a node are the box's own.
+    assert profile.links == box.links
+    assert any(inside.reduces for inside in profile.links)
 
 
 def test_shapes_start_with_everything_and_never_repeat() -> None:
