@@ -220,7 +220,7 @@ class TimedStep:
                 self._settle(self.ops[first + offset], live, current)
                 ready[0] = self._arguments(first + offset + 1, live)
 
-            seconds = self.backend.time_sequence(call, count=count, after=after)
+            seconds = self.backend.time_calls(call, repeats=count, after=after, once=True)
             for offset, second in enumerate(seconds):
                 self.samples[position + offset].append(second)
             position += count

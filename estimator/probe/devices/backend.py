@@ -70,8 +70,13 @@ class CpuBackend:
         *,
         repeats: int,
         before: Callable[[int], object] = _nothing,
+        after: Callable[[int], object] = _nothing,
+        once: bool = False,
     ) -> list[float]:
-        """Seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
+        """Seconds of call(0), call(1), …; before(i) and after(i) run untimed ahead and behind.
+
+        Where each must be made `once`, none is made before; on a CPU that is always so.
+        """
         clock, seconds = self._clock, []
         for number in range(repeats):
             before(number)
@@ -79,21 +84,6 @@ class CpuBackend:
             result = call(number)
             seconds.append(clock() - begin)
             del result
-        return seconds
-
-    def time_sequence(
-        self,
-        call: Callable[[int], object],
-        *,
-        count: int,
-        after: Callable[[int], object] = _nothing,
-    ) -> list[float]:
-        """Seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
-        clock, seconds = self._clock, []
-        for number in range(count):
-            begin = clock()
-            call(number)
-            seconds.append(clock() - begin)
             after(number)
         return seconds
 
@@ -161,32 +151,28 @@ class CudaBackend:
         *,
         repeats: int,
         before: Callable[[int], object] = _nothing,
+        after: Callable[[int], object] = _nothing,
+        once: bool = False,
     ) -> list[float]:
-        """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
-        begin = self._clock()
-        before(0)
-        call(0)
-        host_s = self._clock() - begin
-        self.synchronize()
+        """Device seconds of call(0), call(1), …; before(i) and after(i) run untimed beside each.
+
+        call(0) is made first to learn how long the host takes, unless each must be made `once`:
+        then that is remembered from calls before.
+        """
+        host_s = self._sequence_host_s
+        if not once:
+            begin = self._clock()
+            before(0)
+            call(0)
+            host_s = self._clock() - begin
+            self.synchronize()
         seconds: list[float] = []
         for flight in _flights(repeats):
-            seconds += self._fly(call, flight, host_s, before=before)[0]
-        return seconds
-
-    def time_sequence(
-        self,
-        call: Callable[[int], object],
-        *,
-        count: int,
-        after: Callable[[int], object] = _nothing,
-    ) -> list[float]:
-        """Device seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
-        seconds: list[float] = []
-        for flight in _flights(count):
-            flown, host_s = self._fly(call, flight, self._sequence_host_s, after=after)
+            flown, issued_s = self._fly(call, flight, host_s, before, after)
             seconds += flown
-            # One slow flight (memory from the driver, modules loaded) is forgotten by halves.
-            self._sequence_host_s = max(host_s, _REMEMBERED_RATIO * self._sequence_host_s)
+            if once:
+                # One slow flight (memory from the driver, modules loaded) is forgotten by halves.
+                host_s = self._sequence_host_s = max(issued_s, _REMEMBERED_RATIO * host_s)
         return seconds
 
     def _fly(
@@ -194,9 +180,8 @@ class CudaBackend:
         call: Callable[[int], object],
         flight: range,
         host_s: float,
-        *,
-        before: Callable[[int], object] = _nothing,
-        after: Callable[[int], object] = _nothing,
+        before: Callable[[int], object],
+        after: Callable[[int], object],
     ) -> tuple[list[float], float]:
         """(device seconds of each call, host seconds per call), queued behind a spinning kernel."""
         spin_s = min(_LONGEST_SPIN_S, _SPARE_SPIN * host_s * len(flight) + _LEAST_SPIN_S)

@@ -404,10 +404,11 @@ def _read_gpu(nvml: Any, index: int, handles: list[Any], root: Path) -> Device:
 
 def _bus_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
     return {
-        "pcie_generation": nvml_answer(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-        "pcie_generation_most": nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-        "pcie_width": nvml_answer(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-        "pcie_width_most": nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+        f"pcie_{what.lower()}{ending}": nvml_answer(
+            nvml, f"nvmlDeviceGet{of}PcieLink{what}", handle
+        )
+        for what in ("Generation", "Width")
+        for ending, of in (("", "Curr"), ("_most", "Max"))
     }
 
 

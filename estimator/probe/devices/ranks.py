@@ -395,7 +395,7 @@ class _Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                # NumPy's BLAS otherwise starts a thread for each core of the machine, in every rank.
+                # Otherwise NumPy starts a thread for each core of the machine, in every rank.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,

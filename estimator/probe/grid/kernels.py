@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from estimator.errors import ProbeError
@@ -28,6 +28,7 @@ from estimator.probe.devices.calls import (
     real_arguments,
     spec_of,
     thinned,
+    torch_dtype,
 )
 from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.devices.jobs import Emit
@@ -202,14 +203,7 @@ def measure_kernels(
 def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> dict[str, Any]:
     with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
         point = measure_call(backend, source, grid_call)
-    return {
-        "call": dict(point.call),
-        "warm_s": point.warm_s,
-        "cold_s": point.cold_s,
-        "noise_ratio": point.noise_ratio,
-        "host_s": point.host_s,
-        "math": grid_call.math,
-    }
+    return {**asdict(point), "math": grid_call.math}
 
 
 @contextlib.contextmanager
@@ -351,8 +345,6 @@ def _cold_s(
 
 def _touched_like(specs: list[TensorSpec], backend: Backend) -> list[Any]:
     import torch
-
-    from estimator.probe.devices.calls import torch_dtype
 
     # Written once, or the first call to get this memory would pay for fresh pages.
     return [

@@ -125,10 +125,8 @@ def _reported_ranks(config: Mapping[str, Any]) -> list[_Rank]:
 
 def _printed_points(run: str) -> list[tuple[float, float]]:
     footer, header = _FOOTER.search(run), _HEADER.search(run)
-    if header is None:
-        raise _cut_off()
-    _check_complete(footer is not None, int(footer[1]) if footer is not None else 0)
-    names = header[0].lstrip("# ").split()
+    _check_complete(bool(footer and header), int(footer[1]) if footer else 0)
+    names, body = (header[0].lstrip("# ").split(), run[header.end() :]) if header else ([], "")
     if "time" not in names:
         raise ImportedFileError(
             "the nccl-tests output has CPU times (-C 1), not durations; run it without -C"
@@ -136,7 +134,7 @@ def _printed_points(run: str) -> list[tuple[float, float]]:
     out_of_place = names.index("time")
     points = []
     checked = [place for place, name in enumerate(names) if name == "#wrong"]
-    for cells in _table_rows(run[header.end() :], len(names)):
+    for cells in _table_rows(body, len(names)):
         wrong = [cells[place] for place in checked if cells[place] not in ("0", "N/A")]
         if wrong:
             raise _wrong(f"{wrong[0]} of {cells[0]} bytes")
@@ -173,7 +171,9 @@ def _reported_point(result: Mapping[str, Any]) -> tuple[float, float]:
 
 def _check_complete(finished: bool, wrong: int) -> None:
     if not finished:
-        raise _cut_off()
+        raise ImportedFileError(
+            "the nccl-tests output is cut off before 'Out of bounds values'; give the whole output"
+        )
     if wrong:
         raise _wrong(f"{wrong} values out of bounds")
 
@@ -181,12 +181,6 @@ def _check_complete(finished: bool, wrong: int) -> None:
 def _wrong(how_many: str) -> ImportedFileError:
     return ImportedFileError(
         f"the nccl-tests found wrong results ({how_many}); mend the machine and run them again"
-    )
-
-
-def _cut_off() -> ImportedFileError:
-    return ImportedFileError(
-        "the nccl-tests output is cut off before 'Out of bounds values'; give the whole output"
     )
 
 

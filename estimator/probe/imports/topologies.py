@@ -29,6 +29,7 @@ from estimator.placement.topology import (
 from estimator.probe.imports.findings import Fact, Imported, Route, Routes, rings_of, routes_fact
 
 NCCL_TOPOLOGY = "NCCL topology"
+_LINE_RATE = Provenance(source="datasheet", note=f"{NCCL_TOPOLOGY}: line rate, latency not known")
 # Bytes per second of one NVLink, one way, by the lowest compute capability that has it
 # (NVIDIA/nccl, src/graph/topo.h, SM60_NVLINK_BW and following).
 _NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 40.1e9}
@@ -209,9 +210,7 @@ def _line_rate(kind: LinkKind, locality: Locality, rate: float, ring_devices: in
         latency_s=0.0,
         bandwidth_bytes_per_s=rate,
         ring_devices=ring_devices,
-        provenance=Provenance(
-            source="datasheet", note=f"{NCCL_TOPOLOGY}: line rate, latency not known"
-        ),
+        provenance=_LINE_RATE,
     )
 
 
@@ -230,9 +229,7 @@ def _network(nets: Sequence[_Device]) -> Iterator[Link]:
                 locality="rack",
                 latency_s=0.0,
                 bandwidth_bytes_per_s=rate,
-                provenance=Provenance(
-                    source="datasheet", note=f"{NCCL_TOPOLOGY}: line rate, latency not known"
-                ),
+                provenance=_LINE_RATE,
             )
 
 
@@ -275,7 +272,7 @@ def read_smi_topology(text: str) -> Imported:
             f"the matrix of nvidia-smi topo -m is cut off: '{lacking[0]}' has a column and no "
             "whole row; paste all of it"
         )
-    facts: dict[int, dict[str, str | int | float | bool | None]] = {}
+    facts: dict[int, dict[str, Fact]] = {}
     numa_nodes = {}
     routes: dict[int, dict[int, Route]] = {}
     for name in devices:

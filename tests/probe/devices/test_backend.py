@@ -72,7 +72,7 @@ def test_cuda_calls_are_queued_behind_a_spin_and_awaited_once_per_flight() -> No
     cuda = FakeCuda(call_ms=1.0)
     backend = CudaBackend(0, cuda=cuda, clock=lambda: 0.0)
     cuda.log.clear()
-    assert len(backend.time_sequence(cuda.work, count=100)) == 100
+    assert len(backend.time_calls(cuda.work, repeats=100, once=True)) == 100
     flights = " ".join(cuda.log).split("synchronize")[:-1]
     assert [flight.split().count("call") for flight in flights] == [64, 36]
     assert all(flight.split()[0] == "spin" for flight in flights)
@@ -81,7 +81,7 @@ def test_cuda_calls_are_queued_behind_a_spin_and_awaited_once_per_flight() -> No
 def test_a_sequence_calls_everything_exactly_once() -> None:
     cuda = FakeCuda(call_ms=1.0)
     numbers: list[int] = []
-    CudaBackend(0, cuda=cuda).time_sequence(numbers.append, count=70)
+    CudaBackend(0, cuda=cuda).time_calls(numbers.append, repeats=70, once=True)
     assert numbers == list(range(70))
 
 
@@ -122,7 +122,7 @@ def test_a_slow_host_makes_the_next_spin_of_a_sequence_longer() -> None:
         now[0] += 1e-3
 
     backend = CudaBackend(0, cuda=Spinning(1.0), clock=lambda: now[0])
-    backend.time_sequence(slow, count=128)
+    backend.time_calls(slow, repeats=128, once=True)
     # Two spins of 64 calls each; the host turned out to need 1 ms a call, twice that is allowed.
     assert spins[1] == pytest.approx(2.5e9 * 2 * 64e-3, rel=0.01)
     assert spins[1] > 5 * spins[0]
