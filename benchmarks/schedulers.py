@@ -1,17 +1,21 @@
 """Replay 512 jobs on 512 GPUs: what good estimates are worth to schedulers.
 
 Jobs of traced CNN, RNN, GAN and Transformer models on two clusters, at two arrival
-rates, three seeds: every policy, then max-min and greedy policies on speeds that are off by a known
-amount or learnt in the replay.
+rates, three seeds: every policy; then, on a quarter of the first cluster, elastic policies on
+speeds that are off by a known amount or learnt in the replay.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import chain, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,10 @@ POLICIES = (
 )
 ELASTIC = ("max-min", "afs", "optimus")
 ERRORS = (0.0, 0.10, 0.25, 0.50)
-SEEDS, RATES = (0, 1, 2), (60.0, 20.0)
+SEEDS, RATES, JOBS = (0, 1, 2), (60.0, 20.0), 512
+# As many jobs per device and second on a quarter of the devices: learnt speeds are fitted again for
+# every shape on which a job is seen.
+WRONG_ON, WRONG_RATE, WRONG_JOBS = "16x8:dgx-a100", 240.0, 128
 # Replays of one cluster, rate of arrivals and seed are compared.
 WHERE = ("cluster", "arrivals_every_s", "seed")
 GOAL = (CLUSTERS[0], RATES[0], "max-min", "engine")
@@ -48,6 +55,7 @@ Graphs = dict[str, list[est.OpGraph]]
 Case = dict[str, Any]
 
 
+@lru_cache(maxsize=1)
 def traced(folder: Path) -> Graphs:
     """Every model, looked at once; graphs kept in the folder are read."""
     graphs: Graphs = {}
@@ -86,11 +94,15 @@ def replayed(
     return about | found
 
 
-def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
+def policies(
+    folder: Path, cluster: str, every_s: float, seed: int, count: int = JOBS
+) -> Iterator[Case]:
     """Policies with the engine's speeds, max-min also with perfect ones.
 
-    On unlike machines it is also told that all are as fast as the first type.
+    On unlike machines it is also told that all are as fast as the first type. The folder keeps
+    traced graphs.
     """
+    graphs = traced(folder)
     jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true, believed = TrueSpeeds(jobs, seed), EngineSpeeds()
     about = {"part": "policies", "arrivals_every_s": every_s, "seed": seed}
@@ -104,11 +116,12 @@ def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int
                 yield about | replayed(cluster, jobs, policy, true, equal, "all equal")
 
 
-def errors(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
+def errors(folder: Path, seed: int) -> Iterator[Case]:
     """Elastic policies on speeds that are off by a known amount, or learnt in the replay."""
-    jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
+    cluster, about = WRONG_ON, {"part": "errors", "arrivals_every_s": WRONG_RATE, "seed": seed}
+    how: Any = {"jobs": WRONG_JOBS, "arrivals_every_s": WRONG_RATE, "seed": seed}
+    jobs = drawn_jobs(traced(folder), Nodes.parse(cluster), **how)
     true = TrueSpeeds(jobs, seed)
-    about = {"part": "errors", "arrivals_every_s": every_s, "seed": seed}
     for policy in ELASTIC:
         believed: dict[str, Speeds] = {
             f"off by {error:.0%}": MistakenSpeeds(true, error, jobs, seed) for error in ERRORS
@@ -173,16 +186,34 @@ def draw(cases: list[Case], path: Path) -> None:
     figure.savefig(path)
 
 
+def in_processes(parts: Iterable[Callable[[], Iterable[Case]]]) -> Iterator[list[Case]]:
+    """What each part finds, in as many processes as there are cores, in order.
+
+    Fits of a few numbers take several threads of a linear algebra library more time than one.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(_cases, part) for part in parts]:
+            yield future.result()
+
+
+def _cases(part: Callable[[], Iterable[Case]]) -> list[Case]:
+    return list(part())
+
+
 def run(options: Options) -> list[Case]:
-    """Replay every policy on both clusters; what error costs on the first; draw that."""
-    graphs, plans, wrong = traced(options.work), list[Case](), list[Case]()
-    seeds, jobs = ((0,), 128) if options.quick else (SEEDS, 512)
-    clusters, rates = (CLUSTERS[:1], RATES[:1]) if options.quick else (CLUSTERS, RATES)
-    for cluster, every_s, seed in product(clusters, rates, seeds):
-        plans += policies(graphs, cluster, every_s, seed, jobs)
-        # What error costs is asked of one cluster and rate.
-        if not options.quick and (cluster, every_s) == (CLUSTERS[0], RATES[0]):
-            wrong += errors(graphs, cluster, every_s, seed, jobs)
-    if find_spec("matplotlib") and wrong:
+    """Replay every policy on both clusters; what error costs on a quarter of one; draw that."""
+    traced(options.work)
+    if options.quick:
+        return [*gains([*policies(options.work, CLUSTERS[0], RATES[0], seed=0, count=128)])]
+    where = product(CLUSTERS, RATES, SEEDS)
+    parts = [
+        *(partial(errors, options.work, seed) for seed in SEEDS),
+        *(partial(policies, options.work, *place) for place in where),
+    ]
+    cases = list(chain.from_iterable(in_processes(parts)))
+    wrong = [case for case in cases if case["part"] == "errors"]
+    if find_spec("matplotlib"):
         draw(wrong, options.work / "schedulers.svg")
+    plans = [case for case in cases if case["part"] == "policies"]
     return [*gains(plans), *costs_of_errors(wrong)]

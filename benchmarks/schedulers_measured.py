@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from published.rows import parsed
 from published.scheduler_sources import pollux, sia
 from records import say
 from replay_speeds import REQUESTS, FittedSpeeds, sample_counts
-from schedulers import SEEDS, Case, gains, replayed
+from schedulers import SEEDS, Case, gains, in_processes, replayed
 
 import estimator as est
 from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
@@ -229,6 +230,6 @@ def run(options: Options) -> list[Case]:
             continue
         true, graphs = measured(path, store, home)
         pairs = ONE_TYPE if table == "pollux_t4" else TYPES
-        for seed in SEEDS:
-            replays += cases(cluster, true, graphs, JOBS, seed, pairs)
+        parts = [partial(cases, cluster, true, graphs, JOBS, seed, pairs) for seed in SEEDS]
+        replays += chain.from_iterable(in_processes(parts))
     return [*gains(replays)]

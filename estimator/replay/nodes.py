@@ -75,13 +75,14 @@ class Nodes:
         self.free_on = [node.devices for node in nodes]
         self.holders: list[dict[str, int]] = [{} for _ in nodes]
         self.is_down = [False] * len(nodes)
-        self._total: dict[str, int] = {}
-        for node in nodes:
-            self._total[node.machine] = self._total.get(node.machine, 0) + node.devices
         self._of = {
             machine: [index for index, node in enumerate(nodes) if node.machine == machine]
             for machine in self.machines
         }
+        devices_of = {m: [nodes[index].devices for index in self._of[m]] for m in self.machines}
+        self._size = {machine: sum(devices) for machine, devices in devices_of.items()}
+        self._largest = {machine: max(devices) for machine, devices in devices_of.items()}
+        self._total = dict(self._size)
         # Switches above each node, the root first.
         self._switches = [
             cluster.switches_above(node.host)[::-1] if cluster and node.host else ()
@@ -136,7 +137,7 @@ class Nodes:
 
     def size(self, machine: str) -> int:
         """Devices of all nodes of a machine type, those that are down too."""
-        return sum(self.nodes[index].devices for index in self._of[machine])
+        return self._size[machine]
 
     def set_down(self, index: int, is_down: bool) -> None:
         """Take a node out, or back in."""
@@ -152,7 +153,7 @@ class Nodes:
 
     def per_node(self, machine: str) -> int:
         """Devices of the largest node of a machine type."""
-        return max(self.nodes[index].devices for index in self._of[machine])
+        return self._largest[machine]
 
     def packed(self, machine: str, count: int) -> AllocationShape:
         """The shape that `count` devices have by the rule on an empty cluster."""

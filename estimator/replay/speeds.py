@@ -58,14 +58,22 @@ class EngineSpeeds:
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape; inf where the job does not fit."""
-        batch = global_batch or job.global_batch
-        kind = job.speed_key
+        kind, batch = job.speed_key, global_batch or job.global_batch
         keys = [(kind, batch, shape) for shape in shapes]
-        missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
-        if missing:
-            for shape, step_s in _step_times_s(job, missing, batch, self._cluster).items():
-                self._known[kind, batch, shape] = step_s
+        if any(key not in self._known for key in keys):
+            self.ask((job, shape, batch) for shape in shapes)
         return [self._known[key] for key in keys]
+
+    def ask(self, steps: Iterable[tuple[Job, AllocationShape, int | None]]) -> None:
+        """Work out steps of many jobs and global batches, those of jobs alike in one table."""
+        missing: dict[Hashable, tuple[Job, dict[_Step, None]]] = {}
+        for job, shape, global_batch in steps:
+            kind, batch = job.speed_key, global_batch or job.global_batch
+            if (kind, batch, shape) not in self._known:
+                missing.setdefault(kind, (job, {}))[1][shape, batch] = None
+        for kind, (job, asked) in missing.items():
+            for (shape, batch), step_s in _step_times_s(job, asked, self._cluster).items():
+                self._known[kind, batch, shape] = step_s
 
 
 class TrueSpeeds:
@@ -102,10 +110,10 @@ class TrueSpeeds:
         """Seconds of one optimizer step on each shape; inf where the job does not fit."""
         batch = global_batch or job.global_batch
         keys = [(job.name, batch, shape) for shape in shapes]
-        missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
+        missing = [(shape, batch) for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
-            factors = self.factors[job.name]
-            for shape, step_s in _step_times_s(job, missing, batch, self._cluster, factors).items():
+            step_s_of = _step_times_s(job, missing, self._cluster, self.factors[job.name])
+            for (shape, _), step_s in step_s_of.items():
                 factor = self._allocation_factor(job, shape)
                 self._known[job.name, batch, shape] = step_s * factor
         return [self._known[key] for key in keys]
@@ -197,25 +205,32 @@ class SharedLinks:
         return key, self._senders[key]
 
 
+# Devices, and the global batch.
+_Step = tuple[AllocationShape, int]
+
+
 def _step_times_s(
     job: Job,
-    shapes: Sequence[AllocationShape],
-    global_batch: int,
+    steps: Iterable[_Step],
     cluster: Cluster | None,
     calibration: Calibration | None = None,
-) -> dict[AllocationShape, float]:
-    """The engine's step times of one job, a table for each number of micro-batches."""
-    step_s: dict[AllocationShape, float] = {}
-    by_split: dict[tuple[int, bool], list[AllocationShape]] = {}
-    for shape in dict.fromkeys(shapes):
-        _, micro_batches = job.split(shape.ranks, global_batch)
-        by_split.setdefault((micro_batches, bool(shape.also)), []).append(shape)
-    for (micro_batches, is_mixed), rows in by_split.items():
-        batches = np.array([job.split(row.ranks, global_batch)[0] for row in rows])
+) -> dict[_Step, float]:
+    """The engine's step times of one job, a table for each number of micro-batches.
+
+    Unlike devices share a global batch by speed: a table for each batch.
+    """
+    step_s: dict[_Step, float] = {}
+    tables: dict[tuple[int, int | None], list[_Step]] = {}
+    for shape, batch in dict.fromkeys(steps):
+        _, micro_batches = job.split(shape.ranks, batch)
+        tables.setdefault((micro_batches, batch if shape.also else None), []).append((shape, batch))
+    for (micro_batches, mixed_batch), rows in tables.items():
+        is_mixed = mixed_batch is not None
+        batches = np.array([job.split(shape.ranks, batch)[0] for shape, batch in rows])
         table = estimate_many(
             job.graph,
-            [str(row) for row in rows],
-            global_batch=global_batch if is_mixed else None,
+            [str(shape) for shape, _ in rows],
+            global_batch=mixed_batch,
             batch_per_gpu=None if is_mixed else batches,
             accumulation_steps=micro_batches,
             strategy=job.strategy,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from estimator.errors import WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes
-from estimator.replay.speeds import Speeds
+from estimator.replay.speeds import EngineSpeeds, Speeds
 
 CurveKey = tuple[str, int | None, int | None]
 
@@ -130,15 +130,40 @@ class View:
         machine: str | None = None,
         global_batch: int | None = None,
     ) -> float:
-        """Believed throughput on any one count; 0 where the job does not fit."""
-        curve = self.curve(job, machine, global_batch)
-        if count in curve:
-            return curve[count]
-        key = machine or self.machine, None, global_batch
-        between = self.known[job.name].setdefault(key, {})
+        """Believed throughput on any one count; 0 where the job does not fit.
+
+        Of a batch chosen for one count no other counts are asked.
+        """
+        kind = machine or self.machine
+        known = self.known.setdefault(job.name, {})
+        if global_batch is None:
+            known_rates = self.curve(job, kind)
+        else:
+            known_rates = known.get((kind, self.nodes.total(kind), global_batch), {})
+        if count in known_rates:
+            return known_rates[count]
+        between = known.setdefault((kind, None, global_batch), {})
         if count not in between:
-            between[count] = self.samples_per_s(job, [count], machine, global_batch)[0]
+            between[count] = self.samples_per_s(job, [count], kind, global_batch)[0]
         return between[count]
+
+    def ask(self, rates: Iterable[tuple[Job, int, int | None]]) -> None:
+        """Have rates of (job, count, global batch) worked out together, where speeds can do that.
+
+        `rate` finds them then; without it each is asked for by itself.
+        """
+        if not isinstance(self.believed, EngineSpeeds):
+            return
+        kind, known = self.machine, self.known
+        missing = {
+            (job, count, batch)
+            for job, count, batch in rates
+            if count not in known.get(job.name, {}).get((kind, None, batch), ())
+        }
+        packed = self.nodes.packed
+        # A set of jobs has another order in each process.
+        ordered = sorted(missing, key=lambda rate: (rate[0].name, rate[1], rate[2] or 0))
+        self.believed.ask((job, packed(kind, count), batch) for job, count, batch in ordered)
 
     def rate_of(self, job: Job, grant: Grant) -> float:
         """Believed throughput on a grant, of several machine types too, packed."""

@@ -292,6 +292,35 @@ def test_ones_grows_the_batch_with_the_devices_up_to_its_limit() -> None:
         assert grant.global_batch == 4 * most
 
 
+def test_rates_asked_together_are_those_asked_one_by_one() -> None:
+    nodes = Nodes((ReplayNode("t4-g4dn", 4), ReplayNode("t4-g4dn", 4)))
+    job = replace(real_job(), most_global_batch=256)
+    rates = [(job, 1, 64), (job, 2, 128), (job, 2, 96), (job, 8, 128), (job, 2, None)]
+    together, alone = EngineSpeeds(), EngineSpeeds()
+    view = View(now_s=0, jobs=[], nodes=nodes, believed=together)
+    view.ask(rates)
+    for of_job, count, batch in rates:
+        shape = nodes.packed("t4-g4dn", count)
+        (step_s,) = alone.step_times_s(of_job, [shape], batch)
+        asked = batch or of_job.global_batch
+        assert view.rate(of_job, count, None, batch) == asked / step_s
+
+
+def test_of_a_batch_chosen_for_a_count_no_other_count_is_asked() -> None:
+    asked = []
+
+    class Asked(Table):
+        def step_times_s(self, job, shapes, global_batch=None):  # type: ignore[no-untyped-def]
+            asked.extend((shape.ranks, global_batch) for shape in shapes)
+            return super().step_times_s(job, shapes, global_batch)
+
+    one = waiting("a", 10, most_global_batch=64)
+    nodes = Nodes((ReplayNode("m", 4),))
+    view = View(now_s=0, jobs=[one], nodes=nodes, believed=Asked(a=(1, 2, 4)))
+    assert view.rate(one.job, 2, None, 16) == 2
+    assert asked == [(2, 16)]
+
+
 def test_a_plan_that_names_taken_devices_is_refused() -> None:
     nodes = Nodes((ReplayNode("m", 2), ReplayNode("m", 2)))
     nodes.take("a", 2, "m", ((0, 2),))

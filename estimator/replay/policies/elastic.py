@@ -111,14 +111,17 @@ class _Climbs:
         """Who takes the next step by the rule, of those whose step fits and brings something."""
         open_s = np.where(self._needed <= free, self._remaining_s, np.inf)
         chosen: int | None = None
-        while True:
-            shortest = int(np.argmin(open_s)) if len(open_s) else 0
-            if not len(open_s) or open_s[shortest] == np.inf:
-                return chosen
+        while len(open_s):
+            shortest = int(open_s.argmin())
+            if open_s[shortest] == np.inf:
+                break
             chosen = shortest
             # Longer jobs that gain more than the chosen one; the shortest of them is asked next.
-            longer = open_s > open_s[chosen]
-            open_s[~(longer & (self._gain_as_longer > self._gain_as_shorter[chosen]))] = np.inf
+            stays = (open_s > open_s[chosen]) & (
+                self._gain_as_longer > self._gain_as_shorter[chosen]
+            )
+            open_s = np.where(stays, open_s, np.inf)
+        return chosen
 
     def rise(self, number: int) -> int:
         """Take a job to its next count; the devices that this takes."""

@@ -86,13 +86,20 @@ class Ones(Pools):
             child = self._refilled(self._child(first, second, jobs), jobs)
             ordered = reordered(child.holders, parents[0].holders)
             candidates.append(Genome(ordered, child.batches))
-        scores = [self._score(one, jobs, view) for one in candidates]
+        counts = [_counts(one.holders) for one in candidates]
+        view.ask(
+            (jobs[number].job, count, one.batches[number])
+            for one, held in zip(candidates, counts, strict=True)
+            for number, count in held.items()
+            if number in one.batches
+        )
+        scores = [self._score(*one, jobs, view) for one in zip(candidates, counts, strict=True)]
         fittest = np.argsort(scores, kind="stable")[:POPULATION]
         self._populations[view.machine] = [candidates[i] for i in fittest]
-        holders, batches = candidates[fittest[0]]
+        batches = candidates[fittest[0]].batches
         return {
             jobs[number].job.name: Grant(count, view.machine, batches.get(number))
-            for number, count in _counts(holders).items()
+            for number, count in counts[fittest[0]].items()
         }
 
     def _child(self, first: Genome, second: Genome, jobs: Mapping[int, _Contender]) -> Genome:
@@ -161,10 +168,16 @@ class Ones(Pools):
         }
         return Genome(filled, batches)
 
-    def _score(self, schedule: Genome, jobs: Mapping[int, _Contender], view: View) -> float:
+    def _score(
+        self,
+        schedule: Genome,
+        counts: Mapping[int, int],
+        jobs: Mapping[int, _Contender],
+        view: View,
+    ) -> float:
         """Device time that the scheduled jobs still need; the lower the better."""
         total = 0.0
-        for number, count in _counts(schedule.holders).items():
+        for number, count in counts.items():
             rate = view.rate(jobs[number].job, count, None, schedule.batches.get(number))
             if not rate:
                 return math.inf
