@@ -371,22 +371,37 @@ def sweep(
     graph: OpGraph,
     patterns: str | Sequence[str],
     *,
+    strategies: Sequence[str | Strategy] | None = None,
     executor: Executor | None = None,
     **options: Unpack[Options],
 ) -> list[SweepRow]:
     """Every allocation of patterns such as ``1..8x1,8:h100-sxm``, estimated on its own.
 
-    Rows that cannot be answered keep their reason; `options` are those of `estimate`. Raises the
-    first reason where none can be answered, AllocationError for a text that is no pattern.
+    With `strategies` each allocation has a row for each of them, the fastest first; ``["places"]``
+    compares where gradients are merged and parameters updated: on devices, hosts, servers. Rows
+    that cannot be answered keep their reason; `options` are those of `estimate`. Raises the first
+    reason where none can be answered, AllocationError for a text that is no pattern.
 
     >>> import estimator as est, torch
     >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
     >>> [row.allocation for row in est.sweep(graph, "1x1..2:t4-g4dn")]
     ['1x1:t4-g4dn', '1x2:t4-g4dn']
     """
+    from estimator.advise.scaling import expand_pattern, rank_strategies
     from estimator.advise.scaling import sweep as sweep_of
 
     listed = [patterns] if isinstance(patterns, str) else patterns
+    if strategies is not None:
+
+        def answer_of(strategy: Strategy, text: str) -> Estimate:
+            return _swept(graph, {**options, "strategy": strategy}, text)
+
+        texts = [text for pattern in listed for text in expand_pattern(pattern)]
+        return [
+            row
+            for text in texts
+            for row in rank_strategies(text, strategies, partial(answer_of, text=text))
+        ]
     return sweep_of(listed, partial(_swept, graph, options), executor=executor)
 
 

@@ -198,6 +198,10 @@ class SweepRow:
         names: tuple[str, ...] = ("ranks", *_STEP, "efficiency_ratio", *_MEMORY)
         if self.strategy is not None:
             row["strategy"], names = str(self.strategy), (*_STEP, *_MEMORY)
+            row["merged_on"] = self.strategy.merged_on
+            row["updated_on"] = self.strategy.updated_on
+            if self.answer is not None:
+                row["communication_exposed_s"] = self.answer.breakdown.communication_exposed_s
         if self.batch is not None:
             row["batch_per_gpu"], names = self.batch, ("global_batch", *_STEP, *_MEMORY)
         row["refusal"] = self.refusal or None
@@ -300,6 +304,20 @@ def _efficiency(
     return ratio * (linear_step_s(smallest, share=share) / smallest.step_time_s)
 
 
+PLACES = "places"
+
+
+def merging_places(allocation: str) -> list[Strategy]:
+    """One strategy for each place to merge gradients and to update: devices, hosts, servers.
+
+    BytePS adds up within a node first, wherever it merges then; there are as many servers
+    elsewhere as nodes of workers.
+    """
+    nodes = sum(group.nodes for group in Allocation.parse(allocation).groups)
+    texts = "ddp", "ps:beside,local,sum", "ps:beside,local", f"ps:{nodes},local,sum"
+    return [Strategy.parse(text) for text in (*texts, f"ps:{nodes},local")]
+
+
 def rank_strategies(
     allocation: str,
     strategies: Sequence[str | Strategy],
@@ -307,12 +325,16 @@ def rank_strategies(
 ) -> list[SweepRow]:
     """The strategies by step time; those that do not fit come later, those without answer last.
 
-    Raises StrategyError where no strategy is given, the error of the first one if none can be
-    answered.
+    ``places`` stands for those of `merging_places`. Raises StrategyError where no strategy is
+    given, the error of the first one if none can be answered.
     """
     if not strategies:
         raise StrategyError("there is no strategy to choose from; name some, such as ddp and ps:1")
-    parsed = [Strategy.parse(text) for text in strategies]
+    parsed = [
+        strategy
+        for text in strategies
+        for strategy in (merging_places(allocation) if text == PLACES else [Strategy.parse(text)])
+    ]
     # Where the profile lacks what one needs, or it cannot divide the ranks, there are the others.
     refusals = (ProfileError, StrategyError)
     answers = [_tried(partial(answer_of, strategy), refusals) for strategy in parsed]

@@ -198,7 +198,7 @@ def trace(out: Path, target: DeviceKind, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
-@click.option("--strategies", help="Compare these instead, as in 'ddp zero1 ps:2,async'.")
+@click.option("--strategies", help="Compare these, as in 'ddp zero1 ps:2,async', or 'places'.")
 @click.pass_context
 def sweep(
     context: click.Context,
@@ -216,8 +216,9 @@ def sweep(
     Ranges such as 1..8 or lists such as 1,2,4 stand where an allocation has a number of nodes or
     devices. "Of linear" is throughput per rank over that of the smallest allocation, with the same
     share of the update. With --strategies every allocation lists them by step time, the fastest
-    first; with several batches it lists these, doubled from the first to the last of a range, and
-    marks the largest that fits.
+    first; 'places' are one for each place where gradients are merged and parameters updated:
+    device, host, server. With several batches it lists these, doubled from the first to the last of
+    a range, and marks the largest that fits.
     """
     from estimator.advise.scaling import sweep_csv
     from estimator.report.sections import batches_sections, strategies_sections, sweep_sections
@@ -298,9 +299,10 @@ def _by_batch(
 def _by_strategy(
     request: Request, patterns: Sequence[str], strategies: Sequence[str]
 ) -> list[SweepRow]:
+    from estimator.advise.scaling import PLACES
     from estimator.workload import Strategy
 
-    wanted = [Strategy.parse(text) for text in strategies]
+    wanted = [text if text == PLACES else Strategy.parse(text) for text in strategies]
     allocations, graph, counting = _swept(request, patterns, request)
     return [row for text in allocations for row in counting.ranked(graph, text, wanted)]
 

@@ -324,7 +324,7 @@ class Request:
 
     @waiting("estimating")
     def ranked(
-        self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]
+        self, graph: OpGraph, allocation: str, strategies: Sequence[str | Strategy]
     ) -> list[SweepRow]:
         """Estimates on an allocation under each strategy instead of the request's, best first."""
         from estimator.advise.scaling import rank_strategies

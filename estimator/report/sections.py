@@ -288,18 +288,26 @@ def batches_sections(rows: Sequence[SweepRow]) -> list[Section]:
 
 def strategies_sections(rows: Sequence[SweepRow]) -> list[Section]:
     """One row a strategy, the fastest of each allocation first."""
-    known = [(row, row.answer) for row in rows if row.answer is not None]
-    first = known[0][1]
+    known = [
+        (row.allocation, row.strategy, row.answer)
+        for row in rows
+        if row.answer is not None and row.strategy is not None
+    ]
+    first = known[0][2]
+    # Where it is asked where gradients are merged, and what is exposed by that.
+    places = len({strategy.merged_on for _, strategy, _ in known}) > 1
+    cells = []
+    for allocation, strategy, answer in known:
+        exposed = format_seconds(answer.breakdown.communication_exposed_s)
+        place = (strategy.merged_on, strategy.updated_on, exposed) if places else ()
+        held = _held_back_by(answer), _fits(answer)
+        numbers = format_interval(answer), _rate(answer)
+        cells.append((allocation, str(strategy), *place, *held, *numbers))
+    columns = ("merged on", "updated on", "exposed") if places else ()
     section = _compared(
         f"{first.model}, {first.optimizer}, {first.mode}",
-        ("allocation", "strategy", "bottleneck", "memory", "step", "samples/s"),
-        [
-            (
-                *(row.allocation, str(row.strategy), _held_back_by(answer), _fits(answer)),
-                *(format_interval(answer), _rate(answer)),
-            )
-            for row, answer in known
-        ],
+        ("allocation", "strategy", *columns, "bottleneck", "memory", "step", "samples/s"),
+        cells,
         numbers=2,
     )
     return [section, _left_out(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)]

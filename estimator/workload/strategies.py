@@ -28,6 +28,8 @@ from estimator.workload.recipe import PARAMETER_BYTES, parameter_dtype
 DEFAULT_BUCKET_CAP_BYTES = 25 * MIB
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 _MOST_BUCKET_BYTES, _MOST_RATE = 10**15, 1e15
+# Of which a large model has a million.
+_LEAST_PART = 1 << 16
 
 
 # More samples than any training set has in a step, and more micro-batches than any step.
@@ -147,6 +149,16 @@ class Strategy(ABC):
     def updates_on_host(self) -> bool:
         """Whether the optimizer runs on the host."""
         return False
+
+    @property
+    def merged_on(self) -> str:
+        """Where gradients are added up: device, host or server."""
+        return "device"
+
+    @property
+    def updated_on(self) -> str:
+        """Where parameters are updated: device, host or server."""
+        return "host" if self.updates_on_host else "device"
 
     def divides(self, ranks: Any) -> Any:
         """Whether the ranks can be divided as it asks: of one number, or of each in an array.
@@ -454,28 +466,53 @@ class FSDP(Strategy):
 class ParameterServers(Bucketed):
     """``ps``: `servers` parameter servers update, each on a node of its own.
 
-    Synchronous unless `asynchronous`; their networks carry `server_bytes_per_s` each way, None: as
-    much as the slowest worker's.
+    With `on_workers` there is one more on the processors of each node of workers. With `local` the
+    devices of a node add up their gradients first, and each of them pushes its part. With
+    `sums_only` servers add up gradients and workers update, as BytePS' summation service does.
+    Tensors are cut in units of `part_bytes`, each of which one server has; None: every server has
+    an equal part of each bucket.
+
+    Synchronous unless `asynchronous`; the networks of servers on nodes of their own carry
+    `server_bytes_per_s` each way, None: as much as the slowest worker's.
     """
 
     name = "ps"
     keeps = Keeps("whole", "whole", "servers")
     searched = "nowhere"
     servers: int = _option("", _ranks, 0, place=0)
+    on_workers: bool = _option("beside", place=0)
+    local: bool = _option("local", place=0)
+    sums_only: bool = _option("sum", place=0)
     asynchronous: bool = _option("async", place=0)
+    part_bytes: int | None = _option("part", parse_size_bytes, None, place=0)
     server_bytes_per_s: float | None = _option(
         "link", parse_bandwidth_bytes_per_s, None, written=lambda rate: f"{rate:f}B/s", place=0
     )
 
     def __post_init__(self) -> None:
         Bucketed.__post_init__(self)
-        if self.servers < 1:
-            raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
+        if self.servers < 1 and not self.on_workers:
+            raise StrategyError(
+                "a parameter-server job has at least 1 server; write ps:1, or ps:beside"
+            )
+        if self.part_bytes is not None and not _LEAST_PART <= self.part_bytes <= _MOST_BUCKET_BYTES:
+            raise StrategyError(
+                f"servers have parts of {_LEAST_PART} to {_MOST_BUCKET_BYTES:g} bytes, found "
+                f"{self.part_bytes}; write a size such as 4MB"
+            )
         rate = self.server_bytes_per_s
         if rate is not None and not 1 / _MOST_RATE <= rate <= _MOST_RATE:
             raise StrategyError(
                 f"a server's link has a positive rate, found {rate:g} B/s; write 1Gbit/s"
             )
+
+    @property
+    def merged_on(self) -> str:
+        return "host" if not self.servers else "server and host" if self.on_workers else "server"
+
+    @property
+    def updated_on(self) -> str:
+        return "device" if self.sums_only else self.merged_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

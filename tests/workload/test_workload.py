@@ -32,12 +32,30 @@ def test_parsing_undoes_printing(strategy: Strategy) -> None:
     assert Strategy.parse(str(strategy)) == strategy
 
 
-@given(some.integers(1, 1000), some.none() | some.integers(1, 10**12), some.booleans())
-def test_parsing_undoes_printing_of_servers(
-    servers: int, rate: int | None, asynchronous: bool
-) -> None:
-    strategy = ParameterServers(servers=servers, server_bytes_per_s=rate, asynchronous=asynchronous)
+servers_of_jobs = some.builds(
+    ParameterServers,
+    servers=some.integers(1, 1000),
+    server_bytes_per_s=some.none() | some.integers(1, 10**12),
+    part_bytes=some.none() | some.integers(1 << 16, 10**9),
+    **{name: some.booleans() for name in ("asynchronous", "on_workers", "local", "sums_only")},
+)
+
+
+@given(servers_of_jobs)
+def test_parsing_undoes_printing_of_servers(strategy: ParameterServers) -> None:
     assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_servers_are_somewhere_and_have_parts_of_a_size() -> None:
+    assert Strategy.parse("ps:beside").merged_on == "host"
+    assert Strategy.parse("ps:2,beside,sum").merged_on == "server and host"
+    assert Strategy.parse("ps:2,beside,sum").updated_on == "device"
+    assert Strategy.parse("ps:2").updated_on == "server"
+    assert Strategy.parse("fsdp:offload").updated_on == "host"
+    with pytest.raises(StrategyError, match="at least 1 server"):
+        Strategy.parse("ps:local")
+    with pytest.raises(StrategyError, match="parts of 65536"):
+        Strategy.parse("ps:1,part=1KB")
 
 
 def test_the_link_of_servers_is_read_as_a_rate() -> None:

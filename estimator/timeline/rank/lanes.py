@@ -476,8 +476,8 @@ class HostCopies:
         return cls(
             parameters_bytes=passes.gathered_bytes * stored_ratio,
             gradients_bytes=passes.gradient_bytes * stored_ratio,
-            h2d=_links(profiles, "h2d"),
-            d2h=_links(profiles, "d2h"),
+            h2d=host_links(profiles, "h2d"),
+            d2h=host_links(profiles, "d2h"),
         )
 
     def to_device_s(self, groups: Sequence[ProcessGroup]) -> Any:
@@ -497,7 +497,7 @@ def copies_of_one_rank_s(profile: MachineProfile, passes: ShardedPasses) -> floa
     return float(to_device_s[list(passes.gathered)].sum() + to_host_s[[0, *passes.reduced]].sum())
 
 
-def _links(
+def host_links(
     profiles: Sequence[MachineProfile], kind: Literal["h2d", "d2h"]
 ) -> tuple[Lookup, Lookup]:
     """(latency, bytes a second) of each machine's pinned copies."""
@@ -506,7 +506,7 @@ def _links(
         alike = [link for link in profile.links if link.kind == kind]
         if not alike:
             raise ProfileError(
-                f"profile '{profile.name}' has no {kind} link, over which shards reach the host; "
+                f"profile '{profile.name}' has no {kind} link, over which tensors reach the host; "
                 "run 'estimator probe' on a machine with GPUs"
             )
         link = max(alike, key=lambda one: one.pinned)

@@ -376,7 +376,7 @@ def added_to_update(
         loops = strategy.updates_on_host or graph.target == "cpu"
         host_s = fixed_s = _clip_host_s(trained, loops, machine[0])
         if strategy.updates_on_host:
-            device_s = _moved_by_host_s(moved_bytes, graph, machine[0])
+            device_s = moved_by_host_s(moved_bytes, graph, machine[0])
         else:
             device_s = _moved_s(moved_bytes, *machine)
         if strategy.keeps.state == "shard" and not strategy.cuts_tensors:
@@ -427,8 +427,8 @@ def _moved_s(moved_bytes: float, profile: MachineProfile, devices_busy: int, cac
     return float(memory_bound_s(profile, "aten.add_.Tensor", [elements], devices_busy, cache)[0])
 
 
-def _moved_by_host_s(moved_bytes: float, graph: OpGraph, profile: MachineProfile) -> float:
-    """At the rate of an update on the host, which is bound by memory too."""
+def moved_by_host_s(moved_bytes: float, graph: OpGraph, profile: MachineProfile) -> float:
+    """Seconds to move bytes at the rate of an update on the host, which is bound by memory too."""
     element_s = cost_of_update(profile, graph.optimizer, "cpu").per_parameter_s
     return moved_bytes * element_s / RULES[graph.optimizer].bytes_of(_FP32_BYTES)
 

@@ -275,6 +275,8 @@ strategies = some.sampled_from(
         "fsdp:no_sync",
         "ps:2,bucket=64KiB",
         "ps:3,async,link=2Gbit/s",
+        "ps:beside,local,sum",
+        "ps:2,beside,part=64KiB",
     ]
 )
 counted = some.sampled_from(sorted(DEVICES)).flatmap(

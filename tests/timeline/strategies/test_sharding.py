@@ -42,7 +42,11 @@ def test_sharding_divides_the_update_and_the_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [*(name for name in NAMES if name != "ps"), "ps:2", "ps:2,async"]
+    "strategy",
+    [
+        *(name for name in NAMES if name != "ps"),
+        *("ps:2", "ps:2,async", "ps:beside", "ps:beside,local,sum", "ps:2,beside,part=1000000"),
+    ],
 )
 def test_every_strategy_answers_with_a_breakdown_that_sums_to_its_spans(strategy: str) -> None:
     found = answer(strategy) if not strategy.startswith("ps") else across(strategy)
@@ -59,6 +63,7 @@ def test_every_strategy_answers_with_a_breakdown_that_sums_to_its_spans(strategy
         ("zero2", "reducing gradients and gathering parameters of 4", "reduce-scatter bucket 0"),
         ("fsdp", "gathering parameters and reducing gradients of 4", None),
         ("ps:2", "sending gradients of 4 ranks to 2 parameter servers", "push, pull bucket 0"),
+        ("ps:beside", "sending gradients of 4 ranks to servers beside", "push, pull bucket 0"),
     ],
 )
 def test_texts_name_what_a_strategy_sends(
