@@ -1,10 +1,11 @@
 """Serve kube-scheduler (or Volcano) and Kubeflow: filter, prioritize and admit by estimates.
 
-    python examples/kubernetes_extender.py FOLDER [PORT]
+    python examples/kubernetes_extender.py FOLDER [PORT [CLUSTER.toml]]
 
 FOLDER holds graphs as 'estimator trace MODEL -o FOLDER/NAME.graph' writes them. A pod or TrainJob
 names one with the annotation throughput-estimator/graph: NAME; nodes have the label
-throughput-estimator/machine. The scheduler's configuration:
+throughput-estimator/machine. With a cluster file gangs are kept where their links are fastest. The
+scheduler's configuration:
 
     extenders:
       - urlPrefix: http://127.0.0.1:8322
@@ -28,6 +29,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,12 @@ MOST_BYTES = 64 << 20
 UNLIKE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-def server(folder: Path, port: int) -> ThreadingHTTPServer:
+def server(folder: Path, port: int, cluster: est.Cluster | None = None) -> ThreadingHTTPServer:
     """A server on loopback; port 0 is any that is free."""
     graphs: dict[str, est.OpGraph] = {}
+    verbs: dict[str, Any] = dict(VERBS)
+    for path in ("/prioritize", "/volcano/prioritize"):
+        verbs[path] = partial(verbs[path], cluster=cluster)
 
     def graph_of(name: str) -> est.OpGraph:
         if not re.fullmatch(r"[A-Za-z0-9][\w\-]{0,99}", name):
@@ -67,7 +72,7 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
 
         def do_POST(self) -> None:
             announced = self.headers.get("Content-Length", "")
-            if self.path not in VERBS:
+            if self.path not in verbs:
                 self.send_error(404)
                 return
             if not re.fullmatch("[0-9]{1,9}", announced) or not 0 < int(announced) <= MOST_BYTES:
@@ -75,7 +80,7 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
                 return
             try:
                 asked = parse_json(self.rfile.read(int(announced)))
-                answer: Any = VERBS[self.path](asked, graph_of)
+                answer: Any = verbs[self.path](asked, graph_of)
                 status = 200
             except (est.EstimatorError, *UNLIKE) as error:
                 # The extender protocol has a place for it.
@@ -94,6 +99,7 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 if __name__ == "__main__":
-    running = server(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 8322)
+    known = est.Cluster.load(sys.argv[3]) if len(sys.argv) > 3 else None
+    running = server(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 8322, known)
     print(f"listening on {running.server_address}", flush=True)
     running.serve_forever()

@@ -28,6 +28,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.integrations.schedulers import kubernetes, slurm
 from estimator.integrations.schedulers import launchers as skypilot
 from estimator.integrations.schedulers.launchers import nnodes, scaling_config, sizes, torchrun
+from estimator.placement.topology import Cluster, Node, Switch
 from tests.synthetic import perceptron
 
 
@@ -154,6 +155,74 @@ def test_the_fastest_node_has_the_highest_score(graph: OpGraph) -> None:
     score = round(10 * fast.step_time_s / slow.step_time_s)
     assert kubernetes.prioritized(gang, graph_of(graph))[0] == {"host": "slow", "score": score}
     assert score != expected
+
+
+RACKS = Cluster(
+    nodes={
+        name: Node(machine="a100-p4d", switch=name[0]) for name in ("a1", "a2", "b1", "b2", "b3")
+    },
+    switches={
+        "spine": Switch(),
+        "a": Switch(parent="spine", uplink_bytes_per_s=1.25e9),
+        "b": Switch(parent="spine", uplink_bytes_per_s=1.25e9),
+    },
+)
+
+
+def gang_scores(graph: OpGraph, names: str, members: str, placed: str = "") -> dict[str, int]:
+    asked = call(*(node(name, "a100-p4d") for name in names.split()))
+    annotations = asked["Pod"]["metadata"]["annotations"]
+    annotations |= {kubernetes.GANG: members, kubernetes.PLACED: placed}
+    found = kubernetes.prioritized(asked, graph_of(graph), RACKS)
+    return {each["host"]: each["score"] for each in found}
+
+
+def test_a_gang_is_kept_in_the_rack_of_its_placed_members(graph: OpGraph) -> None:
+    apart = estimate(graph, "b1[0-3]+a1[0-3]", cluster=RACKS)
+    together = estimate(graph, "b1[0-3]+b2[0-3]", cluster=RACKS)
+    other = round(10 * together.step_time_s / apart.step_time_s)
+    assert other < 10
+    assert gang_scores(graph, "a1 b2 b3", "2", "b1") == {"a1": other, "b2": 10, "b3": 10}
+    assert gang_scores(graph, "a2 b2", "2", "a1") == {"a2": 10, "b2": other}
+
+
+def test_the_first_of_a_gang_goes_where_all_of_it_has_room(graph: OpGraph) -> None:
+    # Three are never in rack a, of two nodes.
+    found = gang_scores(graph, "a1 a2 b1 b2 b3", "3")
+    assert found["b1"] == found["b2"] == found["b3"] == 10
+    assert found["a1"] == found["a2"] < 10
+    # Two may be in either.
+    assert set(gang_scores(graph, "a1 a2 b1 b2 b3", "2").values()) == {10}
+
+
+def test_members_on_one_node_are_more_devices_of_it(graph: OpGraph) -> None:
+    pair = kubernetes._Gang(RACKS, ["a1"], ["a1"])
+    assert pair.allocation("a1", 2, 4) == "a1[0-7]"
+    assert pair.allocation("b1", 3, 4) == "a1[0-3]+a2[0-3]+b1[0-3]"
+    assert pair.allocation("unknown", 2, 4) is None
+
+
+def test_labels_of_nodes_describe_a_cluster() -> None:
+    def labelled(name: str) -> dict[str, Any]:
+        labels = {kubernetes.SWITCHES: f"spine/{name[0]}", kubernetes.UPLINK: "10 Gbit/s"}
+        return {"metadata": {"name": name, "labels": {kubernetes.MACHINE: "a100-p4d"} | labels}}
+
+    nodes = [labelled(name) for name in RACKS.nodes]
+    assert kubernetes.cluster_of([*nodes, node("cpu", None)]) == RACKS
+    nodes[0]["metadata"]["labels"][kubernetes.UPLINK] = "fast"
+    with pytest.raises(WorkloadError, match="uplink"):
+        kubernetes.cluster_of(nodes)
+
+
+def test_volcano_says_itself_where_a_gang_is(graph: OpGraph) -> None:
+    own = task()
+    own["Pod"]["metadata"]["annotations"][kubernetes.GANG] = "2"
+    nodes = [info(node(name, "a100-p4d")) for name in ("a1", "a2", "b1", "b2")]
+    nodes[2]["Tasks"] = {"ns/train-0": {"Job": own["Job"]}}
+    asked = {"task": own, "nodes": nodes}
+    found = kubernetes.volcano_prioritized(asked, graph_of(graph), RACKS)["nodeScore"]
+    assert max(found, key=found.__getitem__) in ("b1", "b2")
+    assert found["a1"] < found["b2"]
 
 
 def test_pods_of_others_keep_all_nodes(graph: OpGraph) -> None:
