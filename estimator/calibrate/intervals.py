@@ -39,8 +39,6 @@ _PRIOR_POINTS = 200
 _SCATTER_SIGMAS = np.array([0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6])
 _INFLATIONS = np.array([0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0])
 _SPREAD_DEGREES_OF_FREEDOM = 6.0
-# How many pairs of runs of one step the usual noise counts for, beside those of the job.
-_USUAL_REPLICATES = 8.0
 # A row extrapolates when the standard deviation that is due to the parameters exceeds a third, or
 # when a count or the batch lies beyond four times the observed range.
 _EXTRAPOLATION_SIGMA = 0.3
@@ -113,21 +111,6 @@ def _normalised(log_density: Array) -> Array:
     """Probabilities that sum to 1, however small the largest of them is."""
     density = np.exp(log_density - log_density.max())
     return np.asarray(density / density.sum())
-
-
-def replicate_variance(
-    log_times: Array, weights: Array, row_of: NDArray[np.intp], usual: float
-) -> float:
-    """How much the variance between runs of one step exceeds the usual one: partial pooling.
-
-    `row_of` says which runs are of the same step; a run that is no outlier has the weight 1.
-    """
-    total = np.bincount(row_of, weights)
-    mean = np.bincount(row_of, weights * log_times) / total
-    squares = float(weights @ (log_times - mean[row_of]) ** 2)
-    freedom = float(np.maximum(total - 1, 0).sum())
-    pooled = (squares + _USUAL_REPLICATES * usual) / (freedom + _USUAL_REPLICATES)
-    return max(pooled - usual, 0.0)
 
 
 def away_from_others(log_times: Array, row_of: NDArray[np.intp]) -> tuple[Array, NDArray[np.bool_]]:

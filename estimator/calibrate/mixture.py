@@ -42,7 +42,7 @@ from estimator.calibrate.design import (
 from estimator.calibrate.performance_model import NODES, RANKS, Array
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
-_MOST_INPUTS = 512
+_MOST_INPUTS = 256
 # A quantile of the leave-one-out scores needs no more observations than this.
 _SCORED_OBSERVATIONS = 200
 

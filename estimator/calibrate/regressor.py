@@ -248,7 +248,6 @@ class StepTimeRegressor:
         if at is not None:
             data = self._of_today(data, np.asarray(at, dtype=float), hosts, expected)
             log_times = log_times + self.changes_.log_shift
-        row_of = data.distinct()[1]
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
         self._data = data
@@ -261,10 +260,6 @@ class StepTimeRegressor:
             self.observation_weights_,
         )
         self._observed = data.rows, log_times, engine_log_s
-        usual = design.noise_variance(np.zeros(1)).item()
-        self.replicate_variance_ = intervals.replicate_variance(
-            log_times, self.observation_weights_, row_of, usual
-        )
         return self
 
     @property
@@ -303,7 +298,7 @@ class StepTimeRegressor:
         """
         inflation = np.where(seen > 1, 1.0, self.spread_.inflation_variance)
         scatter = self.spread_.scatter_variance / (1 + seen)
-        return variance * inflation + scatter + self.replicate_variance_
+        return variance * inflation + scatter
 
     @property
     def scores_(self) -> Array:
@@ -403,10 +398,9 @@ class StepTimeRegressor:
         """Scores of steps that were seen again."""
         data = self._data
         model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
-        noise = design.noise_variance(model.sync_share) + self.replicate_variance_
-        row_of = data.distinct()[1]
-        away, is_repeated = intervals.away_from_others(data.log_times, row_of)
-        return np.asarray((away / np.sqrt(noise))[is_repeated])
+        noise = np.sqrt(design.noise_variance(model.sync_share))
+        away, is_repeated = intervals.away_from_others(data.log_times, data.distinct()[1])
+        return np.asarray((away / noise)[is_repeated])
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None

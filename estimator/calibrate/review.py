@@ -92,7 +92,7 @@ class Populations:
     def __str__(self) -> str:
         return (
             f"steps on {self.name} fall into two groups: {self.slower} of {self.steps} take "
-            f"{self.ratio:.2f} times as long as the others; name the unlike machines apart"
+            f"{self.ratio:.2f} times as long as the others; name unlike machines, or jobs, apart"
         )
 
 

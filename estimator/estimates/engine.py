@@ -361,16 +361,17 @@ class _LaidOutStep(NamedTuple):
         """What calibration is asked."""
         placement, request = self.mesh.placement, self.request
         groups = placement.allocation.groups
-        batches = self.batches or [0] * len(groups)
-        samples = sum(g.ranks * batch for g, batch in zip(groups, batches, strict=True))
+        batches = self.batches or (0,) * len(groups)
+        ranks, kinds = placement.ranks, placement.kinds
+        samples = sum([g.ranks * batch for g, batch in zip(groups, batches, strict=True)])
         return StepQuestion(
             job=job,
             workload=request.graph.workload,
-            machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
-            ranks=placement.ranks,
+            machines="+".join(sorted({kind.profile.name for kind in kinds})),
+            ranks=ranks,
             nodes=placement.nodes,
-            most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
-            batch=samples / placement.ranks,
+            most_on_node=max([kind.ranks_per_node for kind in kinds]),
+            batch=samples / ranks,
             accumulation_steps=request.accumulation_steps,
             strategy=request.strategy,
             layout=request.layout.apart_from_data,

@@ -14,7 +14,6 @@ from estimator.calibrate.intervals import (
     extrapolates,
     half_width,
     prior_scores,
-    replicate_variance,
     score_quantile,
 )
 
@@ -93,15 +92,6 @@ def test_a_job_with_few_observations_is_taken_to_be_like_others_on_its_machines(
 def test_no_interval_is_wider_than_one_that_says_nothing() -> None:
     found = half_width(np.ones(2), np.array([0.01, 9.0]))
     assert found == pytest.approx([0.1, 1.2])
-
-
-def test_runs_of_one_step_that_differ_widen_it() -> None:
-    # Two steps of two runs each, 20 % to either side: 4 · 0.2² / 2 degrees of freedom beside 8 runs
-    # of the usual noise of 3 %.
-    log_times, row_of = np.array([0.2, -0.2, 1.2, 0.8]), np.array([0, 0, 1, 1])
-    found = replicate_variance(log_times, np.ones(4), row_of, 0.03**2)
-    assert found == pytest.approx((4 * 0.04 + 8 * 0.0009) / 10 - 0.0009)
-    assert replicate_variance(log_times, np.ones(4), np.arange(4), 0.03**2) == 0.0
 
 
 def test_a_run_is_judged_by_the_other_runs_of_its_step() -> None:
