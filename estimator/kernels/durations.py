@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs.call_costs import Features, StepPart, family_of, features_of, known_peak
+from estimator.graph.ir.columns import GraphColumns, by_first, first_places
 from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
-from estimator.graph.ir.structure import Dataflow, GraphStructure
+from estimator.graph.ir.structure import GraphStructure
 from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
 from estimator.kernels.fits import KernelFits, ProbedKernels
 from estimator.kernels.host import (
@@ -151,7 +152,7 @@ def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
     return cache.get(
-        "structure", (graph,), lambda: GraphStructure.of(graph, dataflow_of(graph, cache))
+        "structure", (graph,), lambda: GraphStructure.of(graph, columns_of(graph, cache))
     )
 
 
@@ -160,9 +161,9 @@ def bound_of(graph: OpGraph, batch: int | None, cache: Cache) -> BoundGraph:
     return cache.get("bound", (graph,), lambda: structure_of(graph, cache).at(batch), batch)
 
 
-def dataflow_of(graph: OpGraph, cache: Cache) -> Dataflow:
-    """Who reads and makes what in a graph, worked out once."""
-    return cache.get("dataflow", (graph,), lambda: Dataflow.of(graph))
+def columns_of(graph: OpGraph, cache: Cache) -> GraphColumns:
+    """The operators and values of a graph in arrays, worked out once."""
+    return cache.get("columns", (graph,), lambda: GraphColumns.of(graph))
 
 
 def kernel_fits(
@@ -307,14 +308,13 @@ def _kernel_seconds(
         ratios, halves = _measured_ratios(structure, costs, timings, timed, fits, cold)
         seconds, errors = seconds * ratios, errors * halves
     errors = np.where(is_view, 0.0, errors)
-    sources = [
-        "view" if view else timed[n].source for view, n in zip(is_view, call_of, strict=True)
-    ]
+    sources = np.array([prediction.source for prediction in timed], dtype=np.object_)[call_of]
+    sources[is_view] = "view"
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
     return KernelSeconds(
         alone_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
-        sources=tuple(sources),
+        sources=tuple(sources.tolist()),
         in_grid=in_grid[call_of] & ~is_view,
         shared_error=fits.shared_error,
         cached_bytes=cached_bytes,
@@ -379,11 +379,9 @@ def _measured_ratios(
     cold: Array,
 ) -> tuple[Array, Array]:
     """For each op measured at the traced batch: measured over fitted, and the error left of it."""
-    graph = structure.graph
     traced: list[KernelPrediction] = []
     measured_s, left = np.ones(len(timed)), np.ones(len(timed))
-    for number, op in enumerate(structure.first_op):
-        call = graph.ops[op].call
+    for number, (call, _) in enumerate(structure.columns.calls):
         fitted = None
         if (
             call in timings
@@ -419,14 +417,18 @@ class KernelGroups(NamedTuple):
 
 
 def kernel_groups(structure: GraphStructure, sources: Sequence[str]) -> KernelGroups:
-    ops = structure.graph.ops
-    families = [family_of(ops[op].call.target) for op in structure.first_op]
+    families = [family_of(call.target) for call, _ in structure.columns.calls]
     numbers: dict[tuple[str, str], int] = {}
+    # Ops of a call are views all or none, and their seconds come from one source.
+    kinds, kind_of = by_first(2 * structure.call_of + structure.is_view, 2 * len(families))
+    firsts = first_places(kind_of, len(kinds)).tolist()
     group_of = [
-        0 if source == "view" else numbers.setdefault((families[call], source), len(numbers) + 1)
-        for call, source in zip(structure.call_of.tolist(), sources, strict=True)
+        0
+        if source == "view"
+        else numbers.setdefault((families[kind // 2], source), len(numbers) + 1)
+        for kind, source in zip(kinds.tolist(), [sources[op] for op in firsts], strict=True)
     ]
-    return KernelGroups(tuple(numbers), np.array(group_of, dtype=np.intp))
+    return KernelGroups(tuple(numbers), np.array(group_of, dtype=np.intp)[kind_of])
 
 
 # Forward passes of BERT, GPT-2 and OPT on P4, P100, T4, V100 and A100, carried from one to another

@@ -250,9 +250,8 @@ def awaited_ops(structure: GraphStructure) -> tuple[int, ...]:
     """The ops after which the host issues nothing before the device has done them."""
     if structure.graph.target != "cuda":
         return ()
-    ops = structure.graph.ops
-    waits = np.array([_waits(ops[op].call) for op in structure.first_op], dtype=np.bool_)
-    awaited = np.flatnonzero(waits[structure.call_of]).tolist() if len(ops) else []
+    columns = structure.columns
+    awaited = np.flatnonzero(columns.of_calls(_waits(call) for call, _ in columns.calls)).tolist()
     return tuple(sorted({*awaited, *_token_counts(structure.graph)}))
 
 

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from estimator.graph.ir.op_graph import OpGraph, unit_path, unit_runs, with_ops
+from estimator.graph.ir.columns import GraphColumns
+from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
 from estimator.graph.ir.ops import Op, Value
-from estimator.graph.ir.structure import GraphStructure, value_roots
+from estimator.graph.ir.structure import GraphStructure, unit_runs, value_roots
 from estimator.tensors import OpCall
 
 _GROUPED = "aten._grouped_mm.default"
@@ -110,6 +111,7 @@ _MOVED = "what {} layers save for gradients waits on the host, and is moved besi
 
 def _passes(graph: OpGraph) -> list[list[int]]:
     """The operators of the forward passes through repeated blocks that have parts."""
+    columns = GraphColumns.of(graph)
     return [
         [
             index
@@ -117,7 +119,7 @@ def _passes(graph: OpGraph) -> list[list[int]]:
             if graph.ops[index].phase == "forward"
             and unit_path(graph.ops[index].module) == run.path
         ]
-        for run in unit_runs(graph, _blocks(graph), "forward")
+        for run in unit_runs(columns, _blocks(graph), columns.is_forward)
     ]
 
 

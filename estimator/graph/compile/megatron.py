@@ -32,9 +32,10 @@ from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
+from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
 from estimator.graph.ir.ops import Op, Value, ValueKind, with_calls
-from estimator.graph.ir.structure import Dataflow, owners
+from estimator.graph.ir.structure import owners
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
 
@@ -138,7 +139,7 @@ class _Cast:
     def __init__(self, graph: OpGraph, scaling: str) -> None:
         self._graph, self._scaling = graph, scaling
         self._narrow = FLOAT4 if scaling == "nvfp4" else FLOAT8
-        flow = Dataflow.of(graph)
+        flow = GraphColumns.of(graph)
         self._roots = owners(flow.base).tolist()
         self._maker = {self._roots[v]: op for op in reversed(graph.ops) for v in op.outputs}
         self._ops: list[Op] = []

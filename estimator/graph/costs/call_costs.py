@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from estimator.errors import WorkloadError, printable
 from estimator.graph.costs import matmuls, memory_bound
 from estimator.graph.costs.matmuls import is_channels_last, matmul_layout, whole_attention_flops
 from estimator.graph.costs.registry import Family, Formula, cost_of, formula_of, written
+from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.ops import OpCost
 from estimator.machines.profile import Device
 from estimator.tensors import OpCall, TensorSpec
@@ -436,18 +439,18 @@ class StepFlops:
     tf32_by_default: float = 0.0
 
 
-def step_flops(bound: BoundGraph) -> StepFlops:
-    """The FLOPs of a graph at one batch size."""
+def step_flops(bound: BoundGraph, columns: GraphColumns | None = None) -> StepFlops:
+    """The FLOPs of a graph at one batch size; `columns` are its own where they are at hand."""
+    columns = columns or GraphColumns.of(bound.graph)
     model = hardware = tf32 = 0.0
-    known: dict[int, tuple[float, float, bool]] = {}
-    for op, call in zip(bound.graph.ops, bound.calls, strict=True):
-        # Many ops share one call, which `bound` keeps alive.
-        if id(call) not in known:
-            known[id(call)] = (*op_flops(call), family_of(call.target) in TF32_BY_DEFAULT)
-        needed, executed, in_tf32 = known[id(call)]
-        model += 0.0 if op.is_repeated else needed
-        hardware += executed
-        tf32 += executed if in_tf32 else 0.0
+    every = np.bincount(columns.call_of, minlength=len(columns.calls)).tolist()
+    again = np.bincount(columns.call_of[columns.is_repeated], minlength=len(columns.calls)).tolist()
+    for place, count, repeated in zip(columns.first_of_call.tolist(), every, again, strict=True):
+        call = bound.calls[place]
+        needed, executed = op_flops(call)
+        model += (count - repeated) * needed
+        hardware += count * executed
+        tf32 += count * executed if family_of(call.target) in TF32_BY_DEFAULT else 0.0
     return StepFlops(model=model, hardware=hardware, tf32_by_default=tf32)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
+
+from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op, Phase
 from estimator.machines.profile import CollectiveName
@@ -86,48 +89,69 @@ def is_collective(call: OpCall) -> bool:
     return call.target.startswith(_NAMESPACE)
 
 
-def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
-    """The collectives of a graph at a batch size, in issue order."""
-    calls, ops = bound.calls, bound.graph.ops
-    # Thousands of calls have few targets.
-    targets = [call.target for call in calls]
-    exchanging = {target for target in set(targets) if target.startswith(_NAMESPACE)}
-    exchanges = [index for index, target in enumerate(targets) if target in exchanging]
-    overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in exchanges}
-    attentions = [index for index, target in enumerate(targets) if "attention" in target]
-    products = _Products(bound) if "product" in overlaps.values() else None
+def collectives_of(
+    bound: BoundGraph, columns: GraphColumns | None = None
+) -> tuple[Collective, ...]:
+    """The collectives of a graph at a batch size, in issue order.
+
+    `columns` are those of the graph where they are at hand.
+    """
+    columns = columns or GraphColumns.of(bound.graph)
+    calls = [bound.calls[place] for place in columns.first_of_call.tolist()]
+    exchanges = _ops_of(columns, [call.target.startswith(_NAMESPACE) for call in calls])
+    own = columns.call_of[exchanges].tolist()
+    known = {number: _facts(calls[number]) for number in dict.fromkeys(own)}
+    overlaps = [dict(calls[number].keywords).get("overlaps") for number in own]
+    attentions = _ops_of(columns, ["attention" in call.target for call in calls])
+    products = _Products(columns) if "product" in overlaps else None
+    rings = [op for op, kind in zip(exchanges, overlaps, strict=True) if kind == "ring"]
+    pieces = _ring_pieces(columns, rings) if rings else {}
     dtensors = {parameter.gradient for parameter in bound.graph.parameters if parameter.is_dtensor}
-    beside: dict[int, int | None] = {}
-    for index, kind in overlaps.items():
+    found = []
+    for index, number, kind in zip(exchanges, own, overlaps, strict=True):
+        beside = None
         if kind == "attention":
-            beside[index] = next(iter(attentions[bisect(attentions, index) :]), None)
+            beside = next(iter(attentions[bisect(attentions, index) :]), None)
         elif kind == "product" and products:
-            beside[index] = products.beside(index)
-    rings = [index for index, kind in overlaps.items() if kind == "ring"]
-    pieces = _ring_pieces(bound, rings) if rings else {}
-    return tuple(
-        [
-            replace(
-                _collective(calls[index], ops[index], index, beside.get(index), dtensors),
+            beside = products.beside(index)
+        facts = known[number]
+        made = columns.touched[columns.made_begins[index] : columns.begins[index + 1]]
+        found.append(
+            Collective(
+                **facts,
+                phase="forward" if columns.is_forward[index] else "backward",
+                module=columns.modules[columns.module_of[index]],
+                op_index=index,
+                beside=beside,
                 pieces=pieces.get(index, ()),
+                of_update=facts["op"] == "all_reduce" and not dtensors.isdisjoint(made.tolist()),
             )
-            for index in exchanges
-        ]
-    )
+        )
+    return tuple(found)
 
 
-def _ring_pieces(bound: BoundGraph, rings: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _ops_of(columns: GraphColumns, calls: Sequence[bool]) -> list[int]:
+    """The ops of some of the distinct calls."""
+    ops: list[int] = np.flatnonzero(columns.of_calls(calls)).tolist()
+    return ops
+
+
+def _are_products(columns: GraphColumns) -> list[bool]:
+    return [call.target in _PRODUCTS for call, _ in columns.calls]
+
+
+def _ring_pieces(columns: GraphColumns, rings: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """The products after each gather that share a factor, or the one before each scatter."""
-    ops = bound.graph.ops
-    products = [index for index, call in enumerate(bound.calls) if call.target in _PRODUCTS]
+    products = _ops_of(columns, _are_products(columns))
     pieces = {}
     for index in rings:
         place = bisect(products, index)
-        if "reduce" in bound.calls[index].target:
+        if "reduce" in columns.calls[columns.call_of[index]][0].target:
             pieces[index] = tuple(products[max(place - 1, 0) : place])
             continue
         after = products[place : place + _MOST_PIECES]
-        shared = [later for later in after if set(ops[later].inputs) & set(ops[after[0]].inputs)]
+        read = [set(columns.read_by(later)) for later in after]
+        shared = [later for later, own in zip(after, read, strict=True) if own & read[0]]
         pieces[index] = tuple(shared)
     return pieces
 
@@ -135,18 +159,18 @@ def _ring_pieces(bound: BoundGraph, rings: Sequence[int]) -> dict[int, tuple[int
 class _Products:
     """The two products of each layer's backward pass, one of which a collective runs beside."""
 
-    def __init__(self, bound: BoundGraph) -> None:
-        self.ops = bound.graph.ops
-        self.maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
-        self.of_module: dict[str, list[int]] = {}
-        for index, op in enumerate(self.ops):
-            if bound.calls[index].target in _PRODUCTS and makes_gradients(op):
-                self.of_module.setdefault(op.module, []).append(index)
+    def __init__(self, columns: GraphColumns) -> None:
+        self.columns = columns
+        self.of_module: dict[int, list[int]] = {}
+        is_own = columns.of_calls(_are_products(columns))
+        is_own &= ~columns.is_forward & ~columns.is_repeated
+        for index in np.flatnonzero(is_own).tolist():
+            self.of_module.setdefault(int(columns.module_of[index]), []).append(index)
 
     def beside(self, index: int) -> int | None:
         """The product that neither makes what a collective sends nor takes what it gathers."""
         own = self._made_by(index)
-        module = self.ops[index if own is None else own].module
+        module = int(self.columns.module_of[index if own is None else own])
         both = self.of_module.get(module, [])
         if own is None:
             own = next((place for place in both if place > index), None)
@@ -154,13 +178,19 @@ class _Products:
 
     def _made_by(self, index: int) -> int | None:
         """The product whose result a collective sends, if it is one's."""
-        made = self.maker.get(self.ops[index].inputs[0])
-        while made is not None and (op := self.ops[made]).is_view:
+        columns = self.columns
+        made = self._maker(index)
+        while made >= 0 and columns.is_view[made]:
             # A file may say that an operator reads what it makes.
-            before = self.maker.get(op.inputs[0]) if op.inputs else None
-            made = before if before is not None and before < made else None
-        is_product = made is not None and made in self.of_module.get(self.ops[made].module, [])
+            before = self._maker(made)
+            made = before if before < made else -1
+        is_product = made >= 0 and made in self.of_module.get(int(columns.module_of[made]), [])
         return made if is_product else None
+
+    def _maker(self, index: int) -> int:
+        """The op that makes what an op reads first, -1 for none."""
+        read = self.columns.read_by(index)
+        return int(self.columns.maker[read[0]]) if read else -1
 
 
 def makes_gradients(op: Op) -> bool:
@@ -168,9 +198,8 @@ def makes_gradients(op: Op) -> bool:
     return op.phase == "backward" and not op.is_repeated
 
 
-def _collective(
-    call: OpCall, op: Op, index: int, beside: int | None, dtensors: Set[int | None]
-) -> Collective:
+def _facts(call: OpCall) -> dict[str, Any]:
+    """What a call says of its collective."""
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
     keywords = dict(call.keywords)
     name, share = call.target.split(".")[1], float(keywords.get("share", 1.0))
@@ -178,16 +207,11 @@ def _collective(
         # The hops of a ring of n ranks, n - 1 of them, gather what all have.
         degree = call.arguments[2]
         name, share, size_bytes = "all_gather", 1.0 / (degree - 1), degree * size_bytes
-    return Collective(
-        op=cast(CollectiveName, name),
-        axis=call.arguments[1],
-        size_bytes=size_bytes,
-        phase=op.phase,
-        module=op.module,
-        op_index=index,
-        share=share,
-        beside=beside,
-        copies=int(keywords.get("copies", 0)),
-        beside_passes=keywords.get("overlaps") == "micro-batch",
-        of_update=name == "all_reduce" and not dtensors.isdisjoint(op.outputs),
-    )
+    return {
+        "op": name,
+        "axis": call.arguments[1],
+        "size_bytes": size_bytes,
+        "share": share,
+        "copies": int(keywords.get("copies", 0)),
+        "beside_passes": keywords.get("overlaps") == "micro-batch",
+    }

@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
 from estimator.graph.files import read_graph, write_graph
-from estimator.graph.ir.ops import Execution, GraphInput, Op, OpTiming, Parameter, Phase, Value
+from estimator.graph.ir.ops import Execution, GraphInput, Op, OpTiming, Parameter, Value
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import MOST_ELEMENTS, OpCall, TensorSpec
 
@@ -78,8 +78,8 @@ class OpGraph:
     checkpoint: str | None = None
     float8: str | None = None
     recipe: str | None = None
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
+    ops: Sequence[Op]
+    values: Sequence[Value]
     parameters: tuple[Parameter, ...]
     frozen_parameter_bytes: int = 0
     buffer_bytes: int = 0
@@ -163,11 +163,18 @@ class OpGraph:
 
     def at(self, batch: int | None = None) -> BoundGraph:
         """The graph's calls and shapes at a batch size (None: as traced); raises WorkloadError."""
+        line = self.line(batch)
+        return BoundGraph(
+            graph=self,
+            batch=self.batch if batch is None else batch,
+            calls=tuple([line.call(op.call, op.other_call) for op in self.ops]),
+            specs=tuple([line.spec(value.spec, value.other_spec) for value in self.values]),
+        )
+
+    def line(self, batch: int | None) -> BatchLine:
+        """What gives calls and shapes at a batch size; see `at`."""
         if batch is None or batch == self.batch:
-            calls = tuple(op.call for op in self.ops)
-            return BoundGraph(
-                graph=self, batch=self.batch, calls=calls, specs=tuple(v.spec for v in self.values)
-            )
+            return BatchLine(0, 1, 0)
         if batch < 1:
             raise WorkloadError(f"batch size must be at least 1, found {batch}")
         if self.batch is None or self.other_batch is None:
@@ -177,13 +184,7 @@ class OpGraph:
             raise WorkloadError(
                 f"{self.name} was traced with a fixed batch{because}; trace it again {again}"
             )
-        line = _Line(self.batch, self.other_batch, batch)
-        return BoundGraph(
-            graph=self,
-            batch=batch,
-            calls=tuple(line.call(op.call, op.other_call) for op in self.ops),
-            specs=tuple(line.spec(value.spec, value.other_spec) for value in self.values),
-        )
+        return BatchLine(self.batch, self.other_batch, batch)
 
     def save(self, path: str | Path) -> None:
         """Write the graph as compressed JSON, whole or not at all."""
@@ -250,7 +251,7 @@ def workload_name(name: str, mode: str) -> str:
     return name if mode == "fp32" else f"{name}, {mode}"
 
 
-class _Line:
+class BatchLine:
     """Inter- and extrapolate every integer of two equal-shaped trees along the batch size."""
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
@@ -260,7 +261,7 @@ class _Line:
 
     def call(self, one: OpCall, two: OpCall) -> OpCall:
         """The call at the wanted batch; the same object for the same two, which must live on."""
-        if one is two:
+        if one is two or self.wanted == self.first:
             return one
         key = id(one), id(two)
         call = self._calls.get(key)
@@ -270,6 +271,8 @@ class _Line:
 
     def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
         """The shape at the wanted batch, likewise."""
+        if one is two or self.wanted == self.first:
+            return one
         key = id(one), id(two)
         spec = self._specs.get(key)
         if spec is None:
@@ -367,15 +370,6 @@ class _Lines:
         return f"{one - slope * self.first:.{_DIGITS + 3}g}+{slope:.{_DIGITS + 3}g}b"
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRun:
-    """One forward or backward pass through a unit: its first and its last op."""
-
-    path: str
-    first: int
-    last: int
-
-
 def with_ops(
     graph: OpGraph, ops: Iterable[Op], values: Iterable[Value], place: Sequence[int], **changes: Any
 ) -> OpGraph:
@@ -406,29 +400,6 @@ def unit_path(path: str) -> str:
 def parameter_unit(parameter: Parameter) -> str:
     """The path of the unit that a parameter belongs to."""
     return unit_path(parameter.name.rpartition(".")[0])
-
-
-def unit_runs(graph: OpGraph, paths: Container[str], phase: Phase) -> list[UnitRun]:
-    """The passes of a phase through units with some paths, in order.
-
-    A unit that is called again after another one has another pass; ops of no such unit, the rest of
-    the model among them, end none.
-    """
-    units: dict[str, str] = {}
-    runs: list[UnitRun] = []
-    for index, op in enumerate(graph.ops):
-        if op.phase != phase:
-            continue
-        path = units.get(op.module)
-        if path is None:
-            path = units[op.module] = unit_path(op.module)
-        if path not in paths:
-            continue
-        if runs and runs[-1].path == path:
-            runs[-1] = UnitRun(path, runs[-1].first, index)
-        else:
-            runs.append(UnitRun(path, index, index))
-    return runs
 
 
 def frozen_unit_bytes(graph: OpGraph) -> dict[str, int]:

@@ -17,18 +17,11 @@ import numpy as np
 
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError, quoted
+from estimator.graph.ir.columns import ACTIVATION, INPUT, KINDS, GraphColumns, by_first
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
-from estimator.graph.ir.ops import Op, Parameter, Value
-from estimator.graph.ir.structure import (
-    KINDS,
-    Dataflow,
-    GraphStructure,
-    by_first,
-    owners,
-)
+from estimator.graph.ir.ops import Parameter
+from estimator.graph.ir.structure import GraphStructure, owners
 from estimator.graph.memory.sizes import block_bytes
-
-_ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 
 
 class Cutting:
@@ -37,9 +30,7 @@ class Cutting:
     `content` is equal for those that compute the same, whatever their modules are called.
     """
 
-    def __init__(
-        self, graph: OpGraph, ops: Indices, flow: Dataflow, structure: GraphStructure
-    ) -> None:
+    def __init__(self, graph: OpGraph, ops: Indices, flow: GraphColumns) -> None:
         self.ops = ops
         self._graph, self._flow = graph, flow
         self._place = np.full(len(graph.ops), -1, dtype=np.intp)
@@ -51,14 +42,14 @@ class Cutting:
         self._made = np.zeros(count, dtype=np.bool_)
         self._made[self._touched[self._is_made]] = True
         comes, base = self._arriving()
-        self._kind = np.where(comes, _INPUT, flow.kind)
+        self._kind = np.where(comes, INPUT, flow.kind)
         self._number, self._values = _numbered(self._touched, base)
         own = base[self._values]
         self._base = np.where(own < 0, -1, self._number[own])
         self._held, self._held_by = self._holds()
         self._parameters = list(self._trained())
         self.parameter_names = tuple(parameter.name for parameter in self._parameters)
-        self.content = self._content(structure)
+        self.content = self._content()
 
     def _arriving(self) -> tuple[Flags, Indices]:
         """(whether each value comes from another stage, what each is a view of here, -1: nothing).
@@ -70,7 +61,7 @@ class Cutting:
         flow, root = self._flow, owners(self._flow.base)
         is_made_here = np.zeros(len(root), dtype=np.bool_)
         is_made_here[root[self._made]] = True
-        is_absent = (flow.kind == _ACTIVATION) & (flow.kind[root] == _ACTIVATION) & ~self._made
+        is_absent = (flow.kind == ACTIVATION) & (flow.kind[root] == ACTIVATION) & ~self._made
         is_fused = is_absent & (flow.maker < 0)
         is_absent &= ~(is_fused & is_made_here[root])
         is_fused &= is_absent
@@ -92,7 +83,7 @@ class Cutting:
         is_own = (by >= 0) & (self._number[flow.held] >= 0) & (met_by[flow.held] <= by)
         return self._number[flow.held[is_own]], by[is_own]
 
-    def _content(self, structure: GraphStructure) -> Hashable:
+    def _content(self) -> Hashable:
         flow, ops, values = self._flow, self.ops, self._values
         modules, numbers = by_first(flow.module_of[ops], len(flow.modules))
         names = [flow.modules[module] for module in modules.tolist()]
@@ -100,9 +91,9 @@ class Cutting:
         units = [unit_path(name) for name in names]
         unit_numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
         arrays = (
-            *(structure.call_of[ops], flow.is_forward[ops], flow.is_repeated[ops], numbers),
+            *(flow.call_of[ops], flow.is_forward[ops], flow.is_repeated[ops], numbers),
             *(self._number[self._touched], self._by, self._is_made, self._held, self._held_by),
-            *(structure.spec_of[values], self._kind[values], self._base),
+            *(flow.spec_of[values], self._kind[values], self._base),
         )
         return (
             *(array.tobytes() for array in arrays),
@@ -120,12 +111,13 @@ class Cutting:
         frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in self._parameters)
         share = len(self.ops) / max(len(graph.ops), 1)
         is_buffer = self._kind[self._values] == KINDS.index("buffer")
+        columns = self._columns()
         return replace(
             graph,
             name=name,
-            ops=tuple(self._own_ops()),
+            ops=columns.ops(),
             parameters=tuple(self._parameters),
-            values=tuple(self._own_values()),
+            values=columns.values(),
             frozen_parameter_bytes=max(frozen, 0) if graph.frozen_parameter_bytes else 0,
             buffer_bytes=self._bytes_of("buffer"),
             buffers=int(is_buffer.sum()),
@@ -138,51 +130,44 @@ class Cutting:
             function_calls=round(graph.function_calls * share),
         )
 
-    def _own_ops(self) -> Iterator[Op]:
-        every, places = self._number[self._touched].tolist(), np.arange(len(self.ops) + 1)
-        begins = np.searchsorted(self._by, places).tolist()
-        held, held_begins = self._held.tolist(), np.searchsorted(self._held_by, places).tolist()
-        for place, index in enumerate(self.ops.tolist()):
-            op = self._graph.ops[index]
-            begin, end = begins[place], begins[place + 1]
-            middle = begin + len(op.inputs)
-            yield Op(
-                name=op.name,
-                call=op.call,
-                other_call=op.other_call,
-                phase=op.phase,
-                module=op.module,
-                inputs=tuple(every[begin:middle]),
-                outputs=tuple(every[middle:end]),
-                is_view=op.is_view,
-                is_repeated=op.is_repeated,
-                holds=tuple(held[held_begins[place] : held_begins[place + 1]]),
-                enters_dtensor=op.enters_dtensor,
-            )
-
-    def _own_values(self) -> Iterator[Value]:
-        kinds, bases = self._kind[self._values].tolist(), self._base.tolist()
-        for index, kind, base in zip(self._values.tolist(), kinds, bases, strict=True):
-            known = self._graph.values[index]
-            yield Value(
-                spec=known.spec,
-                other_spec=known.other_spec,
-                kind=KINDS[kind],
-                base=None if base < 0 else base,
-            )
+    def _columns(self) -> GraphColumns:
+        flow, ops, values = self._flow, self.ops, self._values
+        calls, call_of = by_first(flow.call_of[ops], len(flow.calls))
+        specs, spec_of = by_first(flow.spec_of[values], len(flow.specs))
+        modules, module_of = by_first(flow.module_of[ops], len(flow.modules))
+        return GraphColumns(
+            names=flow.names[ops],
+            calls=tuple([flow.calls[number] for number in calls.tolist()]),
+            call_of=call_of,
+            specs=tuple([flow.specs[number] for number in specs.tolist()]),
+            spec_of=spec_of,
+            modules=tuple([flow.modules[number] for number in modules.tolist()]),
+            module_of=module_of,
+            is_forward=flow.is_forward[ops],
+            is_repeated=flow.is_repeated[ops],
+            is_view=flow.is_view[ops],
+            enters_dtensor=flow.enters_dtensor[ops],
+            touched=self._number[self._touched],
+            touched_by=self._by,
+            is_made=self._is_made,
+            held=self._held,
+            held_by=self._held_by,
+            base=self._base,
+            kind=self._kind[values],
+        )
 
     def _bytes_of(self, kind: str) -> int:
         is_own = (self._kind[self._values] == KINDS.index(kind)) & (self._base < 0)
-        own = self._values[is_own]
-        return sum(self._graph.values[value].spec.nbytes for value in own.tolist())
+        of_spec = self._flow.spec_of[self._values[is_own]].tolist()
+        return sum(self._flow.specs[number][0].nbytes for number in of_spec)
 
     def _trained(self) -> Iterator[Parameter]:
         """Trained parameters whose gradients, or parts of them, the stage computes.
 
         Of a tied one a stage computes a part, which another adds to its own.
         """
-        graph, place, number = self._graph, self._place.tolist(), self._number
-        for parameter in graph.parameters:
+        flow, place, number = self._flow, self._place.tolist(), self._number
+        for parameter in self._graph.parameters:
             gradient, ready = parameter.gradient, parameter.ready_after
             if gradient is None or ready is None:
                 continue
@@ -190,8 +175,8 @@ class Cutting:
                 own = int(number[gradient])
                 yield replace(parameter, gradient=own, ready_after=place[ready])
                 continue
-            for part in graph.ops[ready].inputs:
-                if self._made[part] and graph.values[part].spec == parameter.spec:
+            for part in flow.touched[flow.begins[ready] : flow.made_begins[ready]].tolist():
+                if self._made[part] and flow.specs[flow.spec_of[part]][0] == parameter.spec:
                     made = self._by[self._is_made & (self._touched == part)]
                     own = int(number[part])
                     yield replace(parameter, gradient=own, ready_after=int(made[0]))
@@ -230,22 +215,25 @@ def weight_shares(graph: OpGraph) -> Array:
     input has none, all of the backward pass. A kernel that gives both, as of convolutions, is half
     of each.
     """
+    columns = GraphColumns.of(graph)
     gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
     # Values that something of the input's gradient needs.
     needed: set[int] = set()
     read: set[int] = set()
-    shares = np.zeros(len(graph.ops))
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        if op.phase != "backward":
-            break
-        ends = not gradients.isdisjoint(op.outputs)
-        if needed.isdisjoint(op.outputs) and (ends or not read.isdisjoint(op.outputs)):
+    shares = np.zeros(len(columns.call_of))
+    turn = int(np.flatnonzero(columns.is_forward).max(initial=-1)) + 1
+    touched, begins = columns.touched.tolist(), columns.begins.tolist()
+    made_begins = columns.made_begins.tolist()
+    for index in range(len(shares) - 1, turn - 1, -1):
+        inputs = touched[begins[index] : made_begins[index]]
+        outputs = touched[made_begins[index] : begins[index + 1]]
+        ends = not gradients.isdisjoint(outputs)
+        if needed.isdisjoint(outputs) and (ends or not read.isdisjoint(outputs)):
             shares[index] = 1.0
         else:
             shares[index] = 0.5 if ends else 0.0
-            needed.update(op.inputs)
-        read.update(op.inputs)
+            needed.update(inputs)
+        read.update(inputs)
     return shares
 
 
@@ -297,11 +285,99 @@ def split_points(graph: OpGraph) -> tuple[str, ...]:
 
     There are none where a step goes forward again after a backward pass.
     """
-    phases = [op.phase for op in graph.ops]
-    if "backward" in phases and "forward" in phases[phases.index("backward") :]:
+    return _split_points(GraphColumns.of(graph))
+
+
+def _split_points(columns: GraphColumns) -> tuple[str, ...]:
+    is_forward = columns.is_forward
+    if (is_forward[1:] > is_forward[:-1]).any():
         return ()
-    modules = dict.fromkeys([op.module for op in graph.ops if op.phase == "forward"])
+    own, _ = by_first(columns.module_of[is_forward], len(columns.modules))
+    modules = [columns.modules[number] for number in own.tolist()]
     return tuple(path for path in dict.fromkeys(map(unit_path, modules)) if path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassPlaces:
+    """Where the ops of a graph stand in its passes, wherever stages begin.
+
+    `place` of an op is its place in the forward pass; of the backward pass, that of the forward
+    op to whose stage it belongs. `first_place` has that of the first op of each module.
+    `from_weights` are the parameters, frozen ones too, and what the forward pass makes of them:
+    stages pass it on, and make masks and positions again.
+    """
+
+    place: Indices
+    first_place: dict[str, int]
+    from_weights: Flags
+
+    @classmethod
+    def of(cls, columns: GraphColumns) -> PassPlaces:
+        """Those of a graph by its columns."""
+        from_weights = _from_weights(columns)
+        return cls(
+            place=_places(columns, from_weights & (columns.kind == ACTIVATION)),
+            first_place=_first_places(columns.modules, columns.module_of[columns.is_forward]),
+            from_weights=from_weights,
+        )
+
+
+def _places(columns: GraphColumns, tells: Flags) -> Indices:
+    """The place in the forward pass that each op belongs to.
+
+    The backward pass of a module is with the last forward op in it or in its parts (it meets the
+    latest first), and where the last op stands that makes or reads any value that it takes, never
+    behind the op before it.
+    """
+    is_forward, modules, module_of = columns.is_forward, columns.modules, columns.module_of
+    touched, touched_by = columns.touched, columns.touched_by
+    count = int(is_forward.sum())
+    place = np.where(is_forward, np.cumsum(is_forward) - 1, count - 1)
+    forward = is_forward[touched_by]
+    last_touch = np.full(len(tells), count, dtype=np.intp)
+    last_touch[touched[forward]] = place[touched_by[forward]]
+    last_touch[~tells] = count
+    last_in: dict[str, int] = {}
+    for module, last in zip(
+        module_of[is_forward].tolist(), place[is_forward].tolist(), strict=True
+    ):
+        last_in[modules[module]] = last
+    for name, last in list(last_in.items()):
+        while name := name.rpartition(".")[0]:
+            last_in[name] = max(last_in.get(name, -1), last)
+    anchor = np.array([last_in.get(name, count) for name in modules], dtype=np.intp)[module_of]
+    reads = ~forward & ~columns.is_made
+    np.minimum.at(anchor, touched_by[reads], last_touch[touched[reads]])
+    behind = np.minimum.accumulate(np.minimum(anchor[~is_forward], max(count - 1, 0)))
+    place[~is_forward] = behind
+    return place
+
+
+def _first_places(modules: tuple[str, ...], forward: Indices) -> dict[str, int]:
+    """The place in the forward pass of the first op in each module or in a part of it."""
+    numbers, firsts = np.unique(forward, return_index=True)
+    places: dict[str, int] = {}
+    for first, number in sorted(zip(firsts.tolist(), numbers.tolist(), strict=True)):
+        name = modules[number]
+        while name:
+            places.setdefault(name, first)
+            name = name.rpartition(".")[0]
+    return places
+
+
+def _from_weights(columns: GraphColumns) -> Flags:
+    is_float = np.array(["float" in spec.dtype for spec, _ in columns.specs], dtype=np.bool_)
+    floats = is_float[columns.spec_of].tolist()
+    weights = set(np.flatnonzero(columns.kind == KINDS.index("parameter")).tolist())
+    touched, begins = columns.touched.tolist(), columns.begins.tolist()
+    made_begins = columns.made_begins.tolist()
+    for op in np.flatnonzero(columns.is_forward).tolist():
+        if not weights.isdisjoint(touched[begins[op] : made_begins[op]]):
+            made = touched[made_begins[op] : begins[op + 1]]
+            weights.update([value for value in made if floats[value]])
+    flags = np.zeros(len(floats), dtype=np.bool_)
+    flags[list(weights)] = True
+    return flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -314,12 +390,15 @@ class Blocks:
     name: str
     points: tuple[str, ...]
     owner: Indices
+    places: PassPlaces
 
     @classmethod
-    def of(cls, graph: OpGraph, flow: Dataflow | None = None) -> Blocks:
-        """Those of a graph; `flow` is its own where it is at hand."""
-        points, flow = split_points(graph), flow or Dataflow.of(graph)
-        return cls(name=graph.name, points=points, owner=_owners(graph, flow, points[1:]))
+    def of(cls, graph: OpGraph, columns: GraphColumns | None = None) -> Blocks:
+        """Those of a graph; `columns` are its own where they are at hand."""
+        columns = columns or GraphColumns.of(graph)
+        points, places = _split_points(columns), PassPlaces.of(columns)
+        owner = _owners(graph.name, points, places, points[1:])
+        return cls(name=graph.name, points=points, owner=owner, places=places)
 
     def even(self, stages: int) -> tuple[str, ...]:
         """Where stages of as many blocks each begin; nothing where the blocks do not divide."""
@@ -368,22 +447,23 @@ class Blocks:
 def stage_graphs(
     graph: OpGraph,
     points: Sequence[str],
-    structure: GraphStructure | None = None,
-    flow: Dataflow | None = None,
+    columns: GraphColumns | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Stage, ...]:
     """The stages of a graph that begin at these modules; the first stage begins with the model.
 
-    `structure` and `flow` are those of the graph where they are at hand. Raises WorkloadError for a
+    `columns` and `blocks` are those of the graph where they are at hand. Raises WorkloadError for a
     name that is no module or out of order, and for a stage without ops.
     """
-    known, flow = structure or GraphStructure.of(graph), flow or Dataflow.of(graph)
-    owner = _owners(graph, flow, points)
-    sending = _sent(flow, owner, len(points) + 1)
-    lent = _Lent.of(flow)
+    flow = columns or GraphColumns.of(graph)
+    blocks = blocks or Blocks.of(graph, flow)
+    owner = _owners(graph.name, blocks.points, blocks.places, points)
+    sending = _sent(flow, blocks.places, owner, len(points) + 1)
+    lent = _Lent.of(flow, blocks.places)
     alike: dict[Hashable, Stage] = {}
     graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
-        cutting = Cutting(graph, lent.with_lent(owner == number), flow, known)
+        cutting = Cutting(graph, lent.with_lent(owner == number), flow)
         first = alike.get(cutting.content)
         if first is None:
             own = cutting.graph(f"{graph.name}, stage {number}")
@@ -409,35 +489,36 @@ def stage_graphs(
     return tuple(graphs)
 
 
-def _owners(graph: OpGraph, flow: Dataflow, points: Sequence[str]) -> Indices:
-    """The stage of each op."""
-    begins = [0, *(_begin(graph, flow, point) for point in points)]
+def _owners(name: str, blocks: Sequence[str], places: PassPlaces, points: Sequence[str]) -> Indices:
+    """The stage of each op of a graph of that name."""
+    begins = [0, *(_begin(name, blocks, places, point) for point in points)]
     for (one, two), point in zip(pairwise(begins), points, strict=True):
         if two <= one:
             raise WorkloadError(
                 f"a stage that begins at {quoted(point)} would leave the one before without "
                 "operators; name split points in the order of the model"
             )
-    return np.searchsorted(begins, flow.place, side="right") - 1
+    return np.searchsorted(begins, places.place, side="right") - 1
 
 
-def _begin(graph: OpGraph, flow: Dataflow, point: str) -> int:
+def _begin(name: str, blocks: Sequence[str], places: PassPlaces, point: str) -> int:
     """The place in the forward pass of the first op of a module."""
-    place = flow.first_place.get(point)
+    place = places.first_place.get(point)
     if place is None:
-        blocks = split_points(graph)
         known = f"; its blocks are {blocks[0]} to {blocks[-1]}" if blocks else ""
-        raise WorkloadError(f"{quoted(point)} names no module of {graph.name} that computes{known}")
+        raise WorkloadError(f"{quoted(point)} names no module of {name} that computes{known}")
     return place
 
 
-def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
+def _sent(
+    flow: GraphColumns, places: PassPlaces, owner: Indices, stages: int
+) -> list[tuple[int, ...]]:
     """What each stage sends to the next one: what later ones read and depends on weights."""
     reads = flow.is_forward[flow.touched_by] & ~flow.is_made
     values = flow.touched[reads]
     last = np.full(len(flow.maker), -1, dtype=np.intp)
     last[values] = owner[flow.touched_by[reads]]
-    passes = flow.from_weights & (flow.maker >= 0) & (owner[flow.maker] < last)
+    passes = places.from_weights & (flow.maker >= 0) & (owner[flow.maker] < last)
     sent: list[list[int]] = [[] for _ in range(stages)]
     for value in dict.fromkeys(values[passes[values]].tolist()):
         for stage in range(int(owner[flow.maker[value]]), int(last[value])):
@@ -452,10 +533,10 @@ class _Lent(NamedTuple):
     readers: Indices
 
     @classmethod
-    def of(cls, flow: Dataflow) -> _Lent:
+    def of(cls, flow: GraphColumns, places: PassPlaces) -> _Lent:
         made_by = flow.maker[flow.touched]
         lends = flow.is_forward[flow.touched_by] & ~flow.is_made & (made_by >= 0)
-        lends &= ~flow.from_weights[flow.touched]
+        lends &= ~places.from_weights[flow.touched]
         makers: dict[int, list[int]] = {}
         for reader, maker in zip(flow.touched_by[lends], made_by[lends], strict=True):
             makers.setdefault(int(reader), []).append(int(maker))

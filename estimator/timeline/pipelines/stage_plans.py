@@ -29,7 +29,7 @@ from estimator.graph.partition.stages import (
     pass_seconds,
     stage_graphs,
 )
-from estimator.kernels.durations import bound_of, costed, dataflow_of, op_durations, structure_of
+from estimator.kernels.durations import bound_of, columns_of, costed, op_durations, structure_of
 from estimator.machines.profile import CollectiveName
 from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.placement import NodeKind
@@ -532,7 +532,7 @@ class _Planner(NamedTuple):
             points = blocks_of(graph, cache).of_layers(layers)
         elif not points:
             points = default_points(graph, mesh, self.batch, self.shape.layer_collectives, cache)
-        known = structure_of(graph, cache), dataflow_of(graph, cache)
+        known = columns_of(graph, cache), blocks_of(graph, cache)
         return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
 
     def _passing_s(self, number: int, size_bytes: int) -> float:
@@ -647,7 +647,7 @@ def default_points(
 
 def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
     """The blocks of a graph, worked out once."""
-    return cache.get("blocks", (graph,), lambda: Blocks.of(graph, dataflow_of(graph, cache)))
+    return cache.get("blocks", (graph,), lambda: Blocks.of(graph, columns_of(graph, cache)))
 
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:

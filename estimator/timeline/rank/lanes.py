@@ -23,14 +23,15 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, maximum, where
 from estimator.errors import ProfileError, WorkloadError
+from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import (
     BoundGraph,
     OpGraph,
-    UnitRun,
     frozen_unit_bytes,
     parameter_unit,
-    unit_runs,
 )
+from estimator.graph.ir.structure import UnitRun, unit_runs
+from estimator.kernels.durations import columns_of
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.mesh import ProcessGroup
@@ -319,7 +320,12 @@ class ShardedPasses:
 
     @classmethod
     def of(
-        cls, graph: OpGraph, dtypes: ShardDtypes = _AS_THEY_ARE, *, regathers: bool = True
+        cls,
+        graph: OpGraph,
+        dtypes: ShardDtypes = _AS_THEY_ARE,
+        *,
+        regathers: bool = True,
+        columns: GraphColumns | None = None,
     ) -> ShardedPasses:
         """The units of a graph: every repeated block that has parameters, and the root."""
         gathered = {ROOT: 0, **dict.fromkeys(map(parameter_unit, graph.parameters), 0)}
@@ -333,9 +339,10 @@ class ShardedPasses:
             reduced.setdefault(unit, 0)
         number = {unit: place for place, unit in enumerate(gathered)}
         blocks = {unit for unit, size in gathered.items() if size and unit != ROOT}
-        forward = unit_runs(graph, blocks, "forward")
-        backward = unit_runs(graph, blocks, "backward")
-        turn = sum(op.phase == "forward" for op in graph.ops)
+        columns = columns or GraphColumns.of(graph)
+        is_forward = columns.is_forward
+        forward, backward = (unit_runs(columns, blocks, own) for own in (is_forward, ~is_forward))
+        turn = int(is_forward.sum())
         gradients = np.array([reduced[unit] for unit in gathered], dtype=np.float64)
         return cls(
             gathered_bytes=np.array(list(gathered.values()), dtype=np.float64),
@@ -346,7 +353,7 @@ class ShardedPasses:
             forward_runs=tuple(forward),
             backward_runs=tuple(backward),
             forward_ends=_ends(forward, 0, turn),
-            backward_ends=_ends(backward, turn, len(graph.ops)),
+            backward_ends=_ends(backward, turn, len(is_forward)),
             regathers=regathers,
             stored_ratio=dtypes.stored_ratio,
             experts=_experts(graph, number, dtypes.reduced_ratio),
@@ -385,7 +392,9 @@ def sharded_passes(
     return cache.get(
         "sharded passes",
         (graph,),
-        lambda: ShardedPasses.of(graph, dtypes, regathers=regathers),
+        lambda: ShardedPasses.of(
+            graph, dtypes, regathers=regathers, columns=columns_of(graph, cache)
+        ),
         *(dtypes, regathers),
     )
 

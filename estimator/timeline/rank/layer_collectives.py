@@ -15,7 +15,7 @@ from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import Collective, adds_in_switch, collectives_of
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.partition.experts import EXPERT_DP
-from estimator.kernels.durations import Durations
+from estimator.kernels.durations import Durations, columns_of
 from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfile
 from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.topology import Cluster
@@ -97,6 +97,12 @@ class LayerCollectives:
         self._profile, self._cluster, self._cache = profile, cluster, cache
         self._host_s = profile.host.dtensor_exchange_s if profile.host else 0.0
 
+    def _collectives(self, bound: BoundGraph) -> list[Collective]:
+        columns = columns_of(bound.graph, self._cache)
+        every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound, columns))
+        # A group of one rank exchanges nothing.
+        return [collective for collective in every if collective.axis in self.groups]
+
     def seconds(
         self, bound: BoundGraph, durations: Durations | None = None, micro_batches: int = 1
     ) -> LayerCollectiveSeconds:
@@ -109,9 +115,7 @@ class LayerCollectives:
         """
         each_s, graph = np.zeros(len(bound.calls)), bound.graph
         of_groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
-        every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
-        # A group of one rank exchanges nothing.
-        collectives = [collective for collective in every if collective.axis in self.groups]
+        collectives = self._collectives(bound)
         places = [collective.op_index for collective in collectives]
         windows_s = None if durations is None else _before_s(places, durations)
         for collective in collectives:

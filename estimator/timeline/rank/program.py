@@ -25,6 +25,7 @@ from estimator.graph.memory.step import MemoryOverStep
 from estimator.kernels.durations import (
     Durations,
     bound_of,
+    columns_of,
     costed,
     kernel_groups,
     op_durations,
@@ -172,7 +173,8 @@ def _compile(
     lanes, update_s, launch_s, update = _update(request, rules.strategy, lane.lanes)
     end = lanes.ends_s(lanes.count - 1)
     lane_s = lanes.end_s * lane.repeats + lane.beside_s
-    is_forward = structure_of(request.graph, request.cache).is_forward
+    columns = columns_of(request.graph, request.cache)
+    is_forward = columns.is_forward
     forward_s = float(kernels_alone.device_s[is_forward].sum()) * count
     backward_s = float(kernels_alone.device_s[~is_forward].sum()) * count
     host_s = lane_s - lane.copies_s - forward_s - backward_s - layer_collectives_s
@@ -204,7 +206,9 @@ def _compile(
         kernels_variance_s2=variance_s2 + _hidden_host_s2(request, lanes, host_s),
         kernels=kernels,
         memory=_memory(request, rules, lane.buckets),
-        flops=request.cache.get("flops", (bound,), lambda: step_flops(bound)),
+        flops=request.cache.get(
+            "flops", (bound,), lambda: step_flops(bound, columns_of(bound.graph, request.cache))
+        ),
         in_grid_ratio=float(kernels_alone.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         lanes=lanes,

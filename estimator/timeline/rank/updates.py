@@ -13,11 +13,12 @@ from estimator.cache import Cache
 from estimator.elementwise import Array
 from estimator.errors import ProfileError, StrategyError
 from estimator.graph.costs.call_costs import features_of
+from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Parameter
 from estimator.graph.memory.sizes import trained_tensors, update_call
 from estimator.kernels.contention import Eviction, slowdown_curve, slowdown_ratio
-from estimator.kernels.durations import kernel_fits
+from estimator.kernels.durations import columns_of, kernel_fits
 from estimator.kernels.fits import KernelFits
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import split_limit
@@ -63,10 +64,13 @@ class Trained:
     parts: tuple[tuple[str, Trained], ...] = ()
 
     @classmethod
-    def of(cls, bound: BoundGraph, *, sharded: bool = False) -> Trained:
+    def of(
+        cls, bound: BoundGraph, columns: GraphColumns | None = None, *, sharded: bool = False
+    ) -> Trained:
         """Those of a rank or, `sharded`, of all ranks that hold shards of one model together."""
         own = [p for p in bound.graph.parameters if p.gradient is not None]
-        common = cls._of(bound, own, sharded=sharded)
+        columns = columns or GraphColumns.of(bound.graph)
+        common = cls._of(bound, columns, own, sharded=sharded)
         if all(p.optimizer is None and p.updates == 1 for p in own):
             return common
         by: dict[str, list[Parameter]] = {}
@@ -74,11 +78,17 @@ class Trained:
             by.setdefault(tensor.optimizer or bound.graph.optimizer, []).extend(
                 tensor.updates * [tensor]
             )
-        parts = [(name, cls._of(bound, some, sharded=sharded)) for name, some in by.items() if some]
+        parts = [
+            (name, cls._of(bound, columns, some, sharded=sharded))
+            for name, some in by.items()
+            if some
+        ]
         return replace(common, parts=tuple(parts))
 
     @classmethod
-    def _of(cls, bound: BoundGraph, own: Sequence[Parameter], *, sharded: bool) -> Trained:
+    def _of(
+        cls, bound: BoundGraph, columns: GraphColumns, own: Sequence[Parameter], *, sharded: bool
+    ) -> Trained:
         parts = [p.sharded_parts if sharded else 1 for p in own]
         sizes = [p.spec.nbytes * count for p, count in zip(own, parts, strict=True)]
         return cls(
@@ -86,7 +96,7 @@ class Trained:
             elements=sum(p.spec.numel * count for p, count in zip(own, parts, strict=True)),
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
-            idle=_idle_parameters(bound, own),
+            idle=_idle_parameters(bound, columns, own),
             dtensors=tuple([p.spec.nbytes for p in own if p.is_dtensor]),
             matrices=_matrices(bound.graph, sharded=sharded),
         )
@@ -100,7 +110,11 @@ class Trained:
 
 def trained_of(bound: BoundGraph, cache: Cache, *, sharded: bool = False) -> Trained:
     """The parameters of a graph, worked out once; see `Trained.of`."""
-    return cache.get("trained", (bound,), lambda: Trained.of(bound, sharded=sharded), sharded)
+
+    def made() -> Trained:
+        return Trained.of(bound, columns_of(bound.graph, cache), sharded=sharded)
+
+    return cache.get("trained", (bound,), made, sharded)
 
 
 def update_cost(
@@ -219,13 +233,15 @@ def _matrices(graph: OpGraph, *, sharded: bool) -> tuple[tuple[tuple[int, int], 
     return tuple(((shape[0], shape[1]), count) for shape, count in sizes.items())
 
 
-def _idle_parameters(bound: BoundGraph, parameters: Sequence[Parameter]) -> float:
-    made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
-    idle = 0.0
+def _idle_parameters(
+    bound: BoundGraph, columns: GraphColumns, parameters: Sequence[Parameter]
+) -> float:
+    maker, idle = columns.maker.tolist(), 0.0
     for parameter in parameters:
-        if parameter.gradient not in made_by:
+        made_by = -1 if parameter.gradient is None else maker[parameter.gradient]
+        if made_by < 0:
             continue
-        call = bound.calls[made_by[parameter.gradient]]
+        call = bound.calls[made_by]
         if call.target.split(".")[1] not in _TABLE_GRADIENTS:
             continue
         rows, picks = parameter.spec.shape[0], call.inputs[1].numel

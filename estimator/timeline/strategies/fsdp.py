@@ -20,7 +20,8 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, exp, maximum
 from estimator.errors import ProfileError
-from estimator.graph.ir.op_graph import OpGraph, UnitRun, frozen_unit_bytes, parameter_unit
+from estimator.graph.ir.op_graph import OpGraph, frozen_unit_bytes, parameter_unit
+from estimator.graph.ir.structure import UnitRun
 from estimator.graph.memory.sizes import (
     Gradient,
     StepTensors,
@@ -583,7 +584,7 @@ def _held_units(
     graph, ops, gradients = tensors.graph, tensors.ops, tensors.gradients
     gathered, buffers = Ledger(ops), Ledger(ops)
     forward, backward = [*passes.forward_runs], passes.backward_runs
-    turn = next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), ops)
+    turn = int(np.append(tensors.structure.is_forward, False).argmin())
     if "" in units:
         # The rest of the model is gathered once for both phases.
         gathered.hold(at(0, COPY_OUT), at(ops, RESHARD), units[""])

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.ir.structure import Dataflow, GraphStructure
+from estimator.graph.ir.columns import GraphColumns
+from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.partition.stages import split_points, stage_graphs
 from tests.graph.partition.test_stages import traced
 
@@ -90,7 +91,7 @@ def test_a_backward_pass_is_in_the_stage_of_its_module_and_of_what_it_reads() ->
 
 def test_what_a_graph_wires_is_in_its_arrays() -> None:
     for graph in graphs():
-        flow = Dataflow.of(graph)
+        flow = GraphColumns.of(graph)
         for index, op in enumerate(graph.ops):
             own = flow.touched_by == index
             assert tuple(flow.touched[own & ~flow.is_made].tolist()) == op.inputs
