@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs.call_costs import Features, StepPart, family_of, features_of, known_peak
-from estimator.graph.ir.columns import GraphColumns, by_first, first_places
+from estimator.graph.ir.columns import Gathered, GraphColumns, by_first, first_places
 from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.ir.structure import GraphStructure
@@ -90,7 +90,7 @@ class Durations:
 
     host_s: Array
     device_s: Array
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     relative_errors: Array
     in_grid: Flags
     shared_error: float = 0.0
@@ -138,7 +138,7 @@ class KernelSeconds:
 
     alone_s: Array
     relative_errors: Array
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     in_grid: Flags
     shared_error: float
     cached_bytes: float
@@ -308,13 +308,12 @@ def _kernel_seconds(
         ratios, halves = _measured_ratios(structure, costs, timings, timed, fits, cold)
         seconds, errors = seconds * ratios, errors * halves
     errors = np.where(is_view, 0.0, errors)
-    sources = np.array([prediction.source for prediction in timed], dtype=np.object_)[call_of]
-    sources[is_view] = "view"
+    sources = ("view", *[prediction.source for prediction in timed])
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
     return KernelSeconds(
         alone_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
-        sources=tuple(sources.tolist()),
+        sources=Gathered(sources, np.where(is_view, 0, call_of + 1)),
         in_grid=in_grid[call_of] & ~is_view,
         shared_error=fits.shared_error,
         cached_bytes=cached_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -292,6 +293,7 @@ def op_cost(call: OpCall) -> OpCost | None:
     return None if formula is None else formula.cost(call)
 
 
+@lru_cache(maxsize=1 << 14)
 def features_of(call: OpCall) -> Features | None:
     """The features of a call; None if its operator has no formula.
 
@@ -443,10 +445,10 @@ def step_flops(bound: BoundGraph, columns: GraphColumns | None = None) -> StepFl
     """The FLOPs of a graph at one batch size; `columns` are its own where they are at hand."""
     columns = columns or GraphColumns.of(bound.graph)
     model = hardware = tf32 = 0.0
-    every = np.bincount(columns.call_of, minlength=len(columns.calls)).tolist()
-    again = np.bincount(columns.call_of[columns.is_repeated], minlength=len(columns.calls)).tolist()
-    for place, count, repeated in zip(columns.first_of_call.tolist(), every, again, strict=True):
-        call = bound.calls[place]
+    calls = columns.distinct_calls(bound.calls)
+    every = np.bincount(columns.call_of, minlength=len(calls)).tolist()
+    again = np.bincount(columns.call_of[columns.is_repeated], minlength=len(calls)).tolist()
+    for call, count, repeated in zip(calls, every, again, strict=True):
         needed, executed = op_flops(call)
         model += (count - repeated) * needed
         hardware += count * executed

@@ -97,7 +97,7 @@ def collectives_of(
     `columns` are those of the graph where they are at hand.
     """
     columns = columns or GraphColumns.of(bound.graph)
-    calls = [bound.calls[place] for place in columns.first_of_call.tolist()]
+    calls = columns.distinct_calls(bound.calls)
     exchanges = _ops_of(columns, [call.target.startswith(_NAMESPACE) for call in calls])
     own = columns.call_of[exchanges].tolist()
     known = {number: _facts(calls[number]) for number in dict.fromkeys(own)}

@@ -118,10 +118,13 @@ class GraphColumns:
             kind=_array(codes[value.kind] for value in values),
         )
 
-    @property
-    def first_of_call(self) -> Indices:
-        """The first op of each distinct call."""
-        return first_places(self.call_of, len(self.calls))
+    def distinct_calls(self, calls: Sequence[OpCall]) -> tuple[OpCall, ...]:
+        """The distinct ones of the calls of all ops at a batch size, by number."""
+        return _distinct(calls, self.call_of, len(self.calls))
+
+    def distinct_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """The same of the shapes of all values."""
+        return _distinct(specs, self.spec_of, len(self.specs))
 
     def of_calls(self, facts: Iterable[bool]) -> Flags:
         """For each op what is known of its call."""
@@ -173,6 +176,36 @@ class GraphColumns:
             yield Value(spec=spec, other_spec=other, kind=KINDS[kind], base=own)
 
 
+class Gathered(Sequence[Item]):
+    """Some distinct `items`, each as often as its number comes in `numbers`."""
+
+    __slots__ = ("items", "numbers")
+
+    def __init__(self, items: Sequence[Item], numbers: Indices) -> None:
+        self.items, self.numbers = items, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        if isinstance(index, slice):
+            return tuple(Gathered(self.items, self.numbers[index]))
+        return self.items[self.numbers[index]]
+
+    def __iter__(self) -> Iterator[Item]:
+        return map(self.items.__getitem__, self.numbers.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 class Deferred(Sequence[Item]):
     """The items of some columns, made once, when the first of them is asked for."""
 
@@ -214,6 +247,12 @@ class Deferred(Sequence[Item]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.items,)
+
+
+def _distinct(items: Sequence[Item], numbers: Indices, count: int) -> tuple[Item, ...]:
+    if isinstance(items, Gathered) and items.numbers is numbers:
+        return tuple(items.items)
+    return tuple([items[place] for place in first_places(numbers, count).tolist()])
 
 
 def by_first(items: Indices, count: int) -> tuple[Indices, Indices]:

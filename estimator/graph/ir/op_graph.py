@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
@@ -37,8 +37,8 @@ class BoundGraph:
 
     graph: OpGraph
     batch: int | None
-    calls: tuple[OpCall, ...]
-    specs: tuple[TensorSpec, ...]
+    calls: Sequence[OpCall]
+    specs: Sequence[TensorSpec]
 
     def __repr__(self) -> str:
         return f"BoundGraph({self.graph!r} at batch {self.batch})"
@@ -251,41 +251,24 @@ def workload_name(name: str, mode: str) -> str:
     return name if mode == "fp32" else f"{name}, {mode}"
 
 
-class BatchLine:
-    """Inter- and extrapolate every integer of two equal-shaped trees along the batch size."""
+class BatchLine(NamedTuple):
+    """Inter- and extrapolates every integer of two equal-shaped trees along the batch size."""
 
-    def __init__(self, first: int, second: int, wanted: int) -> None:
-        self.first, self.second, self.wanted = first, second, wanted
-        self._calls: dict[tuple[int, int], OpCall] = {}
-        self._specs: dict[tuple[int, int], TensorSpec] = {}
+    first: int
+    second: int
+    wanted: int
 
     def call(self, one: OpCall, two: OpCall) -> OpCall:
-        """The call at the wanted batch; the same object for the same two, which must live on."""
+        """The call at the wanted batch."""
         if one is two or self.wanted == self.first:
             return one
-        key = id(one), id(two)
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = self._call(one, two)
-        return call
+        return _call_at(self, one, two)
 
     def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
-        """The shape at the wanted batch, likewise."""
+        """The shape at the wanted batch."""
         if one is two or self.wanted == self.first:
             return one
-        key = id(one), id(two)
-        spec = self._specs.get(key)
-        if spec is None:
-            spec = self._specs[key] = self.tree(one, two)
-        return spec
-
-    def _call(self, one: OpCall, two: OpCall) -> OpCall:
-        return OpCall(
-            target=one.target,
-            arguments=self.tree(one.arguments, two.arguments),
-            keywords=self.tree(one.keywords, two.keywords),
-            outputs=self.tree(one.outputs, two.outputs),
-        )
+        return _spec_at(self, one, two)
 
     def tree(self, one: Any, two: Any) -> Any:
         if one is two or one == two:
@@ -307,6 +290,23 @@ class BatchLine:
             # The only floats that depend on the batch are means: constants over the batch size.
             return one * self.first / self.wanted
         return one
+
+
+# The stages of a graph, and the parts of it that ranks have, share most of their calls.
+@lru_cache(maxsize=1 << 14)
+def _call_at(line: BatchLine, one: OpCall, two: OpCall) -> OpCall:
+    return OpCall(
+        target=one.target,
+        arguments=line.tree(one.arguments, two.arguments),
+        keywords=line.tree(one.keywords, two.keywords),
+        outputs=line.tree(one.outputs, two.outputs),
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _spec_at(line: BatchLine, one: TensorSpec, two: TensorSpec) -> TensorSpec:
+    spec: TensorSpec = line.tree(one, two)
+    return spec
 
 
 # Digits of a constant that depends on the batch: enough to tell constants apart, too few for the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from estimator.tensors import OpCall, TensorSpec
@@ -36,6 +37,7 @@ VIEWS = frozenset(
 )
 
 
+@lru_cache(maxsize=4096)
 def gives_views(target: str) -> bool:
     """Whether an operator, in any overload and in place too, touches no element.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from estimator.elementwise import Flags, Indices, Sizes
 from estimator.errors import WorkloadError
-from estimator.graph.ir.columns import ACTIVATION, KINDS, GraphColumns, first_places
+from estimator.graph.ir.columns import ACTIVATION, KINDS, Gathered, GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
 from estimator.graph.ir.ops import gives_views
 from estimator.tensors import OpCall, TensorSpec
@@ -326,20 +326,18 @@ class GraphStructure:
         return BoundGraph(
             graph=self.graph,
             batch=self.graph.batch if batch is None else batch,
-            calls=tuple(map(calls.__getitem__, columns.call_of.tolist())),
-            specs=tuple(map(specs.__getitem__, columns.spec_of.tolist())),
+            calls=Gathered(calls, columns.call_of),
+            specs=Gathered(specs, columns.spec_of),
         )
 
     def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:
         """The distinct calls at a batch size, by number."""
-        calls = bound.calls
-        return tuple([calls[op] for op in self.columns.first_of_call.tolist()])
+        return self.columns.distinct_calls(bound.calls)
 
     def storage_bytes(self, bound: BoundGraph) -> Sizes:
         """The size of each storage at a batch size: that of the largest value in it."""
-        columns, specs = self.columns, bound.specs
-        firsts = first_places(columns.spec_of, len(columns.specs)).tolist()
-        of_spec = [specs[value].storage_bytes for value in firsts]
+        columns = self.columns
+        of_spec = [spec.storage_bytes for spec in columns.distinct_specs(bound.specs)]
         sizes = np.zeros(len(self.roots), dtype=np.int64)
         np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[columns.spec_of])
         return sizes

@@ -30,9 +30,9 @@ class Cutting:
     `content` is equal for those that compute the same, whatever their modules are called.
     """
 
-    def __init__(self, graph: OpGraph, ops: Indices, flow: GraphColumns) -> None:
+    def __init__(self, graph: OpGraph, ops: Indices, flow: GraphColumns, cut: _Cut) -> None:
         self.ops = ops
-        self._graph, self._flow = graph, flow
+        self._graph, self._flow, self._cut = graph, flow, cut
         self._place = np.full(len(graph.ops), -1, dtype=np.intp)
         self._place[ops] = np.arange(len(ops))
         is_own = self._place[flow.touched_by] >= 0
@@ -58,7 +58,7 @@ class Cutting:
         did was fused into its readers, is one of what the stage makes or of what has come of the
         same storage.
         """
-        flow, root = self._flow, owners(self._flow.base)
+        flow, root = self._flow, self._cut.roots
         is_made_here = np.zeros(len(root), dtype=np.bool_)
         is_made_here[root[self._made]] = True
         is_absent = (flow.kind == ACTIVATION) & (flow.kind[root] == ACTIVATION) & ~self._made
@@ -166,20 +166,43 @@ class Cutting:
 
         Of a tied one a stage computes a part, which another adds to its own.
         """
-        flow, place, number = self._flow, self._place.tolist(), self._number
-        for parameter in self._graph.parameters:
-            gradient, ready = parameter.gradient, parameter.ready_after
-            if gradient is None or ready is None:
-                continue
+        place, number = self._place.tolist(), self._number
+        for parameter, gradient, ready, parts in self._cut.trained:
             if place[ready] >= 0:
                 own = int(number[gradient])
                 yield replace(parameter, gradient=own, ready_after=place[ready])
                 continue
-            for part in flow.touched[flow.begins[ready] : flow.made_begins[ready]].tolist():
-                if self._made[part] and flow.specs[flow.spec_of[part]][0] == parameter.spec:
+            for part in parts:
+                if self._made[part]:
                     made = self._by[self._is_made & (self._touched == part)]
                     own = int(number[part])
                     yield replace(parameter, gradient=own, ready_after=int(made[0]))
+
+
+class _Cut(NamedTuple):
+    """What all stages of a graph are cut by.
+
+    `roots` are the values that own the storage of each, `trained` each parameter with a gradient,
+    that, the op that makes it and what this adds up to it.
+    """
+
+    roots: Indices
+    trained: tuple[tuple[Parameter, int, int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, graph: OpGraph, columns: GraphColumns) -> _Cut:
+        trained = []
+        for parameter in graph.parameters:
+            gradient, ready = parameter.gradient, parameter.ready_after
+            if gradient is None or ready is None:
+                continue
+            parts = [
+                value
+                for value in columns.read_by(ready)
+                if columns.specs[columns.spec_of[value]][0] == parameter.spec
+            ]
+            trained.append((parameter, gradient, ready, tuple(parts)))
+        return cls(owners(columns.base), tuple(trained))
 
 
 def _numbered(touched: Indices, base: Indices) -> tuple[Indices, Indices]:
@@ -461,9 +484,10 @@ def stage_graphs(
     sending = _sent(flow, blocks.places, owner, len(points) + 1)
     lent = _Lent.of(flow, blocks.places)
     alike: dict[Hashable, Stage] = {}
+    cut = _Cut.of(graph, flow)
     graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
-        cutting = Cutting(graph, lent.with_lent(owner == number), flow)
+        cutting = Cutting(graph, lent.with_lent(owner == number), flow, cut)
         first = alike.get(cutting.content)
         if first is None:
             own = cutting.graph(f"{graph.name}, stage {number}")
