@@ -32,6 +32,8 @@ from estimator.graph.ir.op_graph import OpGraph, job_content
 from estimator.graph.memory.peak import PeakMemory
 from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.plan import Plan
+from estimator.graph.partition.repeats import Repeats
+from estimator.kernels.durations import columns_of
 from estimator.machines.catalogue import load_profile, named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -179,7 +181,15 @@ class Engine:
         if not layout.divides_layers:
             return graph
         key = layout.of_layers, plan
-        return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
+
+        def repeats() -> Repeats | None:
+            columns = columns_of(graph, self.cache)
+            return self.cache.get("repeats", (graph,), lambda: Repeats.of(graph, columns))
+
+        def made() -> OpGraph:
+            return split_by_layout(graph, layout, plan, repeats)
+
+        return self.cache.get("split", (graph,), made, *key)
 
     def content(self, graph: OpGraph) -> JobContent:
         """What a graph computes; worked out once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from estimator.errors import EstimatorError, StrategyError, printable
@@ -11,16 +13,23 @@ from estimator.graph.partition.context import split_context
 from estimator.graph.partition.experts import slice_expert_tokens, split_experts, sum_experts
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import Plan, found_plan, plan_of_config
+from estimator.graph.partition.repeats import Repeats
 from estimator.workload.layouts import Layout
 
 
-def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
+def split_by_layout(
+    graph: OpGraph,
+    layout: Layout,
+    plan: Plan | None = None,
+    repeats: Callable[[], Repeats | None] = lambda: None,
+) -> OpGraph:
     """The graph of one rank of a layout.
 
-    Raises StrategyError, also where rules cannot read the operators of a graph that was saved.
+    `repeats` gives the equal blocks of the graph, most of which then need not be divided. Raises
+    StrategyError, also where rules cannot read the operators of a graph that was saved.
     """
     try:
-        return _split(graph, layout, plan)
+        return _split(graph, layout, plan, repeats)
     except EstimatorError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -31,7 +40,12 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
         ) from error
 
 
-def _split(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
+def _split(
+    graph: OpGraph,
+    layout: Layout,
+    plan: Plan | None,
+    repeats: Callable[[], Repeats | None] = lambda: None,
+) -> OpGraph:
     if graph.layout is not None:
         # Its module was divided before it was traced.
         return graph
@@ -43,6 +57,17 @@ def _split(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
         )
     if graph.execution != "eager":
         return _compiled(graph, axis, layout, plan)
+    # A plan that is given may name any block.
+    few = repeats() if plan is None else None
+    if few is not None:
+        with suppress(StrategyError):
+            part = few.repeated(_divided(few.short, layout, None))
+            if part is not None:
+                return part
+    return _divided(graph, layout, plan)
+
+
+def _divided(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
     if plan is None and layout.tp > 1:
         plan = _plan(graph, layout)
     of_experts = sum_experts if layout.sums_experts else split_experts
