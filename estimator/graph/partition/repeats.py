@@ -27,7 +27,7 @@ _FIXED, _OWN, _LEFT, _RIGHT = range(4)
 _ROWS = np.array([0, 0, -1, 1], dtype=np.intp)
 
 
-class _Block(NamedTuple):
+class RepeatedBlock(NamedTuple):
     """The ops of a repeated block: of the forward, then of the backward pass."""
 
     forward: slice
@@ -42,7 +42,7 @@ class _Block(NamedTuple):
         return self.forward.stop - self.forward.start, self.backward.stop - self.backward.start
 
 
-def _blocks(columns: GraphColumns, units: Sequence[str]) -> list[_Block]:
+def _blocks(columns: GraphColumns, units: Sequence[str]) -> list[RepeatedBlock]:
     """Each of these units that has one after it: up to the first op of that; none if out of order.
 
     The backward pass meets them the other way round.
@@ -63,9 +63,9 @@ def _blocks(columns: GraphColumns, units: Sequence[str]) -> list[_Block]:
     if forward != sorted(set(forward)) or backward != sorted(set(backward), reverse=True):
         return []
     return [
-        _Block(slice(*passed), slice(backward[number], backward[number - 1]))
+        RepeatedBlock(slice(*passed), slice(backward[number], backward[number - 1]))
         if number
-        else _Block(slice(*passed), slice(backward[0], backward[0]))
+        else RepeatedBlock(slice(*passed), slice(backward[0], backward[0]))
         for number, passed in enumerate(pairwise(forward))
     ]
 
@@ -109,7 +109,7 @@ def _images(one: Indices, two: Indices, count: int) -> Indices | None:
     return image if is_one else None
 
 
-class _Pattern(NamedTuple):
+class RepeatPattern(NamedTuple):
     """How two equal blocks that follow each other stand in a graph, and what copies of them take.
 
     `own` are the values of the first block, `other` the same of the second. `codes` say of each
@@ -117,15 +117,15 @@ class _Pattern(NamedTuple):
     `numbers` which of `own` it is there.
     """
 
-    one: _Block
-    two: _Block
+    one: RepeatedBlock
+    two: RepeatedBlock
     own: Indices
     other: Indices
     codes: Indices
     numbers: Indices
 
     @classmethod
-    def of(cls, columns: GraphColumns, units: Sequence[str]) -> _Pattern | None:
+    def of(cls, columns: GraphColumns, units: Sequence[str]) -> RepeatPattern | None:
         """That of the second and third of four units; None where it is not clear."""
         blocks = _blocks(columns, units)
         if not blocks:
@@ -134,15 +134,7 @@ class _Pattern(NamedTuple):
         here, there = one.ops, two.ops
         if not _are_alike(columns, here, there, (units[1], units[2])):
             return None
-        held, count = _held_begins(columns), len(columns.spec_of)
-        taken = columns.touched[_slots(columns.begins, here)]
-        taken_there = columns.touched[_slots(columns.begins, there)]
-        holds, holds_there = (columns.held[_slots(held, ops)] for ops in (here, there))
-        if len(holds) != len(holds_there) or len(taken) != len(taken_there):
-            return None
-        image = _images(
-            np.concatenate([taken, holds]), np.concatenate([taken_there, holds_there]), count
-        )
+        image, count = _ops_images(columns, here, there), len(columns.spec_of)
         if image is None:
             return None
         moves = np.flatnonzero((image >= 0) & (image != np.arange(count)))
@@ -185,9 +177,28 @@ class _Pattern(NamedTuple):
         return True
 
 
-def _is_in(ops: Indices, block: _Block) -> Flags:
+def _is_in(ops: Indices, block: RepeatedBlock) -> Flags:
     inside = (ops >= block.forward.start) & (ops < block.forward.stop)
     return np.asarray(inside | ((ops >= block.backward.start) & (ops < block.backward.stop)))
+
+
+def _block_images(columns: GraphColumns, blocks: Sequence[RepeatedBlock]) -> Indices | None:
+    """What stands for each value in the block after its own; None if that is not one value."""
+    here, there = (
+        np.concatenate([block.ops for block in some]) for some in (blocks[:-1], blocks[1:])
+    )
+    return _ops_images(columns, here, there)
+
+
+def _ops_images(columns: GraphColumns, here: Indices, there: Indices) -> Indices | None:
+    held = _held_begins(columns)
+    one, two = (
+        np.concatenate(
+            [columns.touched[_slots(columns.begins, ops)], columns.held[_slots(held, ops)]]
+        )
+        for ops in (here, there)
+    )
+    return _images(one, two, len(columns.spec_of)) if len(one) == len(two) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,16 +229,29 @@ class Repeats:
         first, last = _longest_alike(columns, blocks, units)
         if last - first < _LEAST_BLOCKS + 2:
             return None
-        shortened = _shortened(graph, columns, units, blocks, first + 1, last)
-        if shortened is None:
+        one, two = first + 1, last
+        images = _block_images(columns, blocks[one : two + 1])
+        if images is None:
             return None
-        again = shortened.repeated(shortened.short)
-        return shortened if again is not None and _is_same(again, graph, columns) else None
+        short = _Short(graph, columns, blocks, one, two)
+        few, like = short.graph(images), short.like()
+        if few is None or like is None:
+            return None
+        found = cls(
+            short=few,
+            whole=graph,
+            names=tuple(columns.names[blocks[number].ops] for number in range(one, two)),
+            around=(units[one - 1], units[one], units[two], units[two + 1]),
+            units=tuple(units[one + 1 : two]),
+            parameters=like,
+        )
+        again = found.repeated(few)
+        return found if again is not None and _is_same(again, graph, columns) else None
 
     def repeated(self, part: OpGraph) -> OpGraph | None:
         """What the whole graph becomes where the short one becomes a part; None if not clear."""
         columns = GraphColumns.of(part)
-        pattern = _Pattern.of(columns, self.around)
+        pattern = RepeatPattern.of(columns, self.around)
         if pattern is None or len(part.parameters) != len(self.short.parameters):
             return None
         copies = _Copies(columns, pattern, self)
@@ -249,11 +273,12 @@ def _longest_row(columns: GraphColumns) -> tuple[str, ...]:
             rows[-1].append(unit)
         elif unit:
             rows.append([unit])
-    return tuple(max(rows, key=len))
+    longest: list[str] = max(rows, key=len)
+    return tuple(longest)
 
 
 def _longest_alike(
-    columns: GraphColumns, blocks: Sequence[_Block], units: Sequence[str]
+    columns: GraphColumns, blocks: Sequence[RepeatedBlock], units: Sequence[str]
 ) -> tuple[int, int]:
     """The first and the last block of the longest row of equal ones, the model's first apart."""
     best = start = 1
@@ -267,117 +292,128 @@ def _longest_alike(
     return best, end
 
 
-def _shortened(
-    graph: OpGraph,
-    columns: GraphColumns,
-    units: Sequence[str],
-    blocks: Sequence[_Block],
-    one: int,
-    two: int,
-) -> Repeats | None:
-    """The graph without the blocks between two; `one` and all up to `two` are alike."""
-    count = len(columns.spec_of)
-    between, left = range(one + 1, two), two - one - 1
-    here = np.concatenate([blocks[number].ops for number in range(one, two)])
-    there = np.concatenate([blocks[number].ops for number in range(one + 1, two + 1)])
-    begins, held = columns.begins, _held_begins(columns)
-    pairs = [
-        np.concatenate([columns.touched[_slots(begins, ops)], columns.held[_slots(held, ops)]])
-        for ops in (here, there)
-    ]
-    if len(pairs[0]) != len(pairs[1]) or (image := _images(*pairs, count)) is None:
-        return None
-    forth = np.where(image < 0, np.arange(count), image)
-    back = np.arange(count)
-    back[forth] = np.arange(count)
-    further, nearer = np.arange(count), np.arange(count)
-    for _ in between:
-        further, nearer = forth[further], back[nearer]
-    is_out = np.zeros(len(columns.call_of), dtype=np.bool_)
-    is_out[np.concatenate([blocks[number].ops for number in between])] = True
-    places = np.arange(len(is_out))
-    is_left = (places < blocks[one].forward.stop) | (places >= blocks[one].backward.start)
-    stays = np.ones(count, dtype=np.bool_)
-    stays[columns.touched[is_out[columns.touched_by]]] = False
+class _Short:
+    """A graph without the blocks between two of those that are alike from the one to the other."""
 
-    def taken(values: Indices, by: Indices) -> Indices:
-        own = ~is_out[by]
-        values, by = values[own], by[own]
-        is_made_there = (columns.maker[values] >= 0) & is_out[columns.maker[values]]
-        beyond = np.where(is_left[by], further[values], nearer[values])
-        return np.where(is_made_there, beyond, values)
+    def __init__(
+        self,
+        graph: OpGraph,
+        columns: GraphColumns,
+        blocks: Sequence[RepeatedBlock],
+        one: int,
+        two: int,
+    ) -> None:
+        self._graph, self._columns = graph, columns
+        self._left_out = two - one - 1
+        ops, count = len(columns.call_of), len(columns.spec_of)
+        self._is_out = np.zeros(ops, dtype=np.bool_)
+        self._is_out[np.concatenate([blocks[number].ops for number in range(one + 1, two)])] = True
+        self._place = np.cumsum(~self._is_out) - 1
+        places = np.arange(ops)
+        self._is_left = (places < blocks[one].forward.stop) | (places >= blocks[one].backward.start)
+        self._stays = np.ones(count, dtype=np.bool_)
+        self._stays[columns.touched[self._is_out[columns.touched_by]]] = False
+        self._number = np.arange(count)
+        # What stands for a value in the block after its own, and in the one before.
+        self._forth = self._back = np.arange(count)
+        self._further = self._nearer = np.arange(count)
 
-    touched, holds = (
-        taken(columns.touched, columns.touched_by),
-        taken(columns.held, columns.held_by),
-    )
-    stays[touched] = stays[holds] = True
-    base = columns.base
-    made = columns.maker
-    lost = (base >= 0) & stays & ~stays[base]
-    on_left = is_left[made] | (made < 0)
-    base = np.where(lost, np.where(on_left, further[base], nearer[base]), base)
-    if not stays[base[stays & (base >= 0)]].all():
-        return None
-    number = np.cumsum(stays) - 1
-    ops = np.flatnonzero(~is_out)
-    place = np.cumsum(~is_out) - 1
-    own_base = base[stays]
-    short = GraphColumns(
-        names=columns.names[ops],
-        calls=columns.calls,
-        call_of=columns.call_of[ops],
-        specs=columns.specs,
-        spec_of=columns.spec_of[stays],
-        modules=columns.modules,
-        module_of=columns.module_of[ops],
-        is_forward=columns.is_forward[ops],
-        is_repeated=columns.is_repeated[ops],
-        is_view=columns.is_view[ops],
-        enters_dtensor=columns.enters_dtensor[ops],
-        touched=number[touched],
-        touched_by=place[columns.touched_by[~is_out[columns.touched_by]]],
-        is_made=columns.is_made[~is_out[columns.touched_by]],
-        held=number[holds],
-        held_by=place[columns.held_by[~is_out[columns.held_by]]],
-        base=np.where(own_base < 0, -1, number[own_base]),
-        kind=columns.kind[stays],
-    )
-    parameters, like = [], dict[int, int]()
-    for parameter in graph.parameters:
-        gradient, ready = parameter.gradient, parameter.ready_after
-        if gradient is not None and ready is not None and not is_out[ready]:
-            like[gradient] = len(parameters)
-            own = int(number[gradient])
-            parameters.append(replace(parameter, gradient=own, ready_after=int(place[ready])))
-    known = []
-    for parameter in graph.parameters:
-        value, copy = parameter.gradient or 0, 0
-        while value not in like and copy <= left:
-            value, copy = int(back[value]), copy + 1
-        if value not in like or (copy and not is_out[parameter.ready_after or 0]):
+    def graph(self, images: Indices) -> OpGraph | None:
+        """The short graph; `images` are what stands for values in the next block, -1 for nothing.
+
+        None where a value that stays is a view of what does not.
+        """
+        short = self._wired(images)
+        if short is None:
             return None
-        known.append((like[value], copy))
-    return Repeats(
-        short=replace(
-            graph,
+        number, is_out = self._number, self._is_out
+        return replace(
+            self._graph,
             ops=short.ops(),
             values=short.values(),
-            parameters=tuple(parameters),
-            inputs=tuple(replace(one, value=int(number[one.value])) for one in graph.inputs),
-        ),
-        whole=graph,
-        names=tuple(columns.names[blocks[n].ops] for n in range(one, two)),
-        around=(units[one - 1], units[one], units[two], units[two + 1]),
-        units=tuple(units[n] for n in between),
-        parameters=tuple(known),
-    )
+            parameters=tuple(
+                replace(
+                    parameter,
+                    gradient=int(number[parameter.gradient or 0]),
+                    ready_after=int(self._place[parameter.ready_after or 0]),
+                )
+                for parameter in self._graph.parameters
+                if not is_out[parameter.ready_after or 0]
+            ),
+            inputs=tuple(
+                replace(given, value=int(number[given.value])) for given in self._graph.inputs
+            ),
+        )
+
+    def _wired(self, images: Indices) -> GraphColumns | None:
+        columns, is_out, every = self._columns, self._is_out, np.arange(len(images))
+        self._forth, self._back = np.where(images < 0, every, images), every.copy()
+        self._back[self._forth] = every
+        for _ in range(self._left_out):
+            self._further = self._forth[self._further]
+            self._nearer = self._back[self._nearer]
+        touched = self._taken(columns.touched, columns.touched_by)
+        held = self._taken(columns.held, columns.held_by)
+        self._stays[touched] = self._stays[held] = True
+        stays, base, maker = self._stays, columns.base, columns.maker
+        lost = (base >= 0) & stays & ~stays[base]
+        beyond = np.where(
+            self._is_left[maker] | (maker < 0), self._further[base], self._nearer[base]
+        )
+        base = np.where(lost, beyond, base)[stays]
+        if not stays[base[base >= 0]].all():
+            return None
+        number = self._number = np.cumsum(stays) - 1
+        ops, own_touch = np.flatnonzero(~is_out), ~is_out[columns.touched_by]
+        return GraphColumns(
+            names=columns.names[ops],
+            calls=columns.calls,
+            call_of=columns.call_of[ops],
+            specs=columns.specs,
+            spec_of=columns.spec_of[stays],
+            modules=columns.modules,
+            module_of=columns.module_of[ops],
+            is_forward=columns.is_forward[ops],
+            is_repeated=columns.is_repeated[ops],
+            is_view=columns.is_view[ops],
+            enters_dtensor=columns.enters_dtensor[ops],
+            touched=number[touched],
+            touched_by=self._place[columns.touched_by[own_touch]],
+            is_made=columns.is_made[own_touch],
+            held=number[held],
+            held_by=self._place[columns.held_by[~is_out[columns.held_by]]],
+            base=np.where(base < 0, -1, number[base]),
+            kind=columns.kind[stays],
+        )
+
+    def _taken(self, values: Indices, by: Indices) -> Indices:
+        """What ops that stay take: for what a block that does not makes, what the nearest does."""
+        own = ~self._is_out[by]
+        values, by = values[own], by[own]
+        maker = self._columns.maker[values]
+        beyond = np.where(self._is_left[by], self._further[values], self._nearer[values])
+        return np.where((maker >= 0) & self._is_out[maker], beyond, values)
+
+    def like(self) -> tuple[tuple[int, int], ...] | None:
+        """`Repeats.parameters`, known once the graph is; None where one is like no other."""
+        every = self._graph.parameters
+        own = [p.gradient for p in every if not self._is_out[p.ready_after or 0]]
+        number = {gradient: place for place, gradient in enumerate(own)}
+        known = []
+        for parameter in every:
+            value, copy = parameter.gradient or 0, 0
+            while value not in number and copy <= self._left_out:
+                value, copy = int(self._back[value]), copy + 1
+            if value not in number:
+                return None
+            known.append((number[value], copy))
+        return tuple(known)
 
 
 class _Copies:
     """The columns of a graph with copies of a block between it and its equal."""
 
-    def __init__(self, columns: GraphColumns, pattern: _Pattern, repeats: Repeats) -> None:
+    def __init__(self, columns: GraphColumns, pattern: RepeatPattern, repeats: Repeats) -> None:
         self._columns, self._pattern, self._repeats = columns, pattern, repeats
         self.count = len(repeats.units)
         one, first = pattern.one, np.arange(len(columns.call_of))
@@ -523,31 +559,40 @@ class _Copies:
             yield replace(like, name=parameter.name, gradient=gradient, ready_after=ready)
 
 
+_SAME: tuple[str, ...] = (
+    "call_of",
+    "is_forward",
+    "is_repeated",
+    "is_view",
+    "enters_dtensor",
+    "touched_by",
+)
+_SAME += ("is_made", "held_by", "names")
+
+
 def _is_same(again: OpGraph, graph: OpGraph, columns: GraphColumns) -> bool:
     """Whether a graph is another one, whatever the numbers of its values."""
     other = GraphColumns.of(again)
-    names = ("call_of", "is_forward", "is_repeated", "is_view", "enters_dtensor", "touched_by")
-    names += ("is_made", "held_by", "names")
-    for name in names:
+    for name in _SAME:
         if not np.array_equal(getattr(columns, name), getattr(other, name)):
             return False
-    by_module = [
+    mine, others = (
         np.array(each.modules, dtype=np.object_)[each.module_of] for each in (columns, other)
-    ]
-    if not np.array_equal(*by_module) or len(columns.spec_of) != len(other.spec_of):
+    )
+    if not np.array_equal(mine, others) or len(columns.spec_of) != len(other.spec_of):
         return False
     number = np.full(len(other.spec_of), -1, dtype=np.intp)
     number[other.touched] = columns.touched
     number[other.held] = columns.held
     known = np.flatnonzero(number >= 0)
-    mine, bases = number[known], other.base[known]
+    own, bases = number[known], other.base[known]
     if not np.array_equal(number[other.touched], columns.touched):
         return False
     return (
         np.array_equal(number[other.held], columns.held)
-        and np.array_equal(columns.spec_of[mine], other.spec_of[known])
-        and np.array_equal(columns.kind[mine], other.kind[known])
-        and np.array_equal(columns.base[mine], np.where(bases < 0, -1, number[bases]))
+        and np.array_equal(columns.spec_of[own], other.spec_of[known])
+        and np.array_equal(columns.kind[own], other.kind[known])
+        and np.array_equal(columns.base[own], np.where(bases < 0, -1, number[bases]))
         and all(
             replace(one, gradient=int(number[one.gradient or 0])) == two
             for one, two in zip(again.parameters, graph.parameters, strict=True)
