@@ -97,13 +97,13 @@ class ProbePlan:
 class Step:
     """A step, its share of the time, and how to measure it.
 
-    `measure` returns why something of it could not be measured, or ""; what the home rank says
+    `measure` returns why something of it could not be measured, if so; what the home rank says
     counts.
     """
 
     name: str
     share: float
-    measure: Callable[[Group, ProbePlan, float], str]
+    measure: Callable[[Group, ProbePlan, float], str | None]
 
 
 def steps_of(plan: ProbePlan, world: World) -> list[Step]:
@@ -170,12 +170,11 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
 _CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
 
 
-def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> str:
+def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> None:
     """How long one device of each node takes for the same matmul."""
     reports = group.measured(group.world.firsts, _time_canary)
     taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
     plan.findings.remarks += slow_nodes(taken_s)
-    return ""
 
 
 def _time_canary(*, kind: DeviceKind, **_more: Any) -> list[float]:
@@ -205,7 +204,7 @@ _AGAIN_SHARE = 0.3
 PairMessages = dict[tuple[str, str], Mapping[str, Any]]
 
 
-def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> str:
+def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> None:
     """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
     world = group.world
     chosen: list[tuple[str, str]] = []
@@ -222,7 +221,6 @@ def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> str:
         ]
         if links:
             plan.findings.network.append(typical_link(links))
-    return ""
 
 
 def every_pair(group: Group, plan: ProbePlan, seconds: float) -> str:
@@ -279,7 +277,7 @@ def _pairs(
     }
 
 
-def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> str:
+def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> None:
     """As many flows as devices, and two, from one node to another and to several."""
     world = group.world
     cases = list(_flow_cases(world))
@@ -297,7 +295,6 @@ def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> str:
             link = flow_link(network_kind(group.kind), locality, messages, note=note)
             plan.findings.network.append(link)
             plan.keep()
-    return ""
 
 
 def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -314,7 +311,7 @@ def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
             yield sending + receiving, f"{count} flows to {count} nodes"
 
 
-def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """One pair of devices of one node for each way in which two of them are near."""
     ranks = group.world.densest_first[0]
     on_cuda = group.kind == "cuda"
@@ -334,7 +331,6 @@ def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> str:
         for locality, pair in pairs.items():
             if pair in timed:
                 plan.findings.links.append(pair_link(kind, locality, timed[pair]))
-    return ""
 
 
 def _slow_pairs(
@@ -374,11 +370,10 @@ _GROUPS_AT_MOST = 3
 _LEAST_GROUP_RATIO = 0.1
 
 
-def all_reduce_everywhere(group: Group, plan: ProbePlan, seconds: float) -> str:
+def all_reduce_everywhere(group: Group, plan: ProbePlan, seconds: float) -> None:
     """The group that data-parallel training uses, also with two all-reduces at once."""
     parts = [TimedPart("calls", "all_reduce", 2.0), TimedPart("pairs", "all_reduce")]
     _collectives(group, plan, next(shapes(group.world)), parts, seconds, SIZES_BYTES)
-    return ""
 
 
 def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
@@ -395,14 +390,13 @@ def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
     return ""
 
 
-def other_collectives(group: Group, plan: ProbePlan, seconds: float) -> str:
+def other_collectives(group: Group, plan: ProbePlan, seconds: float) -> None:
     """What sharded training and parameter servers use, over everything."""
     parts = _calls_of(*_sharding_ops(group.kind), "broadcast")
     _collectives(group, plan, next(shapes(group.world)), parts, seconds, OTHER_SIZES_BYTES)
-    return ""
 
 
-def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
+def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> None:
     """What FSDP does where several groups hold a replica each: across two nodes, in a node."""
     world = group.world
     ops = _sharding_ops(group.kind)
@@ -415,10 +409,9 @@ def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
         ranks = [position for positions in groups for position in positions]
         parts = _calls_of(*ops, "all_reduce")
         _collectives(group, plan, ranks, parts, 0.6 * seconds, OTHER_SIZES_BYTES, groups=groups)
-    return ""
 
 
-def collectives_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+def collectives_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """Every collective over the first 2, 3, … and all devices of this node."""
     count = len(group.world.members)
     parts = [*NODE_PARTS, *(BLOCKING_PARTS if group.kind == "cpu" else ())]
@@ -427,7 +420,6 @@ def collectives_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     for size in range(count, 1, -1):
         share = 1.0 if count == 2 else 0.5 if size == count else 0.5 / (count - 2)
         _collectives(group, plan, range(size), parts, seconds * share, NODE_SIZES_BYTES)
-    return ""
 
 
 def _collectives(
@@ -500,11 +492,10 @@ def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
     return ""
 
 
-def overlap_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+def overlap_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """All-reduces over all devices of this node beside compute."""
     ranks = range(len(group.world.members))
     _overlaps(group, plan, ranks, NODE_CASES, _NODE_COMPUTE_RATIO, MEASURING_RATIO * seconds)
-    return ""
 
 
 def _overlaps(
@@ -550,10 +541,11 @@ def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[
     return cases
 
 
-def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """The links between devices of this node; of accelerators those to the host, all busy, too."""
     if group.kind != "cuda":
-        return links_inside_a_node(group, plan, seconds)
+        links_inside_a_node(group, plan, seconds)
+        return
     devices = group.world.own_devices
     everything = range(len(devices))
     own_s = seconds / 2
@@ -581,10 +573,9 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
     pairs = {(one["from"], one["to"]): one["points"] for one in copied}
     plan.findings.links += peer_links(devices, pairs)
     plan.keep()
-    return ""
 
 
-def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
+def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """What calls take with 2 and with all devices of this node busy, beside what they do alone."""
     counts = sorted({2, len(group.world.members)})
     measure = partial(time_contention, budget_s=seconds / len(counts))
@@ -593,7 +584,6 @@ def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> str:
             plan.findings.contentions += summarise(reports, at=plan.findings.at)
             plan.findings.rank_jitter_ratio = rank_jitter_ratio(reports)
             plan.keep()
-    return ""
 
 
 # What is measured of one node alone, by the name of its part of the probe.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from estimator.errors import TrainingError
@@ -134,8 +135,14 @@ def _times(
     evict: Evict,
 ) -> _Times:
     """Seconds of each set, and of one whose gradients are zero."""
-    points = _points(backend, optimizer, form, sets, evict=evict)
-    times = {(tensors, count): seconds for tensors, count, seconds in points}
+    import torch
+
+    times: _Times = {}
+    for tensors, elements in sets:
+        # The largest sets take some 7 GB with their gradients and state.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            seconds = _step_s(backend, optimizer, form, tensors, elements, evict=evict)
+            times[tensors, tensors * elements] = seconds
     zero = _step_s(backend, optimizer, form, *_ZERO_SET, evict=evict, gradient=0.0)
     return {**times, _ZERO: zero}
 
@@ -151,24 +158,6 @@ def _order(kind: DeviceKind) -> list[tuple[str, str]]:
     if kind == "cuda":
         pairs.sort(key=lambda pair: pair[0] != "adamw" or pair[1] == "loop")
     return pairs
-
-
-def _points(
-    backend: Backend,
-    optimizer: str,
-    form: str,
-    sets: Sequence[tuple[int, int]],
-    *,
-    evict: Evict,
-) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-    import torch
-
-    for tensors, elements in sets:
-        try:
-            seconds = _step_s(backend, optimizer, form, tensors, elements, evict=evict)
-        except torch.OutOfMemoryError:
-            continue  # the largest sets take some 7 GB with their gradients and state
-        yield tensors, tensors * elements, seconds
 
 
 def _step_s(

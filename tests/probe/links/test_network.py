@@ -218,8 +218,8 @@ def test_a_cluster_over_efa_keeps_what_the_switch_of_its_boxes_adds(
     reduced = [[{"op": "all_reduce", "windows": windows}] for _ in range(4)]
     group: Any = _Asked(sent, reduced)
     plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
-    assert steps.links_between_nodes(group, plan, 1.0) == ""
-    assert steps.all_reduce_everywhere(group, plan, 1.0) == ""
+    steps.links_between_nodes(group, plan, 1.0)
+    steps.all_reduce_everywhere(group, plan, 1.0)
     box = load_profile("h100-sxm")
     profile = plan.findings.merged(box, name="pair", world=group.world, used_s=1.0)
     (link,) = profile.network
