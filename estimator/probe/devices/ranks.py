@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,12 @@ def _received(link: Connection) -> Any:
         return None
 
 
-def serve(control_number: int, modules: Sequence[str]) -> None:
-    """Import `modules`, then fork a rank for every pair of descriptors received."""
-    control = socket.socket(fileno=control_number)
+def serve(control_number: int) -> None:
+    """Fork a rank for every two descriptors received, after the modules named before are here."""
+    control = Connection(control_number)
     # Asking the CUDA runtime for its devices, as some modules do when imported, would keep every
     # forked rank from using them; asking NVML does not (torch.cuda.is_available, "fork poisoning").
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for module in modules:
-        importlib.import_module(module)
     children: set[int] = set()
 
     def bury(*_: object) -> None:
@@ -66,10 +64,12 @@ def serve(control_number: int, modules: Sequence[str]) -> None:
                 children.discard(child)
 
     signal.signal(signal.SIGCHLD, bury)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        if not message:
-            break
+    while (modules := _received(control)) is not None:
+        descriptors = recv_handle(control), recv_handle(control)
+        for module in modules:
+            # A rank that cannot do without says so itself.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
@@ -221,9 +221,7 @@ class DeviceProcesses:
         if not devices:
             raise ProbeError("there is no device to run on; name at least one")
         self.devices, self.world, self.world_s = devices, world, world_s
-        self.modules = frozenset(
-            (*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported)
-        )
+        self.modules = (*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported)
         self.links: list[Connection] = []
         self.living: set[int] = set()
         self.pids: dict[int, int] = {}
@@ -239,7 +237,7 @@ class DeviceProcesses:
         self.found: dict[int, Any] = {}
         self.failures: dict[int, EstimatorError] = {}
         try:
-            self._stack.enter_context(_counted_run(self.modules))
+            self._stack.enter_context(_counted_run())
             for rank in range(len(self.devices)):
                 log = os.open(self.log_path(rank), os.O_CREAT | os.O_WRONLY, 0o600)
                 ours, theirs = Pipe()
@@ -380,15 +378,13 @@ def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:
 class _Server:
     """The process that ranks are forked from; it ends when this process does."""
 
-    def __init__(self, modules: frozenset[str]) -> None:
-        self.modules = modules
-        self.owner = os.getpid()
-        self.forks = 0
-        self.control, theirs = socket.socketpair()
+    def __init__(self) -> None:
+        self.owner, self.forks = os.getpid(), 0
+        self.control, theirs = Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "from estimator.probe.devices.ranks import serve\n"
-            f"serve({theirs.fileno()}, {sorted(modules)!r})"
+            f"serve({theirs.fileno()})"
         )
         with theirs:
             # A session of its own: Ctrl-C reaches this process, which stops the ranks in order.
@@ -401,10 +397,12 @@ class _Server:
                 start_new_session=True,
             )
 
-    def fork(self, link: Connection, log: int) -> None:
-        """Fork a rank that speaks through `link` and writes its output to `log`."""
+    def fork(self, modules: Sequence[str], link: Connection, log: int) -> None:
+        """Fork a rank that has `modules`, speaks through `link` and writes its output to `log`."""
         self.forks += 1
-        socket.send_fds(self.control, [b"f"], [link.fileno(), log])
+        _send(self.control, modules)
+        for descriptor in (link.fileno(), log):
+            send_handle(self.control, descriptor, self.process.pid)
 
     def close(self) -> None:
         """End the server and, should any still live, its ranks."""
@@ -416,44 +414,38 @@ class _Server:
         return self.owner == os.getpid() and self.process.poll() is None
 
 
-_servers: list[_Server] = []
-_servers_lock = threading.Lock()
+_server: _Server | None = None
+_server_lock = threading.Lock()
 _runs = 0
 
 
-def _fork(modules: frozenset[str], link: Connection, log: int) -> None:
-    """Fork a rank from a server that has imported `modules` or more."""
-    with _servers_lock:
-        fitting = [s for s in _servers if s.usable() and modules <= s.modules]
-        if not fitting:
-            fitting = [_Server(modules)]
-            _servers.append(fitting[0])
-        fitting[0].fork(link, log)
+def _fork(modules: Sequence[str], link: Connection, log: int) -> None:
+    """Fork a rank that has imported `modules`."""
+    global _server
+    with _server_lock:
+        if _server is None or not _server.usable():
+            _server = _Server()
+        _server.fork(modules, link, log)
 
 
 @contextlib.contextmanager
-def _counted_run(modules: frozenset[str]) -> Iterator[None]:
-    """A run of ranks; when none is on, servers that are outdone or have served long end."""
+def _counted_run() -> Iterator[None]:
+    """A run of ranks; when none is on, a server that has served long ends."""
     global _runs
-    with _servers_lock:
-        if _runs == 0:
-            for server in list(_servers):
-                if (
-                    not server.usable()
-                    or server.forks >= FORKS_PER_SERVER
-                    or server.modules < modules
-                ):
-                    server.close()
-                    _servers.remove(server)
+    with _server_lock:
+        if _runs == 0 and _server is not None and _server.forks >= FORKS_PER_SERVER:
+            _close_server()
         _runs += 1
     try:
         yield
     finally:
-        with _servers_lock:
+        with _server_lock:
             _runs -= 1
 
 
 @atexit.register
-def _close_servers() -> None:
-    for server in _servers:
-        server.close()
+def _close_server() -> None:
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
