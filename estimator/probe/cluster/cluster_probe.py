@@ -28,7 +28,7 @@ from estimator.probe.cluster.findings import (
 )
 from estimator.probe.cluster.rank import START_S, ProbeMachine, take_part
 from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
-from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
+from estimator.probe.cluster.steps import LEAST_STEP_S, steps_of
 from estimator.probe.devices.inventory import Cpu, core_device, core_groups
 from estimator.units import GIB
 
@@ -314,7 +314,8 @@ class _Keeper:
 
     def _run_steps(self) -> None:
         """World after world, until all steps are done or there is no time or nobody left."""
-        self._left, retried = [step.name for step in steps_of(self._plan(), self.world)], ""
+        steps = steps_of(self.world, all_pairs=self.request.all_pairs)
+        self._left, retried = [step.name for step in steps], ""
         while self._left:
             if reason := self._why_over():
                 self._miss(f"{', '.join(self._left)}: {reason}")
@@ -342,14 +343,6 @@ class _Keeper:
                 "of this launch and were ignored; somebody else writes to rank 0's store"
             )
 
-    def _plan(self) -> ProbePlan:
-        links = () if self.base is None else self.base.links
-        return ProbePlan(
-            findings=self.findings,
-            known_links=frozenset((link.kind, link.locality) for link in links),
-            all_pairs=self.request.all_pairs,
-        )
-
     def _left_s(self) -> float:
         return self.request.budget_s - self._used_s()
 
@@ -367,15 +360,16 @@ class _Keeper:
 
     def _run_world(self) -> tuple[dict[int, Member], str]:
         """The members lost in a new world, and why a step failed where none was; or nothing."""
-        plan, ends_at = self._plan(), time.monotonic() + self._left_s() - _GIVEN_UP_S
-        self._step_ends = ends_at
+        ends_at = self._step_ends = time.monotonic() + self._left_s() - _GIVEN_UP_S
         number = self._order(
             timeout_s=self._left_s() + _GIVEN_UP_S,
             has_racks=self.world.has_racks,
             steps=self._left,
             left_s=self._left_s() - self._reserve_s,
-            all_pairs=plan.all_pairs,
-            known_links=sorted(plan.known_links, key=str),
+            all_pairs=self.request.all_pairs,
+            known_links=[(link.kind, link.locality) for link in self.base.links]
+            if self.base
+            else [],
             findings=self.findings.to_dict(self.world),
         )
         members = {member.rank: member for member in self.world.members}

@@ -83,13 +83,11 @@ FEW_NODES = 16
 class ProbePlan:
     """What is measured: `known_links` are not measured anew.
 
-    `all_pairs` None measures every pair of nodes where they are few. `findings` are whole on the
-    home rank alone, which calls `keep` whenever there is something new.
+    `findings` are whole on the home rank alone, which calls `keep` whenever there is something new.
     """
 
     findings: ClusterFindings
     known_links: frozenset[tuple[str, str]] = frozenset()
-    all_pairs: bool | None = None
     keep: Callable[[], None] = lambda: None
 
 
@@ -106,12 +104,15 @@ class Step:
     measure: Callable[[Group, ProbePlan, float], str | None]
 
 
-def steps_of(plan: ProbePlan, world: World) -> list[Step]:
-    """In order of importance; only what these nodes and devices have."""
+def steps_of(world: World, *, all_pairs: bool | None = None) -> list[Step]:
+    """In order of importance; only what these nodes and devices have.
+
+    `all_pairs` None measures every pair of nodes where they are few.
+    """
     several, dense = len(world.nodes) > 1, len(world.densest_first[0]) > 1
     # Of two ranks the only group is everything, whose collectives are timed already.
     few, two_ranks = len(world.nodes) <= FEW_NODES, len(world.members) == 2
-    pairs = several and (few if plan.all_pairs is None else plan.all_pairs)
+    pairs = several and (few if all_pairs is None else all_pairs)
     wanted = (
         (several, Step("speed of each node", 0.02, node_speeds)),
         (several, Step("links between nodes", 0.16, links_between_nodes)),
@@ -146,11 +147,11 @@ def _run_steps(order: Mapping[str, Any], group: Group) -> None:
     plan = ProbePlan(
         findings=findings,
         known_links=frozenset((kind, locality) for kind, locality in order["known_links"]),
-        all_pairs=order["all_pairs"],
         keep=keep,
     )
     ends_at = time.monotonic() + order["left_s"]
-    steps = [step for step in steps_of(plan, group.world) if step.name in order["steps"]]
+    possible = steps_of(group.world, all_pairs=order["all_pairs"])
+    steps = [step for step in possible if step.name in order["steps"]]
     for number, step in enumerate(steps):
         rest = steps[number:]
         left_s = group.agreed(ends_at - time.monotonic())

@@ -107,7 +107,7 @@ def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
             return value
 
     # "dense" was to come next; without the lost ranks no node has two devices.
-    monkeypatch.setattr(steps, "steps_of", lambda *_: [step("links"), step("pairs")])
+    monkeypatch.setattr(steps, "steps_of", lambda *_, **__: [step("links"), step("pairs")])
     order = {
         "steps": ["dense", "pairs"],
         "findings": ClusterFindings(at="now").to_dict(Alone.world),
@@ -130,7 +130,6 @@ def test_groups_are_sharded_over_only_where_there_are_some_beside_everything(
     members = tuple(
         Member(rank=rank, host=host, device=CORE, machine="m") for rank, host in enumerate(hosts)
     )
-    plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
-    names = [step.name for step in steps.steps_of(plan, World(members=members))]
+    names = [step.name for step in steps.steps_of(World(members=members))]
     assert ("sharding in groups" in names) == is_wanted
     assert "other collectives" in names
