@@ -1,10 +1,11 @@
 """Turn the kernels of a compiled step into those of Megatron-Core and Transformer Engine.
 
-Norms, rotary embeddings and activations are fused as a compiler fuses them. Attention is cuDNN's,
-which Transformer Engine prefers from Hopper on (attention/dot_product_attention/utils.py). In FP8 a
-tensor is cast once, where it is first multiplied, for both of the products that it is in: what the
-gradient of a weight needs is saved in FP8. Weights are held in FP8 and cast in the optimizer's step
-(Megatron-Core, --fp8-param-gather), so that no micro-batch casts them. How a cast is done:
+Norms, rotary embeddings and activations are fused as a compiler fuses them, scaled rotary
+embeddings are not. Attention is cuDNN's, which Transformer Engine prefers from Hopper on
+(attention/dot_product_attention/utils.py). In FP8 a tensor is cast once, where it is first
+multiplied, for both of the products that it is in: what the gradient of a weight needs is saved in
+FP8. Weights are held in FP8 and cast in the optimizer's step (Megatron-Core, --fp8-param-gather),
+so that no micro-batch casts them. How a cast is done:
 
 - current scaling: norms and activations give the largest of a tensor with their result, of any
   other tensor one more pass finds it; a kernel casts and transposes (normalization.cpp,
@@ -30,6 +31,7 @@ from estimator.graph.compile.added_checkpoints import (
 from estimator.graph.compile.expert_tokens import with_expert_tokens
 from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
+from estimator.graph.compile.unfused_rotary import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.columns import GraphColumns
@@ -67,7 +69,7 @@ def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
     """What a compiler, or the framework of its recipe, makes of an eager graph, as of another."""
     if graph.recipe is not None:
         recipe = Recipe.parse(graph.recipe)
-        eager = with_expert_tokens(eager, recipe)
+        eager = with_unfused_rotary(with_expert_tokens(eager, recipe))
         eager = with_recomputed(eager, recipe.recompute, recipe.recompute_layers)
         made = as_megatron(compile_graph(eager, graph.execution), recipe)
         return with_offloaded(made, recipe.offload_layers) if recipe.offload_layers else made

@@ -231,8 +231,9 @@ def _permuted(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    # Kernels around experts that nothing fuses; the product makes a bias's gradient in passing.
-    *(f"eager.{name}" for name in ("add", "cat", "clamp", "clamp_backward", "copy", "mul", "sum")),
+    # Kernels that nothing fuses; a product makes the gradient of its bias in passing.
+    *(f"eager.{name}" for name in ("add", "cat", "clamp", "clamp_backward", "copy", "fill")),
+    *(f"eager.{name}" for name in ("mul", "neg", "sum")),
     "te.bias_gradient",
     family="elementwise",
 )

@@ -152,10 +152,11 @@ def test_the_host_reads_token_counts_and_launches_products_of_experts_one_by_one
 BIASED = traced("gpt_oss")
 
 
-def unfused_bytes(graph: OpGraph, phase: str, *kernels: str) -> float:
-    """What kernels of the first layer's experts that nothing fuses read and write."""
+def unfused_bytes(graph: OpGraph, phase: str, *kernels: str, module: str = "experts") -> float:
+    """What kernels of a module of the first layer that nothing fuses read and write."""
     targets = [f"eager.{kernel}.default" for kernel in kernels]
-    costs = [op_cost(op.call) for op in of_first(graph, phase, *targets)]
+    own = [op for op in of_first(graph, phase, *targets) if op.module.endswith(module)]
+    costs = [op_cost(op.call) for op in own]
     return sum(cost.read_bytes + cost.written_bytes for cost in costs if cost is not None)
 
 
@@ -219,6 +220,23 @@ def test_the_host_launches_a_bias_for_each_expert() -> None:
     assert host is not None
     seconds = compiled_host_seconds(BIASED, host)
     for phase, own_s in (("forward", host.forward_op_s), ("backward", host.backward_op_s)):
-        (first, *_) = of_first(BIASED, phase, "eager.mul.default")
+        products = of_first(BIASED, phase, "eager.mul.default")
+        first = next(op for op in products if op.module.endswith("experts"))
         one_s = own_s + host.bare_op_s
         assert seconds[BIASED.ops.index(first)] == pytest.approx(EXPERTS * one_s)
+
+
+def test_scaled_rotary_embeddings_turn_in_kernels_of_their_own() -> None:
+    # GPT-OSS scales by 0.1 ln(32) + 1. Queries have 4 heads of 4 and keys as many.
+    elements = 2 * BATCH * TOKENS * 4 * 4
+    names = ("add", "cat", "copy", "fill", "mul", "neg")
+    moved = {
+        phase: unfused_bytes(BIASED, phase, *names, module="attn")
+        for phase in ("forward", "backward")
+    }
+    # A half negated 2, halves together 4, cosines 4, sines 4, added 6, beside an empty rest 4.
+    assert moved["forward"] == 24 * elements
+    # Cosines 4, sines 4, negated 2, together 4, added 6; zeros 2 and a copy 4, zeros 2, added 6.
+    assert moved["backward"] == 34 * elements
+    # Qwen's is not scaled: one kernel turns queries, one keys.
+    assert not [op for op in GRAPH.ops if op.call.target.startswith("eager.")]
