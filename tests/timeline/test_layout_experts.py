@@ -10,6 +10,7 @@ import estimator as est
 from estimator.errors import StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.collectives import collectives_of
+from estimator.graph.models.model_text import load_model
 from estimator.graph.partition.experts import split_experts
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.workload.layouts import Layout
@@ -174,3 +175,28 @@ def test_experts_and_layers_are_divided_together(layout: str, strategy: str) -> 
         plain = answer("1x8:h100-sxm", layout.replace(f",ep={ep}", "").replace(",all-reduce", ""))
         saved = plain.memory.parameters_bytes - found.memory.parameters_bytes
         assert saved == experts - experts // ep
+
+
+def test_megatron_exchanges_gradients_of_experts_beside_passes() -> None:
+    wide = "hf:qwen3_moe,hidden_size=512,moe_intermediate_size=8192,num_hidden_layers=2,head_dim=64"
+    wide += ",num_attention_heads=4,num_key_value_heads=4,num_experts=8,num_experts_per_tok=2"
+    module, batch, loss, _ = load_model(f"{wide},vocab_size=64", batch=2, seq_len=8, weights=False)
+    graph = est.trace_model(module, batch, loss, target="cuda", precision="bf16", recipe="megatron")
+
+    def reduced(batch_per_gpu: int) -> tuple[list[float], float, float]:
+        found = est.estimate(graph, "8x1:h100-sxm", batch_per_gpu=batch_per_gpu, layout="ep=4")
+        program = found.plan.ranks_by_kind[0].program
+        seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
+        computed_s = program.durations.device_s - program.exchanged.each_s
+        for op, own_s in zip(program.bound.graph.ops, computed_s, strict=True):
+            seconds[op.phase] += float(own_s)
+        return exchanged_s(found, "expert_dp"), seconds["forward"], seconds["backward"]
+
+    # Passes hide all but the exchange of the last gradients.
+    hidden, *_ = reduced(1 << 14)
+    total_s = len(hidden) * sum(hidden)
+    # Passes of few tokens do not: sums are scattered beside one, weights gathered beside another.
+    left, forward_s, backward_s = reduced(1)
+    expected_s = max(total_s / 2 - forward_s, 0.0) + max(total_s / 2 - backward_s, 0.0)
+    assert expected_s > 0.0
+    assert sum(left) == pytest.approx(max(expected_s, sum(hidden)))

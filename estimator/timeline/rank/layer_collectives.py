@@ -13,7 +13,7 @@ from estimator.cache import Cache
 from estimator.elementwise import Array
 from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import Collective, adds_in_switch, collectives_of
-from estimator.graph.ir.op_graph import BoundGraph
+from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.partition.experts import EXPERT_DP
 from estimator.kernels.durations import Durations, columns_of
 from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfile
@@ -123,6 +123,7 @@ class LayerCollectives:
             of_groups.setdefault(alike, []).append(collective)
         error_s, sources = 0.0, {"measured"}
         reads, summed_again = RULES[graph.optimizer].gradient_reads, 0
+        gradients: list[int] = []
         for (op, axis, copies), some in of_groups.items():
             of = op, graph.target, self._cluster, self._cache, copies, adds_in_switch(graph)
             group, costs = self.groups[axis], CollectiveCosts((self._profile,), *of)
@@ -140,6 +141,7 @@ class LayerCollectives:
             if axis == EXPERT_DP:
                 # Gradients of experts are reduced with the last micro-batch, as all others are.
                 times_s = times_s / self._micro_batches
+                gradients += own
             of_update = np.array([collective.of_update for collective in some])
             if durations is None:
                 # One sum for many micro-batches.
@@ -154,6 +156,8 @@ class LayerCollectives:
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)
         beside = _kernels_beside(collectives, graph.target)
+        if graph.recipe is not None and gradients:
+            each_s[gradients] *= self._not_hidden(each_s[gradients], graph, durations)
         timed = LayerCollectiveSeconds(each_s, error_s, source, beside, rings, summed_again)
         passing = [collective.op_index for collective in collectives if collective.beside_passes]
         if durations is not None:
@@ -161,6 +165,24 @@ class LayerCollectives:
         # Beside another micro-batch they may add nothing.
         each_s[passing] = 0.0
         return timed
+
+    def _not_hidden(self, gradients_s: Array, graph: OpGraph, durations: Durations | None) -> float:
+        """The share of exchanges of experts' gradients, and weights, that no pass hides.
+
+        Megatron-LM scatters sums beside the last backward pass, and gathers weights beside the next
+        forward one (overlap_grad_reduce, overlap_param_gather); the last gradients are ready when
+        that has ended, and the first weights are needed when this begins.
+        """
+        if durations is None or not gradients_s.any():
+            return 0.0
+        total_s = float(gradients_s.sum()) * self._micro_batches
+        is_forward = np.array([op.phase == "forward" for op in graph.ops])
+        one_way_s, alone_s = total_s / 2, total_s / len(gradients_s)
+        left_s = sum(
+            max(one_way_s - float(durations.device_s[phase].sum()), 0.0)
+            for phase in (is_forward, ~is_forward)
+        )
+        return min(max(left_s, alone_s) / total_s, 1.0)
 
     def _beside_passes(
         self, timed: LayerCollectiveSeconds, durations: Durations, passing: list[int]
