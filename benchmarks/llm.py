@@ -263,7 +263,7 @@ def _recipe_of(row: Row) -> str:
     if is_fused or _automodel(row)[1] > 1:
         parts.append("fused-grouped-mlp")
     if row.model == "DeepSeek-V3":
-        parts.append("deterministic")
+        parts += ["deterministic", "precision-aware-optimizer"]
     graphs = recipe.get("cuda_graph") or ""
     if "full_iteration" in (graphs, recipe.get("scope")) and is_late:
         parts.append("graphs=iteration")

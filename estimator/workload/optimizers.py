@@ -21,6 +21,7 @@ Optimizer = Literal[
     "adam-loop",
     "adamw-loop",
     "adamw-8bit",
+    "adamw-bf16",
     "lamb",
     "muon",
 ]
@@ -68,6 +69,7 @@ class UpdateRule:
 # (bitsandbytes, functional.py and optim/optimizer.py: blocksize 256, min_8bit_size 4096).
 _STATE_BLOCK, _LEAST_8BIT = 256, 4096
 # Two states of a byte each and their scales, read and written.
+_BF16_BYTES = 2
 _MOVED_8BIT = 4 * (1 + 4 / _STATE_BLOCK)
 # Tensors moved by kernel: torch/optim/adam.py, sgd.py, foreach: Adam lerp 3, mul 2, addcmul 3, sqrt
 # 2, div 2, add 2, addcdiv 4; AdamW one mul of 2 more; SGD add 3, momentum mul 2 and add 3 more.
@@ -122,6 +124,16 @@ RULES: Mapping[str, UpdateRule] = {
         moved_bytes=_MOVED_8BIT,
         state_tensors=2,
         tensor_s=2e-5,
+    ),
+    # FusedAdam of Transformer Engine with moments in bf16, and of master weights the 16 bits beyond
+    # the bf16 weight (store_param_remainders): all are read, all but the gradient written.
+    "adamw-bf16": UpdateRule(
+        measured_as="adamw",
+        form="fused",
+        moved_tensors=0,
+        moved_bytes=5 * _BF16_BYTES + 4 * _BF16_BYTES,
+        state_tensors=2,
+        tensor_s=3e-6,
     ),
     "lamb": UpdateRule(
         measured_as="lamb", form="fused", moved_tensors=13, state_tensors=2, tensor_s=3e-6
@@ -209,11 +221,22 @@ def state_sizes(optimizer: str, tensor: OptimizedTensor) -> tuple[int, ...]:
     """
     if optimizer == "muon" and not is_muon_matrix(tensor):
         optimizer = BESIDE_MUON
+    if optimizer == "adamw-bf16":
+        return 2 * (_BF16_BYTES * tensor.elements,)
     if optimizer != "adamw-8bit":
         return RULES[optimizer].state_tensors * (tensor.size_bytes,)
     if tensor.elements < _LEAST_8BIT:
         return 2 * (4 * tensor.elements,)
     return 2 * (tensor.elements + 4 * -(-tensor.elements // _STATE_BLOCK),)
+
+
+def master_size(optimizer: str, tensor: OptimizedTensor) -> int:
+    """Bytes that stay beside a half-precision weight to make it fp32, which `tensor` is.
+
+    >>> master_size("adamw-bf16", OptimizedTensor((4096,), 4096, 16384))
+    8192
+    """
+    return tensor.size_bytes // 2 if optimizer == "adamw-bf16" else tensor.size_bytes
 
 
 def temporaries_bytes(

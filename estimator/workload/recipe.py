@@ -82,7 +82,8 @@ class Recipe:
     Tokens go to experts of other ranks once for each expert (NCCL's all-to-all), or by `dispatch`
     once for each node and rank; with `expert_overlap` beside another micro-batch. With
     `fused_grouped_mlp` the products of experts do what stands between them (Transformer Engine's
-    op fuser).
+    op fuser). A `precision_aware_optimizer` has Adam's moments in bf16 and, of master weights, only
+    the 16 bits beyond the bf16 weight ("adamw-bf16").
     """
 
     framework: Framework = "megatron"
@@ -94,6 +95,7 @@ class Recipe:
     dispatch: Dispatch | None = None
     expert_overlap: bool = False
     fused_grouped_mlp: bool = False
+    precision_aware_optimizer: bool = False
     recompute: tuple[str, ...] = ()
     recompute_layers: int = 0
     offload_layers: int = 0

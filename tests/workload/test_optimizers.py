@@ -15,6 +15,7 @@ from estimator.workload.optimizers import (
     RULES,
     OptimizedTensor,
     check_optimizer,
+    master_size,
     state_sizes,
     temporaries_bytes,
 )
@@ -56,7 +57,7 @@ def test_an_optimizer_is_named_as_torch_writes_it(written: Any, name: str) -> No
 def test_optimizers_of_other_packages_are_known_by_their_classes() -> None:
     found = {name: check_optimizer(name) for name in ("FusedLAMB", "AdamW8bit", "Muon")}
     assert found == {"FusedLAMB": "lamb", "AdamW8bit": "adamw-8bit", "Muon": "muon"}
-    with pytest.raises(StrategyError, match="adamw-8bit, lamb, muon"):
+    with pytest.raises(StrategyError, match="adamw-8bit, adamw-bf16, lamb, muon"):
         check_optimizer("lion")
 
 
@@ -94,6 +95,13 @@ def test_8_bit_states_are_a_byte_and_a_scale_for_256_elements() -> None:
     assert state_sizes("adamw-8bit", VECTOR) == (4000, 4000)
 
 
+def test_bf16_moments_take_two_bytes_and_a_master_weight_two_more() -> None:
+    # Megatron-Core's precision-aware optimizer: 2 + 2 for moments, 2 beyond the bf16 weight.
+    assert state_sizes("adamw-bf16", MATRIX) == (2 * 524_288,) * 2
+    assert master_size("adamw-bf16", MATRIX) == 2 * 524_288
+    assert master_size("adamw-fused", MATRIX) == 4 * 524_288
+
+
 def test_muon_has_one_state_for_matrices_of_blocks_and_adamw_two_for_the_rest() -> None:
     assert state_sizes("muon", MATRIX) == (MATRIX.size_bytes,)
     assert state_sizes("muon", VECTOR) == (4000, 4000)
@@ -109,6 +117,8 @@ def test_muon_has_one_state_for_matrices_of_blocks_and_adamw_two_for_the_rest() 
         ("adamw", 80, 40),
         # Parameter twice, gradient once; two states of 1 + 4/256 bytes, read and written.
         ("adamw-8bit", 12 + 4.0625, 6 + 4.0625),
+        # Weight, remainder, gradient, two moments in bf16 read, all but the gradient written.
+        ("adamw-bf16", 18, 18),
         # Three norms, seven tensors in stage one, three in stage two.
         ("lamb", 52, 26),
     ],

@@ -103,10 +103,16 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
         graph,
         ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
         recipe=str(recipe),
-        optimizer=_FUSED_OPTIMIZERS.get(graph.optimizer, graph.optimizer),
+        optimizer=_optimizer(graph.optimizer, recipe),
         assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
     )
     return graph if recipe.fp8 is None else _Cast(graph, recipe.fp8).graph()
+
+
+def _optimizer(name: str, recipe: Recipe) -> str:
+    if name in _FUSED_OPTIMIZERS and recipe.precision_aware_optimizer:
+        return "adamw-bf16"
+    return _FUSED_OPTIMIZERS.get(name, name)
 
 
 def _by_cudnn(op: Op, recipe: Recipe) -> Op:

@@ -20,6 +20,7 @@ from estimator.workload.optimizers import (
     RULES,
     OptimizedTensor,
     check_optimizer,
+    master_size,
     state_sizes,
     temporaries_bytes,
 )
@@ -84,19 +85,21 @@ def optimizer_memory(
             },
         )
     tensors = trained_tensors(graph, stored_ratio * master_ratio, sharded=sharded)
-    masters = [tensor.size_bytes if master_ratio > 1 else 0 for tensor in tensors]
+    masters = [master_size(name, tensor) if master_ratio > 1 else 0 for tensor in tensors]
     states = [
         sum(state_sizes(name, tensor)) + master
         for tensor, master in zip(tensors, masters, strict=True)
     ]
+    # Kernels that keep no fp32 weights take gradients as they are.
+    casts = [0] * len(tensors) if name == "adamw-bf16" else masters
     foreach = graph.target == "cuda" and RULES[name].form != "loop"
     each_bytes = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
     together, single = temporaries_bytes(name, tensors, foreach=foreach)
     return OptimizerMemory(
         state_bytes=sum(states),
         largest_state_bytes=max(states, default=0),
-        together_bytes=together + sum(masters),
-        largest_together_bytes=max(map(sum, zip(each_bytes, masters, strict=True)), default=0),
+        together_bytes=together + sum(casts),
+        largest_together_bytes=max(map(sum, zip(each_bytes, casts, strict=True)), default=0),
         single_bytes=single,
     )
 

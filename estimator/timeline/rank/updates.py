@@ -398,7 +398,7 @@ def added_to_update(
         if strategy.keeps.state == "shard" and not strategy.cuts_tensors:
             # ZeroRedundancyOptimizer shards the update alone: every rank clips all gradients.
             fixed_s += device_s
-    if strategy.master_ratio(graph.precision) > 1:
+    if strategy.master_ratio(graph.precision) > 1 and graph.optimizer != "adamw-bf16":
         device_s += _moved_s(_MASTER_BYTES * trained.elements, *machine)
     if graph.optimizer == "muon":
         if strategy.cuts_tensors:

@@ -15,6 +15,7 @@ from estimator.errors import ModelError, StrategyError
 from estimator.graph.costs.matmuls import attention_arguments
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.sizes import optimizer_memory
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.partition.stages import held_between_passes
 from estimator.kernels.roofline import Roofline
@@ -162,3 +163,17 @@ def test_a_recipe_is_of_bf16_models_on_gpus_and_goes_on_eager_graphs_later() -> 
         trace_model(Model(), batch, target="cuda", recipe="megatron")
     eager = trace_model(Model(), batch, target="cuda", precision="bf16")
     assert with_recipe(eager, recipe="megatron").ops == traced("megatron").ops
+
+
+def test_a_precision_aware_optimizer_keeps_half_and_casts_no_gradients() -> None:
+    plain, aware = (
+        optimizer_memory(traced(recipe), master_ratio=2)
+        for recipe in ("megatron", "megatron:precision-aware-optimizer")
+    )
+    # Of a weight 4 + 4 + 4 bytes, or 2 + 2 + 2; a norm's block of 512 bytes is twice as large in
+    # fp32.
+    weights = 3 * 2 * WIDTH * INNER
+    assert plain.state_bytes == 12 * weights + 3 * 3 * 1024
+    assert aware.state_bytes == 6 * weights + 3 * (2 * 2 * WIDTH + 512)
+    # Gradients are cast to fp32 for the update.
+    assert plain.together_bytes - aware.together_bytes == 4 * weights + 3 * 1024
