@@ -7,14 +7,16 @@ multiplied, for both of the products that it is in: what the gradient of a weigh
 FP8. Weights are held in FP8 and cast in the optimizer's step (Megatron-Core, --fp8-param-gather),
 so that no micro-batch casts them. How a cast is done:
 
-- current scaling: norms and activations give the largest of a tensor with their result, of any
-  other tensor one more pass finds it; a kernel casts and transposes (normalization.cpp,
-  activation.cpp of Transformer Engine).
-- delayed scaling: the scale is known, and norms and activations write FP8 themselves.
-- MXFP8: activations write both orientations of blocks of 32, a kernel quantizes any other tensor.
+- current scaling: norms give the largest of a tensor with their result, of any other one more
+  pass finds it; a kernel casts and transposes (normalization.cpp of Transformer Engine).
+- delayed scaling: the scale is known, and norms write FP8 themselves.
+- MXFP8: a kernel quantizes both orientations of blocks of 32.
 - block scaling: a kernel quantizes blocks of 128, both orientations.
 - NVFP4: a pass finds the largest, a kernel quantizes rows, a second one columns, after a Hadamard
   transform.
+
+Activations are torch's compiler's (Megatron-Core, transformer/mlp.py, fusions/fused_bias_swiglu.py)
+and write bf16, but where experts' products do all (fused_grouped_mlp): they write FP8.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ _SCALED = {"aten._grouped_mm.default": "aten._scaled_grouped_mm.default"}
 # FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
 _FUSED_OPTIMIZERS = {"adam": "adam-fused", "adamw": "adamw-fused"}
 _FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
-# Scalings by which a kernel that fuses a norm, or an activation, writes FP8 itself.
-_FUSED_NORMS, _FUSED_ACTIVATIONS = frozenset({"delayed"}), frozenset({"delayed", "mxfp8"})
+# Scalings by which a kernel that fuses a norm writes FP8 itself.
+_FUSED_NORMS = frozenset({"delayed"})
 # Scalings that need the largest of a whole tensor before its cast.
 _NEEDS_LARGEST = frozenset({"current", "nvfp4"})
 _SAID = (
@@ -106,7 +108,7 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
         optimizer=_optimizer(graph.optimizer, recipe),
         assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
     )
-    return graph if recipe.fp8 is None else _Cast(graph, recipe.fp8).graph()
+    return graph if recipe.fp8 is None else _Cast(graph, recipe).graph()
 
 
 def _optimizer(name: str, recipe: Recipe) -> str:
@@ -144,9 +146,12 @@ def _exchanged(op: Op, recipe: Recipe) -> Op:
 class _Cast:
     """The operators and values of a graph with FP8 products, and where each old op stands."""
 
-    def __init__(self, graph: OpGraph, scaling: str) -> None:
-        self._graph, self._scaling = graph, scaling
-        self._narrow = FLOAT4 if scaling == "nvfp4" else FLOAT8
+    def __init__(self, graph: OpGraph, recipe: Recipe) -> None:
+        self._graph, self._scaling = graph, recipe.fp8
+        self._narrow = FLOAT4 if recipe.fp8 == "nvfp4" else FLOAT8
+        grouped = {op.module for op in graph.ops if "grouped" in op.call.target}
+        # Modules whose products apply activations.
+        self._applying = grouped if recipe.fused_grouped_mlp else set[str]()
         flow = GraphColumns.of(graph)
         self._roots = owners(flow.base).tolist()
         self._maker = {self._roots[v]: op for op in reversed(graph.ops) for v in op.outputs}
@@ -226,18 +231,15 @@ class _Cast:
         maker = self._maker.get(self._roots[value])
         fused = maker.call.target.removeprefix(FUSED) if maker is not None else ""
         # Root mean squares that a model writes out are sums.
-        is_norm = fused.startswith(("normalization", "reduction"))
-        is_activation = fused.startswith("elementwise")
-        has_largest = is_norm or is_activation
-        if self._scaling in _NEEDS_LARGEST and not (has_largest and self._scaling == "current"):
+        is_norm = op.phase == "forward" and fused.startswith(("normalization", "reduction"))
+        is_activation = fused.startswith("elementwise") and op.module in self._applying
+        if self._scaling in _NEEDS_LARGEST and not (is_norm and self._scaling == "current"):
             scales = [TensorSpec((1,), "float32") for _ in specs]
             out = self._new(scales)
             self._add(op, "aten.amax.default", (value,), specs, (out,), [scales])
         rows, columns = self._added(specs), self._added(specs)
         narrow = [self._values[rows].spec, self._values[rows].other_spec]
-        writes_itself = (is_norm and self._scaling in _FUSED_NORMS) or (
-            is_activation and self._scaling in _FUSED_ACTIVATIONS
-        )
+        writes_itself = is_activation or (is_norm and self._scaling in _FUSED_NORMS)
         read = () if writes_itself else (value,)
         if self._scaling == "nvfp4":
             self._add(op, f"{QUANTIZE}.default", (value,), specs, (rows,), [narrow])

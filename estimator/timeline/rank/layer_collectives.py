@@ -125,14 +125,7 @@ class LayerCollectives:
         reads, summed_again = RULES[graph.optimizer].gradient_reads, 0
         gradients: list[int] = []
         for (op, axis, copies), some in of_groups.items():
-            of = op, graph.target, self._cluster, self._cache, copies, adds_in_switch(graph)
-            group, costs = self.groups[axis], CollectiveCosts((self._profile,), *of)
-            model = costs.model(group)
-            if model.unknown:
-                raise ProfileError(
-                    f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
-                    f"{axis} needs; run 'estimator probe' with a larger --budget"
-                )
+            costs, model = self._model(op, axis, copies, graph)
             sizes = np.array([float(collective.size_bytes) for collective in some])
             own = [collective.op_index for collective in some]
             before_s = None if windows_s is None else windows_s[own]
@@ -152,7 +145,7 @@ class LayerCollectives:
                 summed_again += int(of_update.sum()) if reads > 1 else 0
             each_s[own] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
-            sources.add(costs.source(group))
+            sources.add(costs.source(self.groups[axis]))
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)
         beside = _kernels_beside(collectives, graph.target)
@@ -165,6 +158,20 @@ class LayerCollectives:
         # Beside another micro-batch they may add nothing.
         each_s[passing] = 0.0
         return timed
+
+    def _model(
+        self, op: CollectiveName, axis: str, copies: int, graph: OpGraph
+    ) -> tuple[CollectiveCosts, CollectiveModel]:
+        """What collectives of a kind cost along an axis; raises ProfileError if unknown."""
+        of = op, graph.target, self._cluster, self._cache, copies, adds_in_switch(graph)
+        costs = CollectiveCosts((self._profile,), *of)
+        model = costs.model(self.groups[axis])
+        if model.unknown:
+            raise ProfileError(
+                f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
+                f"{axis} needs; run 'estimator probe' with a larger --budget"
+            )
+        return costs, model
 
     def _not_hidden(self, gradients_s: Array, graph: OpGraph, durations: Durations | None) -> float:
         """The share of exchanges of experts' gradients, and weights, that no pass hides.
