@@ -292,6 +292,33 @@ def test_ones_grows_the_batch_with_the_devices_up_to_its_limit() -> None:
         assert grant.global_batch == 4 * most
 
 
+def test_ones_grows_no_batch_that_does_not_fit_into_memory() -> None:
+    class Small(Table):
+        """Four samples a device fit, not more."""
+
+        def step_times_s(self, job, shapes, global_batch=None):  # type: ignore[no-untyped-def]
+            steps_s = super().step_times_s(job, shapes, global_batch)
+            batch = global_batch or job.global_batch
+            return [
+                s if batch <= 4 * shape.ranks else math.inf
+                for s, shape in zip(steps_s, shapes, strict=True)
+            ]
+
+    # Its own share of a device is 8: on two devices 8 samples, not the 16 that it would grow to.
+    job = waiting("a", 100, 1, epoch_samples=10.0, most_global_batch=64, global_batch=8).job
+    nodes = Nodes((ReplayNode("m", 4),))
+    policy, table = Ones(0), Small(a=(1, 2, 4))
+    for done in (0, 20, 40, 60):
+        held = Waiting(job=job, remaining_samples=100 - done)
+        for _ in range(3):
+            view = View(now_s=0, jobs=[held], nodes=nodes, believed=table)
+            plan = policy.plan(view)
+            for grant in plan.values():
+                assert view.rate(job, grant.count, "m", grant.global_batch) > 0
+        # A round or two after a batch was found too large a smaller one trains.
+        assert plan["a"].count == (2 if done < 40 else 4)
+
+
 def test_rates_asked_together_are_those_asked_one_by_one() -> None:
     nodes = Nodes((ReplayNode("t4-g4dn", 4), ReplayNode("t4-g4dn", 4)))
     job = replace(real_job(), most_global_batch=256)

@@ -61,6 +61,8 @@ class Ones(Pools):
         self._epochs: dict[str, float] = {}
         self._reports: dict[str, tuple[int, float]] = {}
         self._ended_epochs: list[float] = []
+        # By machine type and the number of a job: the least samples a device that did not fit.
+        self._too_much: dict[tuple[str, int], float] = {}
 
     def plan(self, view: View) -> dict[str, Grant]:
         """The fittest schedule of each machine type."""
@@ -73,7 +75,10 @@ class Ones(Pools):
             self._numbers.setdefault(waiting.job.name, len(self._numbers))
         jobs = {
             self._numbers[waiting.job.name]: _Contender(
-                waiting, self._left(waiting), view.curve(waiting.job)
+                waiting,
+                self._left(waiting),
+                view.curve(waiting.job),
+                self._too_much.get((view.machine, self._numbers[waiting.job.name]), math.inf),
             )
             for waiting in view.jobs
         }
@@ -93,6 +98,8 @@ class Ones(Pools):
             for number, count in held.items()
             if number in one.batches
         )
+        for one, held in zip(candidates, counts, strict=True):
+            self._drop_what_does_not_fit(one, held, jobs, view)
         scores = [self._score(*one, jobs, view) for one in zip(candidates, counts, strict=True)]
         fittest = np.argsort(scores, kind="stable")[:POPULATION]
         self._populations[view.machine] = [candidates[i] for i in fittest]
@@ -168,6 +175,23 @@ class Ones(Pools):
         }
         return Genome(filled, batches)
 
+    def _drop_what_does_not_fit(
+        self, schedule: Genome, counts: dict[int, int], jobs: Mapping[int, _Contender], view: View
+    ) -> None:
+        """Take the devices of jobs whose batch does not fit on them, and remember how much that is.
+
+        It is part of ONES' limit of a batch that it fits into memory.
+        """
+        for number, count in list(counts.items()):
+            batch = schedule.batches.get(number)
+            if view.rate(jobs[number].job, count, None, batch):
+                continue
+            if batch is not None:
+                key, share = (view.machine, number), batch / count
+                self._too_much[key] = min(self._too_much.get(key, math.inf), share)
+            schedule.holders[schedule.holders == number] = NOBODY
+            del counts[number]
+
     def _score(
         self,
         schedule: Genome,
@@ -179,8 +203,6 @@ class Ones(Pools):
         total = 0.0
         for number, count in counts.items():
             rate = view.rate(jobs[number].job, count, None, schedule.batches.get(number))
-            if not rate:
-                return math.inf
             total += count * jobs[number].left / rate
         return total
 
@@ -191,8 +213,11 @@ class _Contender:
     A job whose batch is its own is given no count that is believed slower than a lower one.
     """
 
-    def __init__(self, waiting: Waiting, left: float, curve: Mapping[int, float]) -> None:
+    def __init__(
+        self, waiting: Waiting, left: float, curve: Mapping[int, float], too_much: float
+    ) -> None:
         self.job, self.left, self.least = waiting.job, left, next(iter(curve))
+        self._too_much = too_much
         growth: int = min(2 ** (_epochs_done(waiting) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
         self.most = max(min(self.job.devices * growth, self.job.highest_count), self.least)
         own = self.job.global_batch
@@ -203,8 +228,10 @@ class _Contender:
     def batch_within(self, batch: int | None, count: int) -> int:
         """A global batch on so many devices; a new one is the job's own share of each of them."""
         share = batch or max(self.job.global_batch // self.job.devices, 1) * count
-        chosen: int = max(min(share, self._most_batch), count)
-        return chosen
+        chosen = min(share, self._most_batch)
+        if chosen >= self._too_much * count:
+            chosen = int(self._too_much * count / 2)
+        return max(chosen, count)
 
 
 def _counts(holders: Holders) -> dict[int, int]:
