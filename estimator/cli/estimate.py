@@ -4,7 +4,7 @@ and what a step waits for; trace a model, and train it for real to compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -386,9 +386,19 @@ def validate(
 @click.option(
     "--plans", "with_plans", is_flag=True, help="Trade its peak for time: swap, compute again."
 )
+@click.option(
+    "--beside",
+    multiple=True,
+    metavar="MODEL",
+    help="Trains on the same device at once, alike or as 'trace' saved it; repeat.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.pass_context
 def memory(
+    context: click.Context,
+    /,
     on: str,
+    beside: tuple[str, ...],
     picture: Path | None,
     snapshot: Path | None,
     with_plans: bool,
@@ -401,17 +411,23 @@ def memory(
     With --plans, how low the peak of one device gets, and at what slow-down, where tensors are
     swapped to the host or computed again; the picture shows that curve too.
 
+    With --beside, of several jobs on one device: their steps, which share it as their speeds are,
+    what they hold together, and plans of swapping and recomputing with which all fit.
+
     Exit code 1: it does not fit into the devices' memory.
     """
     from estimator.advise.memory import memory_of, remedies
     from estimator.report.sections import memory_sections, plans_section, remedies_section
 
     request = Request(**options)
-    for path in (picture, snapshot):
-        if path is not None:
-            from estimator.files import check_writable
+    for path in filter(None, (picture, snapshot)):
+        from estimator.files import check_writable
 
-            check_writable(path)
+        check_writable(path)
+    if beside:
+        refuse_given(context, ("picture", "snapshot", "with_plans"), "is of one job")
+        _show_shared([request, *_others(request, beside)], on, as_json=as_json)
+        return
     graph = traced(request, (on,))
     report = memory_of(request.estimate(graph, on))
     plans = _plans(report.answer) if with_plans else []
@@ -438,6 +454,33 @@ def memory(
         )
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
+
+
+def _others(request: Request, models: Sequence[str]) -> Iterator[Request]:
+    """Other models trained alike; graphs that were saved know how they are trained."""
+    from estimator.graph.files import is_saved_graph, is_summary_file
+
+    for model in models:
+        if is_saved_graph(model) or is_summary_file(model):
+            yield Request(model=model, cluster=request.cluster, calibration=request.calibration)
+        else:
+            yield replace(request, model=model, batch=None)
+
+
+def _show_shared(requests: Sequence[Request], on: str, *, as_json: bool) -> None:
+    """Several jobs on one device: print, or end with no."""
+    from estimator.advise.shared_device import share_device
+    from estimator.report.sections import shared_device_sections
+
+    answers = [request.estimate(traced(request, (on,)), on) for request in requests]
+    with progress("planning") as report:
+        shared = share_device(answers, report=lambda done: report("jobs", done))
+    if as_json:
+        print_json(shared.to_dict())
+    else:
+        print_sections(shared_device_sections(shared))
+    if shared.fits == "no":
+        end_with_no(f"{len(shared.jobs)} jobs do not fit on {on} together")
 
 
 def _plans(answer: Estimate) -> list[Planned]:

@@ -23,6 +23,7 @@ from estimator.units import format_bytes, format_count, format_error, format_rat
 if TYPE_CHECKING:
     from estimator.advise.memory import MemoryReport, ModuleCost, Remedy
     from estimator.advise.scaling import Scaling, SweepRow
+    from estimator.advise.shared_device import SharedDevice
     from estimator.advise.swap.search import Planned
     from estimator.estimates.balance import Balance
     from estimator.estimates.estimate import Estimate
@@ -425,6 +426,46 @@ def plans_section(plans: Sequence[Planned]) -> Section:
         for planned in plans
     ]
     return Section("plans that lower the peak", table=Table(columns, rows, numbers=len(columns)))
+
+
+def shared_device_sections(shared: SharedDevice) -> list[Section]:
+    """Jobs on one device: what they hold together, each one's step, and under plans."""
+    held = f"{format_bytes(shared.most_bytes)} of {format_bytes(shared.usable_bytes)}"
+    played = f"{format_bytes(shared.played_bytes)} at most"
+    if shared.over_ratio:
+        played += f", more than there is for {format_ratio(shared.over_ratio)} of the time"
+    facts = [
+        ("together", f"{held} where their peaks meet ({FITS_WORDS[shared.fits]})"),
+        ("played", played),
+    ]
+    rows = [
+        (
+            job.model if job.batch_per_gpu is None else f"{job.model}, {job.batch_per_gpu}",
+            *(format_seconds(job.alone_s), format_seconds(job.step_time_s)),
+            f"× {job.step_time_s / job.alone_s:.2f}",
+            format_bytes(job.peak_bytes),
+        )
+        for job in shared.jobs
+    ]
+    columns = ("job, batch", "step alone", "beside the others", "", "peak")
+    sections = [
+        Section(f"{len(shared.jobs)} jobs on {shared.allocation}", facts=facts),
+        Section("each job", table=Table(columns, rows, numbers=4)),
+    ]
+    if shared.plan_bytes is not None:
+        planned = [
+            (
+                *(job.model, format_bytes(job.plan_peak_bytes or 0)),
+                *(format_seconds(job.plan_step_s or 0.0), str(job.swaps), str(job.recomputes)),
+            )
+            for job in shared.jobs
+        ]
+        columns = ("job", "peak", "beside the others", "swapped", "computed again")
+        title = f"plans with which all fit, {format_bytes(shared.plan_bytes)} together"
+        sections.append(Section(title, table=Table(columns, planned, numbers=4)))
+    elif shared.fits != "yes":
+        sections.append(Section(sentences=["no plan of swapping and recomputing makes them fit"]))
+    return sections
 
 
 def validation_sections(cases: Iterable[Validation]) -> list[Section]:
