@@ -250,6 +250,7 @@ def _observation(
         layout=row.get("layout"),
         steps=_read(row, "steps", int) or 1,
         spread_ratio=_read(row, "spread_ratio", float),
+        gradient_noise_samples=_read(row, "gradient_noise_samples", float),
         source=step.source,
         at=_read(row, "at", _time) or at,
         identity=identity,

@@ -45,7 +45,7 @@ _MOST = {
     "parameter_bytes": 10**18,
     "tensors": 10**9,
 }
-_SHORTEST_S, _LONGEST_S, _MOST_FLOPS = 1e-9, 1e9, 1e30
+_SHORTEST_S, _LONGEST_S, _MOST_FLOPS, _MOST_NOISE = 1e-9, 1e9, 1e30, 1e15
 _LONGEST_TEXT = 500
 # A clock that runs ahead is none the less a clock; what comes later than this is no observation.
 _AHEAD = timedelta(days=1)
@@ -63,9 +63,9 @@ class Observation:
     harmless to store the same twice. `outlier_reason` is why fits leave it out, as the rule of
     `estimator.calibrate.observed` finds on reading. `layout` is how ranks shared layers, tokens,
     experts or stages, without how many are data-parallel: that follows from `ranks`; None where all
-    are. `ranks`, `nodes` and `most_on_node`
-    (devices used of the fullest node) follow from the allocation. Raises ObservationError,
-    AllocationError, StrategyError.
+    are. `gradient_noise_samples` is the noise scale of its gradients then (`GradientNoise`), None
+    where it was not measured. `ranks`, `nodes` and `most_on_node` (devices used of the fullest
+    node) follow from the allocation. Raises ObservationError, AllocationError, StrategyError.
     """
 
     workload: str
@@ -82,6 +82,7 @@ class Observation:
     identity: str = field(default_factory=lambda: uuid4().hex)
     fingerprint: str | None = None
     outlier_reason: str | None = field(default=None, compare=False)
+    gradient_noise_samples: float | None = None
     ranks: int = field(init=False)
     nodes: int = field(init=False)
     most_on_node: int = field(init=False)
@@ -96,6 +97,11 @@ class Observation:
         if self.spread_ratio is not None:
             spread_ratio = _positive("spread_ratio", self.spread_ratio, least=0.0)
             object.__setattr__(self, "spread_ratio", spread_ratio)
+        if self.gradient_noise_samples is not None:
+            noise = _positive(
+                "gradient_noise_samples", self.gradient_noise_samples, most=_MOST_NOISE
+            )
+            object.__setattr__(self, "gradient_noise_samples", noise)
         object.__setattr__(self, "at", _in_utc(self.at))
         text, ranks, nodes, most_on_node = placement_of(self.allocation)
         object.__setattr__(self, "allocation", text)
@@ -120,6 +126,12 @@ class Observation:
     def samples_per_rank(self) -> int:
         """Samples that one rank computes in a step."""
         return self.batch_per_gpu * self.accumulation_steps
+
+
+def latest_noise_samples(observations: Iterable[Observation]) -> float | None:
+    """The gradient noise scale when it was last measured; None where it never was."""
+    known = [one for one in observations if one.gradient_noise_samples is not None]
+    return max(known, key=lambda one: one.at).gradient_noise_samples if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

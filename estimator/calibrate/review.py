@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from estimator.calibrate.change_points import Change, Shown
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
-from estimator.calibrate.observed import Observation, ObservedWorkload
+from estimator.calibrate.observed import Observation, ObservedWorkload, latest_noise_samples
 from estimator.calibrate.performance_model import RANKS, Array
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.store import ObservationStore
@@ -144,7 +144,7 @@ class JobReview:
     Without a `fingerprint` only its name tells it from others.
     `error_ratio` is the median relative error of the performance model fitted to its step times;
     `sync_share` the mean share of synchronisation in the steps on several devices, by that model
-    (None without any).
+    (None without any). `gradient_noise_samples` is the noise scale of gradients when last measured.
     """
 
     workload: str
@@ -157,6 +157,7 @@ class JobReview:
     last: datetime
     error_ratio: float
     sync_share: float | None
+    gradient_noise_samples: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +309,7 @@ def _reviewed(
         last=max(one.at for one in seen),
         error_ratio=float(np.median(np.abs(np.expm1(values)))),
         sync_share=float(model.sync_share[several].mean()) if several.any() else None,
+        gradient_noise_samples=latest_noise_samples(seen),
     )
     # Steps of a change that holds count as what is true today.
     changes = _shown(machines, tuple(seen)).changes

@@ -10,18 +10,22 @@ from dataclasses import astuple, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import (
     OUTLIER_RATIO,
     Observation,
     ObservedWorkload,
+    latest_noise_samples,
     outliers,
     placement_of,
 )
 from estimator.errors import StoreError, quoted
 from estimator.files import home
+
+if TYPE_CHECKING:
+    from estimator.graph.ir.op_graph import OpGraph
 
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
 
@@ -85,6 +89,7 @@ _MIGRATIONS = (
     ),
     # All steps that were kept before are of data-parallel ranks.
     ("ALTER TABLE observations ADD COLUMN layout TEXT",),
+    ("ALTER TABLE observations ADD COLUMN gradient_noise_samples REAL",),
 )
 # Of the observations too: a file whose state was deleted is still of use.
 _REVISION = """SELECT MAX(
@@ -93,7 +98,7 @@ _REVISION = """SELECT MAX(
 )"""
 _COLUMNS = (
     "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
-    "step_time_s, steps, spread_ratio, source, fingerprint, layout"
+    "step_time_s, steps, spread_ratio, source, fingerprint, layout, gradient_noise_samples"
 )
 
 
@@ -176,6 +181,12 @@ class ObservationStore:
         }
         chosen = {text: value for text, value in conditions.items() if value is not None}
         return self._database.read(lambda connection: _select(connection, chosen), [])
+
+    def gradient_noise_samples(self, workload: str | ObservedWorkload | OpGraph) -> float | None:
+        """The gradient noise scale of a job when it was last measured; None where it never was."""
+        job = ObservedWorkload.of(workload)
+        asked = {"of_job": job} if job.fingerprint else {"workload": job.name}
+        return latest_noise_samples(self.observations(**asked))
 
     def __iter__(self) -> Iterator[Observation]:
         return iter(self.observations())
@@ -264,7 +275,7 @@ def _insert(
     described = connection.total_changes
     connection.executemany(
         f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
-        f"VALUES ({', '.join('?' * 17)}) ON CONFLICT (identity) DO NOTHING",
+        f"VALUES ({', '.join('?' * 18)}) ON CONFLICT (identity) DO NOTHING",
         [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
     )
     added = connection.total_changes - described
@@ -289,6 +300,7 @@ def _row(one: Observation) -> tuple[Any, ...]:
         one.source,
         one.fingerprint,
         one.layout,
+        one.gradient_noise_samples,
     )
 
 
@@ -355,6 +367,7 @@ def _read(row: tuple[Any, ...]) -> Observation:
         source=row[10],
         fingerprint=row[11],
         layout=row[12],
+        gradient_noise_samples=row[13],
     )
 
 

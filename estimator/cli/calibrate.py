@@ -60,7 +60,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     spread_ratio        half of their 10-90 % range over the median
     at                  ISO time; if not said, the file's own
     source              where the row is from
-    parameter_bytes, tensors, flops_per_sample  of the model
+    parameter_bytes, tensors, flops_per_sample, gradient_noise_samples
     """
     from estimator.calibrate.observation_files import read_observations
     from estimator.calibrate.store import ObservationStore

@@ -17,12 +17,16 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
-from estimator.cli.options import cluster_option
+from estimator.cli.options import cluster_option, read_store
 from estimator.cli.request import Request
 from estimator.files import check_writable, write_text_atomically
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from estimator.calibrate.calibrator import Calibrator
+    from estimator.graph.ir.op_graph import OpGraph
     from estimator.placement.topology import Cluster
     from estimator.replay.jobs import Job
     from estimator.replay.nodes import Nodes, PlacementRule
@@ -78,6 +82,12 @@ BELIEFS = ("engine", "calibrated", "perfect")
     "--contention", is_flag=True, help="Jobs on the same nodes or uplinks share their links."
 )
 @click.option("--allow-code", is_flag=True, help="Run functions that JOBS names as models.")
+@click.option(
+    "--observed",
+    callback=read_store,
+    metavar="STORE",
+    help="Jobs that name no gradient noise have that observed in this store; - is the user's own.",
+)
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option(
     "--schedule",
@@ -100,6 +110,7 @@ def replay(
     node_mtbf: float | None,
     contention: bool,
     allow_code: bool,
+    observed: Calibrator | None,
     picture: Path | None,
     schedule: Path | None,
     as_json: bool,
@@ -124,7 +135,8 @@ def replay(
         cluster = (nodes := nodes.described()).cluster
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
-    jobs = _jobs(jobs_path, nodes, models, loader, seed, allow_code=allow_code)
+    noise_of = None if observed is None else observed.store.gradient_noise_samples
+    jobs = _jobs(jobs_path, nodes, models, loader, seed, allow_code=allow_code, noise_of=noise_of)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
     links = SharedLinks(nodes, true) if contention else None
@@ -222,6 +234,7 @@ def _jobs(
     seed: int,
     *,
     allow_code: bool,
+    noise_of: Callable[[OpGraph], float | None] | None,
 ) -> list[Job]:
     from estimator.replay.job_files import is_job_file, jobs_of_trace, read_jobs, read_trace
 
@@ -232,10 +245,15 @@ def _jobs(
                 path,
                 lambda model: Request(model=model).graph((where,)),
                 allow_code=allow_code,
+                noise_of=noise_of,
             )
+        if noise_of is not None and not any(job.gradient_noise_samples for job in jobs):
+            remark("no job of this file has a gradient noise scale, observed or its own")
         if models or loader:
             remark("--model and --loader are for traces; each job of this file names its own")
         return jobs
+    if noise_of is not None:
+        raise click.UsageError("--observed is for a file of jobs; a trace lets no batch be chosen")
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")

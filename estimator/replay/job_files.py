@@ -205,13 +205,18 @@ def is_job_file(path: Path) -> bool:
 
 
 def read_jobs(
-    path: Path, graph_of: Callable[[str], OpGraph], *, allow_code: bool = False
+    path: Path,
+    graph_of: Callable[[str], OpGraph],
+    *,
+    allow_code: bool = False,
+    noise_of: Callable[[OpGraph], float | None] | None = None,
 ) -> list[Job]:
     """The jobs of a file ``{"jobs": [{"name", "arrival_s", "model", "samples", "devices", …}]}``.
 
     Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each: a
     saved graph, a summary or an ``hf:`` type, with `allow_code` also a function, which is run. The
-    global batch is by default the model's own on every device asked for. Raises WorkloadError.
+    global batch is by default the model's own on every device asked for, the gradient noise scale
+    what `noise_of` knows of the graph. Raises WorkloadError.
     """
     content = _read_json(path)
     entries = content.get("jobs") if isinstance(content, dict) else None
@@ -233,6 +238,8 @@ def read_jobs(
             graphs[model] = graph_of(model)
         graph = graphs[model]
         given.setdefault("global_batch", (graph.batch or 1) * given["devices"])
+        if noise_of is not None:
+            given.setdefault("gradient_noise_samples", noise_of(graph))
         try:
             jobs.append(Job(graph=graph, **given | {"name": given["name"] or str(number)}))
         except WorkloadError as error:

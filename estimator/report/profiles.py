@@ -468,6 +468,11 @@ def review_section(review: Review) -> Section:
     figures = ("observed", "allocations", "since", "until", "median error", "sync share")
     lines = [str(drift) for drift in review.drifts] or ["no drift"]
     lines += [str(populations) for populations in review.populations]
+    lines += [
+        f"gradient noise scale of {job.workload}: {job.gradient_noise_samples:,.0f} samples"
+        for job in review.jobs
+        if job.gradient_noise_samples is not None
+    ]
     alike = Counter(
         (f"{one.workload} on {one.allocation} with batch {one.batch_per_gpu}", why)
         for one, why in review.doubted

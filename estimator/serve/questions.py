@@ -135,6 +135,7 @@ class Observed(BaseModel):
     accumulation_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
     strategy: Text = "ddp"
     steps: Annotated[int, Field(ge=1, le=10**12)] = 1
+    gradient_noise_samples: Annotated[float, Field(gt=0, le=1e15)] | None = None
     identity: Annotated[str, Field(min_length=8, max_length=100)] | None = None
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from estimator.calibrate.store import Observation, ObservationStore
+from estimator.estimates.engine import DEFAULT
+from estimator.graph.ir.op_graph import OpGraph
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]
@@ -58,6 +61,35 @@ def test_replay_prints_base_units_as_json_and_draws(
     assert content["policies"]["max-min"]["jobs"] == 6
     assert content["policies"]["max-min"]["average_jct_s"] > 0
     assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("policy", ["pollux", "sia"])
+def test_observed_gradient_noise_lets_policies_choose_batches(
+    jobs: Path, tmp_path: Path, command: Run, policy: str
+) -> None:
+    entries = json.loads(jobs.read_text())["jobs"]
+    jobs.write_text(json.dumps({"jobs": [each | {"most_global_batch": 4096} for each in entries]}))
+    graph = OpGraph.load(tmp_path / "net.graph")
+    words = ("replay", str(jobs), "--on", CLUSTER, "--policy", policy, "--json")
+    chosen = {}
+    # Without noise more samples a step are worth nothing; with much of it, all of them.
+    for noise in (None, 1.0, 1e6):
+        path = tmp_path / f"{noise}.db"
+        seen = Observation(
+            workload=graph.workload,
+            fingerprint=DEFAULT.content(graph).fingerprint,
+            allocation="1x2:gtx-1080-roce",
+            batch_per_gpu=8,
+            step_time_s=0.1,
+            gradient_noise_samples=noise,
+        )
+        ObservationStore(path).add(seen)
+        found = command(*words, "--observed", path)
+        assert ("no job of this file has a gradient noise" in found.err) == (noise is None)
+        lives = json.loads(found.out)["policies"][policy]["lives"]
+        chosen[noise] = {grant["global_batch"] for life in lives for grant in life["grants"]}
+    assert chosen[None] == chosen[1.0] == {256}
+    assert max(chosen[1e6]) > 256
 
 
 def test_jobs_that_share_links_take_longer(jobs: Path, command: Run) -> None:

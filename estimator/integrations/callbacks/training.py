@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
-from estimator.calibrate.observed import Observation, ObservedWorkload
+from estimator.calibrate.observed import Observation, ObservedWorkload, latest_noise_samples
 from estimator.calibrate.store import ObservationStore
 from estimator.calibrate.watching import Watch, observe, own_rank
 from estimator.errors import EstimatorError
@@ -33,6 +33,8 @@ class Comparison:
 
     `measured_s` is the median over `steps` steady steps, None where there were too few. Without a
     prediction `refusal` says why; `remark` says what the prediction does not know of.
+    `gradient_noise_samples` is the noise scale of its gradients at the end, None where it could not
+    be measured.
     """
 
     workload: str
@@ -42,6 +44,7 @@ class Comparison:
     steps: int
     refusal: str = ""
     remark: str = ""
+    gradient_noise_samples: float | None = None
 
     @property
     def error_ratio(self) -> float | None:
@@ -63,6 +66,8 @@ class Comparison:
             seen += f", {format_ratio(abs(self.error_ratio))} "
             seen += "too slow" if self.error_ratio > 0 else "too fast"
         remark = f"; {self.remark}" if self.remark else ""
+        if self.gradient_noise_samples is not None:
+            remark += f"; gradient noise scale {self.gradient_noise_samples:,.0f} samples"
         return f"{self.workload} on {self.allocation}: {prediction}, {seen}{remark}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +81,7 @@ class Comparison:
             "error_ratio": self.error_ratio,
             "refusal": self.refusal or None,
             "remark": self.remark or None,
+            "gradient_noise_samples": self.gradient_noise_samples,
         }
 
 
@@ -176,6 +182,7 @@ class WatchedTraining:
             source="callback",
             synchronize=cuda.synchronize if cuda.is_available() else None,
             rank=0,
+            model=model,
         )
         self._watch.skip()
 
@@ -196,7 +203,12 @@ class WatchedTraining:
         self._watch.__exit__(None, None, None)
         self._watch = None
         steps, measured_s = self._seen.median()
-        self.comparison = replace(self._expected, measured_s=measured_s, steps=steps)
+        self.comparison = replace(
+            self._expected,
+            measured_s=measured_s,
+            steps=steps,
+            gradient_noise_samples=self._seen.gradient_noise_samples,
+        )
         say = self.settings.say or _say
         say(str(self.comparison))
         if self.settings.report is not None:
@@ -223,6 +235,11 @@ class _RememberingStore:
         observations = list(observations)
         self.observations |= {one.identity: one for one in observations}
         return self.store.add_many(observations, summaries=summaries, patience_s=patience_s)
+
+    @property
+    def gradient_noise_samples(self) -> float | None:
+        """Of the training, when it was last known."""
+        return latest_noise_samples(self.observations.values())
 
     def median(self) -> tuple[int, float | None]:
         """Steps that were timed, and the median of their windows, each counted by its steps."""

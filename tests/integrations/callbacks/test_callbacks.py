@@ -89,6 +89,34 @@ def test_hooks_watch_a_plain_loop_and_leave_nothing_behind(store: Path) -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_the_noise_of_gradients_is_measured_where_micro_batches_are_added(store: Path) -> None:
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settings = Settings(store=store / "seen.db", say=lambda line: None)
+    watched = HookedTraining(
+        model, optimizer, settings, ranks=1, accumulation_steps=2, precision="fp32"
+    )
+    with watched:
+        for _ in range(260):
+            optimizer.zero_grad()
+            for _ in range(2):
+                # Labels that features say: gradients agree.
+                features = torch.randn(8, 32)
+                model(features, features[:, 0] + 5)["loss"].backward()
+            optimizer.step()
+    found = watched.training.comparison
+    assert found is not None
+    assert found.gradient_noise_samples is not None
+    assert found.gradient_noise_samples > 0
+    assert str(found).endswith(f"scale {found.gradient_noise_samples:,.0f} samples")
+    assert found.to_dict()["gradient_noise_samples"] == found.gradient_noise_samples
+    kept = ObservationStore(store / "seen.db")
+    (job,) = kept.workloads().values()
+    assert kept.gradient_noise_samples(job) == found.gradient_noise_samples
+    assert not any(one._backward_hooks for one in model.parameters())
+
+
 def test_watching_changes_no_weight(store: Path) -> None:
     trained = []
     for is_watched in (False, True):
