@@ -51,6 +51,13 @@ if TYPE_CHECKING:
 @click.command(epilog="Example: estimator estimate gpt2.graph --on 2x8:h100-sxm")
 @workload_options
 @on_option
+@click.option(
+    "--neighbour",
+    "neighbours",
+    multiple=True,
+    metavar="ALLOCATION=RATE",
+    help="Another job on links in common, and what each of its nodes sends; repeat.",
+)
 @click.option("--samples", type=Amount(), help="Also say how long these take.")
 @click.option("--tokens", type=Amount(), help="Also say how long these take.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")

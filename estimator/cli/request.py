@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.cli.console import remark, waiting
-from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
+from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError, quoted
 from estimator.placement.topology import Cluster
+from estimator.units import parse_bandwidth_bytes_per_s
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ _COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
 }
 
 
+def _traffic(text: str) -> tuple[str, float]:
+    """Another job as ``ALLOCATION=RATE``: where it is, and what each of its nodes sends."""
+    where, _, rate = text.rpartition("=")
+    try:
+        return where, parse_bandwidth_bytes_per_s(rate)
+    except ValueError as error:
+        raise WorkloadError(
+            f"neighbour {quoted(text)}: {error}; write ALLOCATION=RATE such as 2x4:NAME=10Gbit/s"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A model with how it is trained; None means the default, or what a saved graph has.
@@ -74,6 +86,7 @@ class Request:
     float8: str | None = None
     recipe: str | None = None
     network: GivenNetwork | None = None
+    neighbours: tuple[str, ...] = ()
     _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,6 +236,7 @@ class Request:
             cluster=self.cluster,
             profile=self.machine(allocation),
             calibration=self.calibration,
+            neighbours=[_traffic(text) for text in self.neighbours],
         )
 
     @waiting("estimating")

@@ -253,6 +253,35 @@ def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
     assert command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddq").code == 2
 
 
+def test_places_are_listed_with_what_is_exposed_by_each(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = ("sweep", tiny, "--on", "2x4:t4-g4dn", "--strategies", "places")
+    answer = command(*words)
+    assert answer.code == 0
+    heading = next(line for line in answer.out.splitlines() if line.startswith("allocation"))
+    assert [each in heading for each in ("merged on", "updated on", "exposed")] == [True] * 3
+    rows = json.loads(command(*words, "--json").out)
+    assert {(row["merged_on"], row["updated_on"]) for row in rows} == {
+        *(("device", "device"), ("host", "device"), ("host", "host")),
+        *(("server", "device"), ("server", "server")),
+    }
+    assert all(row["communication_exposed_s"] >= 0 for row in rows)
+
+
+def test_a_neighbour_slows_an_estimate(store: Path, tmp_path: Path, command: Command) -> None:
+    replace(perceptron([2048, 2048, 2048], batch=8), target="cuda").save(tmp_path / "wide.graph")
+    words = ("estimate", str(tmp_path / "wide.graph"), "--on", "2x2:t4-g4dn", "--json")
+    alone, beside = (
+        json.loads(command(*words, *more).out)["breakdown"]["communication_exposed_s"]
+        for more in ((), ("--neighbour", "2x2:t4-g4dn=5Gbit/s"))
+    )
+    assert beside > alone
+    refused = command(*words, "--neighbour", "2x4:t4-g4dn")
+    assert refused.code == 2
+    assert "write ALLOCATION=RATE" in refused.err
+
+
 def test_nested_groups_are_estimated_and_swept(store: Path, tiny: str, command: Command) -> None:
     options = ("--strategy", "fsdp:shard=8", "--accumulation", 2)
     run = command("estimate", tiny, "--on", "2x8:h100-sxm", *options)
