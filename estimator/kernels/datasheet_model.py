@@ -143,7 +143,8 @@ _TILE_ROWS, _TILE_COLUMNS, _TILE_PIECES = (
 # Partial sums are written and read again in fp32.
 _PARTIAL_SUM_BYTES = 8.0
 # From this length of the inner sum on, rows of the factors lie further apart than the address
-# translation caches reach; Pascal's reach least.
+# translation caches reach; Pascal's reach least. Where both factors are stored by other rows, as in
+# gradients of weights, a longer sum (a larger batch) moves nothing further apart there.
 _LONG_INNER = 8192.0
 # Half-precision rows that start at odd elements cannot be copied asynchronously, 4 bytes at a time
 # or more, so that libraries fall back to kernels for Turing ("cutlass_75_…_align1" on A100:
@@ -232,13 +233,15 @@ def matmul_seconds(
     inner: ArrayLike,
     moved_bytes: ArrayLike,
     aligned_bytes: ArrayLike = _BULK_COPY_BYTES,
+    inner_in_rows: ArrayLike = True,
     cached: float = 1.0,
 ) -> Array:
     """Seconds of matmuls (batch, rows, inner) × (batch, inner, columns), without the start.
 
     Sizes and `moved_bytes` (what the matmul must read and write) are numbers or arrays of one
-    length, as is the multiple of bytes at which the rows of all matrices start on tensor cores.
-    `cached` multiplies the memory's rate where the factors are in the last-level cache.
+    length, as are the multiple of bytes at which the rows of all matrices start on tensor cores,
+    and whether any factor is stored by rows along the inner sum. `cached` multiplies the memory's
+    rate where the factors are in the last-level cache.
     """
     count, m, n, k, moved = (
         np.atleast_1d(np.asarray(item, dtype=float))[:, None]
@@ -249,7 +252,8 @@ def matmul_seconds(
     share = np.where(tensor, share, model.vector_ratio)
     extra_inner = np.where(tensor, model.tensor_extra_inner, model.vector_extra_inner)
     half_tile = np.where(tensor, model.tensor_half_tile, model.vector_half_tile)
-    long_inner = np.where(_column(chip.has_old_tlb), model.old_tlb_long_inner, model.long_inner)
+    old_tlb_long_inner = model.old_tlb_long_inner * _column(inner_in_rows)
+    long_inner = np.where(_column(chip.has_old_tlb), old_tlb_long_inner, model.long_inner)
     rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(model, chip))
     rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(np.maximum(k, 1.0) / _LONG_INNER)))
     rate = rate * _column(alignment_ratio(chip, aligned_bytes))

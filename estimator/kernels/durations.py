@@ -246,8 +246,7 @@ def least_device_s(
     timed = _timed(graph, costs, fits, profile)
     call_of = structure.call_of
     eviction = _eviction(profile, cached_bytes)
-    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
-    cold = eviction.beyond_repeated(cold, costs.moved_bytes[call_of])
+    cold = _cold_ratios(bound, structure, costs, fits, eviction, blocks)
     warm_s = np.array([prediction.warm_s for prediction in timed])[call_of]
     more_s = np.array([prediction.cold_s for prediction in timed])[call_of] - warm_s
     seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
@@ -278,6 +277,24 @@ def _eviction(profile: MachineProfile, cached_bytes: float) -> Eviction:
     return measured or Eviction.of_size(cached_bytes)
 
 
+def _cold_ratios(
+    bound: BoundGraph,
+    structure: GraphStructure,
+    costs: CallCosts,
+    fits: KernelFits | Roofline,
+    eviction: Eviction,
+    blocks: Indices | None = None,
+) -> Array:
+    """How far each op is from its time with warm caches (0) to that with cold ones (1).
+
+    What an op evicts of its own tensors is in a warm time that was measured, not in a roofline's.
+    """
+    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
+    if isinstance(fits, Roofline):
+        return cold
+    return eviction.beyond_repeated(cold, costs.moved_bytes[structure.call_of])
+
+
 def _private_bytes(profile: MachineProfile) -> float:
     return profile.memory.private_cache_bytes or 0.0 if profile.memory else 0.0
 
@@ -299,8 +316,7 @@ def _kernel_seconds(
     cached_bytes = _cached_bytes(profile, fits)
     eviction = _eviction(profile, cached_bytes)
     call_of, is_view = structure.call_of, structure.is_view
-    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure)
-    cold = eviction.beyond_repeated(cold, costs.moved_bytes[call_of])
+    cold = _cold_ratios(bound, structure, costs, fits, eviction)
     timed = _timed(graph, costs, fits, profile)
     seconds = _blend(timed, call_of, cold)
     errors = np.array([prediction.relative_error for prediction in timed])[call_of]

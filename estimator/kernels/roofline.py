@@ -207,6 +207,7 @@ class Roofline:
                 inner=inner,
                 moved_bytes=[features.cost.moved_bytes for features in some],
                 aligned_bytes=aligned_bytes,
+                inner_in_rows=[features.layout != "tn" for features in some],
                 cached=cached,
             )
 

@@ -12,6 +12,7 @@ import pytest
 from estimator.graph.costs.call_costs import features_of
 from estimator.kernels.datasheet_model import convolution_kind
 from estimator.kernels.roofline import Roofline, tensor_core_matrices
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 
@@ -326,3 +327,17 @@ def test_several_calls_take_what_each_takes_alone() -> None:
     for call, found in zip(calls[:-1], together[:-1], strict=True):
         alone = roofline.predict(call)
         assert (found.warm_s, found.cold_s) == pytest.approx((alone.warm_s, alone.cold_s), 1e-12)
+
+
+def test_before_volta_a_gradient_of_weights_costs_no_more_a_sample_for_more_tokens() -> None:
+    # P100's address translation reaches 8,192 elements of a row; here the rows are those of 768.
+    roofline = Roofline(load_profile("p100-sxm"))
+
+    def per_token_s(tokens: int) -> float:
+        turned, states = TensorSpec((768, tokens), strides=(1, 768)), TensorSpec((tokens, 768))
+        call = OpCall("aten.mm.default", (turned, states), outputs=(TensorSpec((768, 768)),))
+        found = roofline.predict(call)
+        assert found is not None
+        return found.cold_s / tokens
+
+    assert per_token_s(1 << 16) <= per_token_s(1 << 13)

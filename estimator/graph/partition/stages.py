@@ -437,9 +437,10 @@ class Blocks:
             )
         return tuple(self.points[end] for end in np.cumsum(layers[:-1]).tolist())
 
-    def balanced(self, stages: int, seconds: Sequence[float] | Array) -> tuple[str, ...]:
+    def balanced(self, stages: int, *lanes: Sequence[float] | Array) -> tuple[str, ...]:
         """Where stages begin so that the slowest one takes least, by the seconds of each op.
 
+        Of several lanes that work beside each other (host and device) a stage takes the longest.
         Raises WorkloadError where there are fewer blocks than stages.
         """
         points = self.points
@@ -448,12 +449,15 @@ class Blocks:
                 f"{self.name} has {len(points)} repeated blocks, which cannot make {stages} stages "
                 "of a pipeline; choose a smaller pp"
             )
-        spent = np.bincount(self.owner, weights=np.asarray(seconds), minlength=len(points))
-        before = np.concatenate([[0.0], np.cumsum(spent)])
+        spent = [
+            np.bincount(self.owner, weights=np.asarray(seconds), minlength=len(points))
+            for seconds in lanes
+        ]
+        before = np.concatenate([np.zeros((len(lanes), 1)), np.cumsum(spent, axis=1)], axis=1)
         # slowest[j]: that of some stages that hold the first j blocks; begins: where the last does.
         slowest = np.where(np.arange(len(points) + 1) == 0, 0.0, np.inf)
         # Of a stage that begins at one block and ends before another: no stage is empty.
-        last = before[None, :] - before[:, None]
+        last = (before[:, None, :] - before[:, :, None]).max(axis=0)
         last[np.tril_indices(len(points) + 1)] = np.inf
         begins = []
         for _ in range(stages):

@@ -628,17 +628,20 @@ def default_points(
         return even
     bound = bound_of(graph, batch, cache)
 
-    def spent() -> Array:
+    def spent() -> tuple[Array, ...]:
         profile = costed(node.profile, cache)
         durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
         exchanged_s = (
             layer_collectives.seconds(bound, durations).each_s if layer_collectives else 0.0
         )
-        return np.asarray(durations.device_s + durations.host_s + exchanged_s)
+        device_s = np.asarray(durations.device_s + exchanged_s)
+        if profile.kind == "cpu":
+            return (device_s + durations.host_s,)
+        return device_s, durations.host_s
 
     def balanced() -> tuple[str, ...]:
-        seconds = cache.get("op seconds", (bound, node.profile), spent, *details)
-        return blocks.balanced(stages, seconds)
+        lanes = cache.get("op seconds", (bound, node.profile), spent, *details)
+        return blocks.balanced(stages, *lanes)
 
     stages = mesh.layout.schedule.model_stages(mesh.pp)
     details = node.ranks_per_node, layer_collectives

@@ -178,6 +178,8 @@ def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
     loaded = even + [2 * of_block / head if op.module == "head" else 0.0 for op in graph.ops]
     assert Blocks.of(graph).balanced(2, loaded) == ("layers.4",)
     assert Blocks.of(graph).balanced(1, even) == ()
+    # Beside a host that is the longer lane everywhere, the head's kernels cost nothing.
+    assert Blocks.of(graph).balanced(2, loaded, 10 * even) == ("layers.3",)
     assert Blocks.of(graph).even(3) == ("layers.2", "layers.4")
     assert Blocks.of(graph).even(4) == ()
 
