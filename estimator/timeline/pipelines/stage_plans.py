@@ -631,13 +631,10 @@ def default_points(
     def spent() -> tuple[Array, ...]:
         profile = costed(node.profile, cache)
         durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
-        exchanged_s = (
-            layer_collectives.seconds(bound, durations).each_s if layer_collectives else 0.0
-        )
-        device_s = np.asarray(durations.device_s + exchanged_s)
-        if profile.kind == "cpu":
-            return (device_s + durations.host_s,)
-        return device_s, durations.host_s
+        device_s, host_s = durations.device_s, durations.host_s
+        if layer_collectives:
+            device_s = device_s + layer_collectives.seconds(bound, durations).each_s
+        return (device_s + host_s,) if profile.kind == "cpu" else (device_s, host_s)
 
     def balanced() -> tuple[str, ...]:
         lanes = cache.get("op seconds", (bound, node.profile), spent, *details)
