@@ -65,6 +65,7 @@ def trace_model(
     recipe: str | Recipe | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
+    ranks: int | None = None,
     profile: MachineProfile | str = "local",
     report: Callable[[str, float], None] | None = None,
 ) -> OpGraph:
@@ -75,15 +76,14 @@ def trace_model(
     ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
     else ``output.loss``, else the mean of the floating outputs; of a list of models it is
     step(models, batch). With `measure` distinct ops are timed here (`profile`) and kept.
-
     The optimizer, one of torch.optim or its name, is by default the step's own, else "adamw". The
-    step is eager unless `compiled` (by default as `model` is): fused by `torch.compile`, in each
-    repeated block alone ("blocks"), or replayed as CUDA graphs ("cuda-graphs"). `channels_last`
-    lays images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
-    ``clip_grad_norm_``. `checkpoint` recomputes repeated blocks: "full", "selective:2" or
-    "selective:op" (all but attention and every other matmul). `float8` has linear layers of a
-    compiled model in float8 as torchao does: "tensorwise" or "rowwise". `recipe` is an `est.Recipe`
-    or its text ("megatron:fp8=current"). Raises ModelError, TraceError, ProbeError.
+    step is eager unless `compiled` (by default as `model` is): fused by `torch.compile`, by
+    repeated blocks ("blocks"), or replayed as CUDA graphs ("cuda-graphs"). `channels_last` lays
+    images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
+    ``clip_grad_norm_``. `checkpoint` recomputes blocks: "full", "selective:2" or "selective:op"
+    (all but attention and every other matmul). `float8` casts a compiled model's linear layers, as
+    torchao: "tensorwise", "rowwise". `recipe` is an `est.Recipe` or "megatron:fp8=current". `ranks`
+    are those of a step's own collectives. Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
@@ -101,10 +101,10 @@ def trace_model(
             channels_last=channels_last,
             batch_dim=batch_dim,
             name=name,
+            ranks=ranks,
         )
-    graph = replace(
-        graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
-    )
+    graph = replace(graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm)
+    graph = replace(graph, checkpoint=checkpoint)
     graph = _compiled(graph, compiled, float8, assumed, str(recipe) if recipe else None)
     return with_timings(graph, profile, report=report) if measure else graph
 
@@ -244,7 +244,9 @@ def _as_graph(
             "of models are for the command line, saved graphs for OpGraph.load"
         )
     target, dtype = placement.kinds[0].profile.kind, Strategy.parse(strategy).gathered_dtype
-    return trace_model(model, batch, target=target, precision=dtype or "fp32")
+    return trace_model(
+        model, batch, target=target, precision=dtype or "fp32", ranks=placement.ranks
+    )
 
 
 def estimate(

@@ -173,8 +173,13 @@ def _sweep_options(command: Any) -> Any:
     help="The kind of devices it is for; default cuda.",
     default="cuda",
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Of a model that calls collectives itself: among how many.",
+)
 @partial(workload_options, without=(*OF_STEPS, "cluster", "network"))
-def trace(out: Path, target: DeviceKind, **options: Any) -> None:
+def trace(out: Path, target: DeviceKind, ranks: int | None, **options: Any) -> None:
     """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
     A saved graph needs neither torch nor the model's own code, and holds for every batch and
@@ -184,7 +189,7 @@ def trace(out: Path, target: DeviceKind, **options: Any) -> None:
 
     request = Request(**options)
     check_writable(out)
-    graph = traced(request, (), target=target)
+    graph = traced(request, (), target=target, ranks=ranks)
     graph.save(out)
     remark(
         f"{out}: {graph.name}, {graph.mode}, for {graph.target} devices, {len(graph.ops)} "

@@ -222,14 +222,18 @@ def check_amounts(samples: float | None, tokens: float | None) -> None:
 
 
 def traced(
-    request: Request, allocations: Sequence[str], *, target: DeviceKind | None = None
+    request: Request,
+    allocations: Sequence[str],
+    *,
+    target: DeviceKind | None = None,
+    ranks: int | None = None,
 ) -> OpGraph:
     """The graph of a request for the first allocation's machine, or for a kind of device."""
     if not request.measure:
         with waiting(f"tracing {request.model}"), printing_to_stderr():
-            return request.graph(allocations, target=target)
+            return request.graph(allocations, target=target, ranks=ranks)
     with progress("timing operators") as report, printing_to_stderr():
-        return request.graph(allocations, report, target=target)
+        return request.graph(allocations, report, target=target, ranks=ranks)
 
 
 def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, float]:

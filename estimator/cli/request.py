@@ -102,13 +102,18 @@ class Request:
         report: Callable[[str, float], None] | None = None,
         *,
         target: DeviceKind | None = None,
+        ranks: int | None = None,
     ) -> OpGraph:
         """The graph that the model names, or its trace for `target`, or the first machine's kind.
 
         Allocations and strategy are checked first, since building a model can take long. `report`
-        is told what is being measured and how far that is, from 0 to 1.
+        is told what is being measured and how far that is, from 0 to 1. A model that calls
+        collectives itself is traced for `ranks`, or for as many as all allocations have.
         """
-        machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
+        placements = [self._checked(text).placement for text in allocations]
+        machines = [placement.kinds[0].profile for placement in placements]
+        if len(counts := {placement.ranks for placement in placements}) == 1:
+            ranks = ranks or counts.pop()
         from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.ir.op_graph import OpGraph
 
@@ -139,6 +144,7 @@ class Request:
             compiled=_COMPILED[self.execution],
             channels_last=self.channels_last,
             checkpoint=self.checkpoint,
+            ranks=ranks,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,

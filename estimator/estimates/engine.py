@@ -50,7 +50,7 @@ from estimator.timeline.plan import (
     members_of,
     step_plan,
 )
-from estimator.timeline.rank.layer_collectives import layer_collectives_of
+from estimator.timeline.rank.layer_collectives import layer_collectives_of, ranks_of_own
 from estimator.timeline.rank.rules import Groups, StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.workload import Strategy, check_count
@@ -226,9 +226,11 @@ class Engine:
         given = request.batch_per_gpu, request.global_batch
         batches = batches_of(request.graph.batch, mesh, *given, steps, strict=request.strict)
         collectives, graph = None, request.graph
+        of_all = placement.ranks > 1 and ranks_of_own(graph, self.cache) is not None
         if layout.divides_layers:
             graph = self.split(graph, layout, request.tp_plan)
-            collectives = layer_collectives_of(mesh, self.cache, strategy)
+        if layout.divides_layers or of_all:
+            collectives = layer_collectives_of(mesh, self.cache, strategy, of_all=of_all)
         shape = StepShape(strategy, steps, request.loader, collectives)
         return _LaidOutStep(request, mesh, shape, batches, graph)
 

@@ -16,6 +16,7 @@ from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.placement import NodeKind
 from estimator.placement.topology import network_of
 from estimator.timeline.plan import StepPlan
+from estimator.timeline.rank.layer_collectives import ranks_of_own
 from estimator.timeline.rank.program import StepProgram
 from estimator.timeline.rank.rules import Rules
 from estimator.timeline.rank.updates import recipe_assumptions
@@ -41,6 +42,12 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
             is_first,
         )
         assumptions.extend(row for row in rows if row not in assumptions)
+    own = ranks_of_own(plan.ranks_by_kind[0].program.bound.graph, plan.rules.cache)
+    if own is not None and own != ranks:
+        assumptions.append(
+            f"the model calls collectives itself, among {own} ranks as it was traced: trace it "
+            f"with --ranks {ranks}, trace_model(..., ranks={ranks})"
+        )
     profiles = [ranks.program.profile for ranks in plan.ranks_by_kind]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
         assumptions.append("communication is assumed to overlap compute perfectly: not probed")

@@ -20,6 +20,7 @@ from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
+from estimator.timeline.rank.layer_collectives import ranks_of_own
 from estimator.workload.layouts import Layout
 
 Allocations = Sequence[str | Allocation] | AllocationColumns
@@ -80,7 +81,9 @@ class TableRequest:
             raise type(error)(f"row {self.first_row + row}: {error}") from None
 
     def are_laid_out(self, numbers: Indices) -> Flags | bool:
-        """Which of some rows have ranks that share a micro-batch's computing."""
+        """Which of some rows have ranks that share a micro-batch's computing, or exchange in it."""
+        if ranks_of_own(self.shared.graph, self.engine.cache) is not None:
+            return True
         if self.layouts is None:
             return False
         return np.array([self.layouts[number] is not None for number in numbers.tolist()])

@@ -17,6 +17,8 @@ from estimator.tensors import OpCall, TensorSpec
 
 # They go by the names of torch's functional collectives.
 _NAMESPACE = "_c10d_functional"
+# The axis of all ranks, which a model's own collectives go along.
+WORLD = "world"
 _RING = f"{_NAMESPACE}.permute_tensor.default"
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
 
@@ -68,6 +70,28 @@ def collective_call(
     """The call of a collective, from what a rank gives to what it gets, and what it runs beside."""
     keywords = (("overlaps", overlaps),) if overlaps else ()
     return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (spec,))
+
+
+def collective_call_of(
+    op: CollectiveName, axis: str, call: OpCall, *, given: int, ranks: int
+) -> OpCall:
+    """The call of a collective that a model makes itself among so many ranks.
+
+    `given` is the argument that a rank gives: a tensor or a list of them.
+    """
+    first = call.arguments[given]
+    rest = [argument for place, argument in enumerate(call.arguments) if place != given]
+    tensors = OpCall("", tuple(rest), (), ()).inputs
+    target, keywords = f"{_NAMESPACE}.{op}.default", (("ranks", ranks),)
+    return OpCall(target, (first, axis, *tensors), keywords, call.outputs)
+
+
+def own_ranks(graph: OpGraph) -> int | None:
+    """Among how many ranks a model's own collectives were traced; None: it has none."""
+    for call, _ in GraphColumns.of(graph).calls:
+        if call.target.startswith(_NAMESPACE) and call.arguments[1] == WORLD:
+            return int(dict(call.keywords)["ranks"])
+    return None
 
 
 def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> OpCall:
@@ -200,7 +224,8 @@ def makes_gradients(op: Op) -> bool:
 
 def _facts(call: OpCall) -> dict[str, Any]:
     """What a call says of its collective."""
-    size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
+    given = OpCall("", call.arguments[:1], (), ()).inputs
+    size_bytes = max(sum(spec.nbytes for spec in some) for some in (given, call.outputs))
     keywords = dict(call.keywords)
     name, share = call.target.split(".")[1], float(keywords.get("share", 1.0))
     if call.target == _RING:

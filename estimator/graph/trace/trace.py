@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -39,6 +40,7 @@ from estimator.graph.trace.functions import (
     unlike_tracing,
 )
 from estimator.graph.trace.own_steps import DEFAULT_OPTIMIZER, RecordedStep
+from estimator.graph.trace.process_groups import as_one_of
 from estimator.graph.trace.record import JoinedRuns, Recorder, join_runs, watched_calls
 from estimator.graph.trace.training_call import SUMMED, Loss, Phases, TrainingCall, packed_as_padded
 from estimator.machines.profile import DeviceKind
@@ -66,6 +68,7 @@ def trace_graph(
     channels_last: bool = False,
     batch_dim: int | None = None,
     name: str | None = None,
+    ranks: int | None = None,
 ) -> OpGraph:
     """Record forward, loss and backward of `model` on `batch` as a graph that holds no tensors.
 
@@ -78,7 +81,8 @@ def trace_graph(
     forward() does not take of a batch, such as the targets of ``(inputs, targets)``, is what
     ``loss(output, targets)`` gets. A sample is one index of dimension 0 (`batch_dim`: of that one)
     of the inputs that share the commonest size there. `channels_last` lays parameters and inputs of
-    four dimensions out so. The model is left as it was. Raises ModelError, TraceError.
+    four dimensions out so. A model that asks torch.distributed itself is traced as one of `ranks`.
+    The model is left as it was. Raises ModelError, TraceError.
 
     >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
@@ -99,9 +103,15 @@ def trace_graph(
         name=f"{name}, {unusual}" if unusual else name,
         division=division,
     )
-    dim, batch = checked_dim(batch_dim), call.batch
+    traced = partial(_traced, tracer, checked_dim(batch_dim), optimizer=wanted, unusual=unusual)
+    return as_one_of(ranks, tracer.name, target, traced)
+
+
+def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | None) -> OpGraph:
+    """The graph of the step at two batch sizes."""
+    batch = tracer.call.batch
     samples = _samples(batch, dim, tracer.name)
-    with kept_as_it_was(model), quiet_fakes():
+    with kept_as_it_was(tracer.model), quiet_fakes():
         first = tracer.run(batch)
         second, fixed_because = tracer.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
@@ -109,7 +119,7 @@ def trace_graph(
         tracer,
         first,
         joined,
-        optimizer=wanted,
+        optimizer=optimizer,
         samples=samples,
         tokens=tokens_per_sample(batch, samples),
         fixed_because=fixed_because or joined.difference,

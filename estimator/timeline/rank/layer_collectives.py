@@ -12,12 +12,18 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array
 from estimator.errors import ProfileError
-from estimator.graph.ir.collectives import Collective, adds_in_switch, collectives_of
+from estimator.graph.ir.collectives import (
+    WORLD,
+    Collective,
+    adds_in_switch,
+    collectives_of,
+    own_ranks,
+)
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.partition.experts import EXPERT_DP
 from estimator.kernels.durations import Durations, columns_of
 from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfile
-from estimator.placement.mesh import Mesh, ProcessGroup
+from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
 from estimator.workload import DDP, Strategy
@@ -167,9 +173,10 @@ class LayerCollectives:
         costs = CollectiveCosts((self._profile,), *of)
         model = costs.model(self.groups[axis])
         if model.unknown:
+            asker = "the model itself" if axis == WORLD else axis
             raise ProfileError(
                 f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
-                f"{axis} needs; run 'estimator probe' with a larger --budget"
+                f"{asker} needs; run 'estimator probe' with a larger --budget"
             )
         return costs, model
 
@@ -258,10 +265,18 @@ def _blocking_s(
     return np.asarray(shorter_s + (after - before) * (longer_s - shorter_s))
 
 
-def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> LayerCollectives:
+def ranks_of_own(graph: OpGraph, cache: Cache) -> int | None:
+    """Among how many ranks collectives that the model calls itself were traced, if any."""
+    return cache.get("own ranks", (graph,), lambda: own_ranks(graph))
+
+
+def layer_collectives_of(
+    mesh: Mesh, cache: Cache, strategy: Strategy = _DDP, *, of_all: bool = False
+) -> LayerCollectives:
     """Those of a mesh: of the groups along an axis, which work at once, the slowest counts.
 
     Gradients of experts are exchanged among the operators, but where FSDP does it with all others.
+    `of_all` says that the model calls collectives of all ranks itself.
     """
     axes = ["tp", "cp"] + ["ep"] * (mesh.ep > 1)
     axes += [EXPERT_DP] * (mesh.ep > 1 and strategy.keeps.parameters == "whole")
@@ -270,6 +285,8 @@ def layer_collectives_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) ->
         for axis in axes
         if (groups := mesh.groups(axis))
     ]
+    if of_all:
+        by_axis.append((WORLD, mesh.whole_group, slowest_network(mesh.placement)))
     named = tuple((axis, group) for axis, group, _ in by_axis)
     merges = strategy.keeps.parameters == "shard" or mesh.dp > 1
     profile, cluster = by_axis[0][2].profile, mesh.placement.cluster
