@@ -54,7 +54,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements; a tensor expanded by stride 0 counts each element once."""
-        return self.numel * ITEM_BYTES.get(self.dtype, 4)
+        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 4)
 
     @property
     def storage_bytes(self) -> int:
