@@ -6,7 +6,7 @@ Each job is fitted on its own, without an engine: graphs of what was observed ar
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -228,7 +228,7 @@ def counting_drifts(
 
 
 # Jobs of which only the name is at hand cost a fit each; those seen last say most of today.
-_MOST_WITNESSES = 16
+_MOST_WITNESSES, _MOST_STEPS = 16, 500
 
 
 def shown_by_others(
@@ -239,8 +239,7 @@ def shown_by_others(
     Each is fitted on its own, without an engine: their graphs are not at hand. `known` are those to
     leave out. What changed for all steps of a job on named hosts is a change of each of these.
     """
-    newer = Counter(one.job for one in store.observations(since=since))
-    latest = [job for job, steps in newer.items() if steps >= _LEAST_STEPS and job not in known]
+    latest = [job for job in store.jobs_since(since, least=_LEAST_STEPS) if job not in known]
     shown: list[Shown] = []
     for kind, name in latest[-_MOST_WITNESSES:]:
         of_job = ObservedWorkload(name=name, fingerprint=name if kind == "content" else None)
@@ -249,7 +248,10 @@ def shown_by_others(
         for one in seen:
             if one.outlier_reason is None:
                 by_place[_machines(one.allocation), one.layout or ""].append(one)
-        shown += [_shown(machines, tuple(of_place)) for (machines, _), of_place in by_place.items()]
+        shown += [
+            _shown(machines, tuple(sorted(of_place, key=lambda one: one.at)[-_MOST_STEPS:]))
+            for (machines, _), of_place in by_place.items()
+        ]
     return shown
 
 

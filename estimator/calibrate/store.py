@@ -199,6 +199,17 @@ class ObservationStore:
         """A number that rises whenever something is added: whether a refit is due."""
         return self._number(_REVISION)
 
+    def jobs_since(self, since: datetime, *, least: int) -> list[tuple[str, str]]:
+        """The jobs, as `Observation.job` has them, seen so often since a moment; the last last."""
+        query = """SELECT fingerprint, workload FROM observations WHERE at >= ?
+            GROUP BY fingerprint, CASE WHEN fingerprint IS NULL THEN workload END
+            HAVING COUNT(*) >= ? ORDER BY MAX(at)"""
+        values, none = (_time_text(since), least), list[Any]()
+        rows = self._database.read(
+            lambda connection: connection.execute(query, values).fetchall(), none
+        )
+        return [("name", name) if known is None else ("content", known) for known, name in rows]
+
     def workloads(self) -> dict[str, ObservedWorkload]:
         """Every workload observed or described, by name; the last described of several."""
         return {workload.name: workload for workload in self._described("TRUE", ())}

@@ -19,6 +19,7 @@ from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import EngineTimes
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.review import populations, review
+from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.topology import Cluster, Node
@@ -352,6 +353,19 @@ def test_what_one_job_showed_of_a_host_holds_for_others_there_and_nowhere_else(
         for calibration in (calibrator, None)
     )
     assert stated.step_time_s == pytest.approx(engine.step_time_s, rel=0.03)
+
+
+def test_a_store_names_the_jobs_that_were_seen_since_a_moment(tmp_path: Path) -> None:
+    calibrator = kept(tmp_path, 5, 1.0)
+    kept(tmp_path, 4, 1.0, graph=OTHER, first=2)
+    for day in range(10):
+        calibrator.observe(
+            "by name", "1x2:t4", step_time_s=1.0, batch_per_gpu=8, at=START + timedelta(days=day)
+        )
+    job, other = (("content", DEFAULT.content(graph).fingerprint) for graph in (JOB, OTHER))
+    by_name = ("name", "by name")
+    assert calibrator.store.jobs_since(START, least=3) == [job, other, by_name]
+    assert calibrator.store.jobs_since(START + timedelta(days=3), least=3) == [other, by_name]
 
 
 def test_steps_after_a_change_are_not_doubted() -> None:
