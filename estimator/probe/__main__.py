@@ -9,7 +9,6 @@ import platform
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import click
@@ -130,18 +129,10 @@ def _probe_alone(
 
 
 def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
-    progress, stop = _Progress(), threading.Event()
-    called_off: list[int] = []
-
-    def call_off(number: int, _frame: object) -> None:
-        # The lock of an Event is not reentrant, and a signal may come while another one sets it.
-        if not called_off:
-            called_off.append(number)
-            stop.set()
-
+    progress, signals = _Progress(), list[int]()
     # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, call_off)
+        signal.signal(signal_number, lambda number, _frame: signals.append(number))
     findings = probe_cluster(
         place,
         request,
@@ -150,7 +141,7 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
         probe_machine=probe_machine,
         report=progress.report,
         say=progress.say,
-        stop=stop,
+        is_called_off=lambda: bool(signals),
     )
     progress.end()
     findings.profile.save(path)

@@ -92,20 +92,20 @@ def probe_cluster(
     probe_machine: ProbeMachine,
     report: Report,
     say: Say,
-    stop: threading.Event,
+    is_called_off: Callable[[], bool],
 ) -> ClusterProfiles:
     """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
-    `host` is the name of this node. Out of time, told to `stop` or with ranks lost it returns what
+    `host` is the name of this node. Out of time, called off or with ranks lost it returns what
     it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
-    Raises KeyboardInterrupt when told to stop before all ranks have come.
+    Raises KeyboardInterrupt when it `is_called_off` before all ranks have come.
     """
     listener = None if place.has_store else listen(place)
     tcp_store = connect(
         place.master_address, place.master_port, listener=listener, timeout_s=START_S
     )
     store = begin_session(tcp_store, place)
-    keeper = _Keeper(store, place.world_size, request, stop, report, say)
+    keeper = _Keeper(store, place.world_size, request, is_called_off, report, say)
 
     def work() -> None:
         # What goes wrong is in the store, where the keeper reads it.
@@ -163,11 +163,12 @@ class _Keeper:
         store: SignedStore,
         world_size: int,
         request: ClusterRequest,
-        stop: threading.Event,
+        is_called_off: Callable[[], bool],
         tell_progress: Report,
         tell_people: Say,
     ) -> None:
-        self.store, self.world_size, self.request, self.stop = store, world_size, request, stop
+        self.store, self.world_size, self.request = store, world_size, request
+        self.is_called_off = is_called_off
         self.tell_progress, self.tell_people = tell_progress, tell_people
         self.base, self.others = request.base, dict[str, MachineProfile]()
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -187,9 +188,9 @@ class _Keeper:
         facts = self._gathered(
             "facts",
             range(self.world_size),
-            lambda _: self.stop.is_set() or time.monotonic() > starts_by,
+            lambda _: self.is_called_off() or time.monotonic() > starts_by,
         )
-        if self.stop.is_set():
+        if self.is_called_off():
             raise KeyboardInterrupt
         # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
@@ -276,7 +277,7 @@ class _Keeper:
         def is_over(answers: Mapping[int, Any]) -> bool:
             left = waiting.keys() - answers.keys()
             lost.update(self._silent(left))
-            return left <= lost or self.stop.is_set() or time.monotonic() > ends_at
+            return left <= lost or self.is_called_off() or time.monotonic() > ends_at
 
         answers = self._gathered(f"ended/{number}", waiting, is_over)
         # What is interrupted has its profile so far within a moment.
@@ -352,7 +353,7 @@ class _Keeper:
 
     def _why_over(self) -> str:
         """Why nothing more can be measured, or ""."""
-        if self.stop.is_set():
+        if self.is_called_off():
             return "interrupted"
         if len(self.world.members) < 2:
             return "no two ranks are left"
@@ -385,7 +386,7 @@ class _Keeper:
             # A lost peer is no cause: the lost are known by their silence, after some seconds.
             is_failed = trouble_at is not None and now - trouble_at > _GIVEN_UP_S
             is_late = now > min(ends_at, self._step_ends)
-            return self.stop.is_set() or is_late or is_failed or bool(_cause(failures))
+            return self.is_called_off() or is_late or is_failed or bool(_cause(failures))
 
         ended = self._gathered(f"ended/{number}", members, is_over)
         self.store.post(f"given_up/{number}", True)
@@ -393,7 +394,7 @@ class _Keeper:
         lost = {rank: members[rank] for rank in silent - ended.keys()}
         if lost or len(ended) == len(members):
             return lost, "" if lost else next(iter(reasons), "")
-        if self.stop.is_set():
+        if self.is_called_off():
             return {}, "cut short"
         return {}, _cause(reasons) or next(iter(reasons), "the budget was over")
 
@@ -416,7 +417,7 @@ class _Keeper:
     def finish(self) -> None:
         """Tell all ranks that it is over, and let them hear it before the store ends."""
         self._order(members=[])
-        patience_s = _SHORT_LEAVE_S if self.stop.is_set() else _LEAVE_S
+        patience_s = _SHORT_LEAVE_S if self.is_called_off() else _LEAVE_S
         deadline = time.monotonic() + patience_s
         living = [member.rank for member in self.world.members]
         while living and time.monotonic() < deadline:

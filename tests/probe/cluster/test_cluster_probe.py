@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ else:
         probe_machine=probe_machine,
         report=report,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
-        stop=stop,
+        is_called_off=stop.is_set,
     )
     found.profile.save(out)
 """
@@ -226,7 +225,7 @@ def test_a_rank_that_comes_late_says_so_and_costs_the_others_nothing(tmp_path: P
     from tests.conftest import make_small_profile
 
     make_small_profile("base").save(tmp_path / "base.json")
-    impatient = "from estimator.probe.cluster import cluster_probe\ncluster_probe.START_S = 8.0\n"
+    impatient = "from estimator.probe.cluster import cluster_probe\ncluster_probe.START_S = 20.0\n"
     port = free_port()
     files = [str(tmp_path / "base.json"), str(tmp_path / "out.json")]
     commands = [
@@ -238,7 +237,7 @@ def test_a_rank_that_comes_late_says_so_and_costs_the_others_nothing(tmp_path: P
         with started(commands[2]) as (late,):
             _, said = late.communicate(timeout=60)
         assert late.returncode == 0
-        assert said.splitlines() == ["rank 2 did not start within 8 s"]
+        assert said.splitlines() == ["rank 2 did not start within 20 s"]
         assert first.poll() is None
 
 
@@ -359,33 +358,6 @@ def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
     (cost,) = (cost for cost in profile.collectives if cost.hosts)
     assert (cost.op, cost.group_size) == ("all_reduce", 2)
     assert any("interrupted" in missing for missing in profile.missing)
-
-
-def test_a_signal_that_comes_while_another_calls_the_probe_off_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[int] = []
-
-    def probe_cluster(*_: Any, stop: threading.Event, **__: Any) -> Any:
-        def call_off() -> None:
-            calls.append(1)
-            if len(calls) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(stop, "set", call_off)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise ProbeError("called off")
-
-    monkeypatch.setattr(probe_main, "probe_cluster", probe_cluster)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(ProbeError, match="called off"):
-            probe_main._lead(None, None, tmp_path / "out.json")  # type: ignore[arg-type]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    # An Event's lock is not reentrant: set() within set() would wait for itself.
-    assert calls == [1]
 
 
 def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
