@@ -98,8 +98,6 @@ class Ones(Pools):
             for number, count in held.items()
             if number in one.batches
         )
-        for one, held in zip(candidates, counts, strict=True):
-            self._drop_what_does_not_fit(one, held, jobs, view)
         scores = [self._score(*one, jobs, view) for one in zip(candidates, counts, strict=True)]
         fittest = np.argsort(scores, kind="stable")[:POPULATION]
         self._populations[view.machine] = [candidates[i] for i in fittest]
@@ -175,35 +173,25 @@ class Ones(Pools):
         }
         return Genome(filled, batches)
 
-    def _drop_what_does_not_fit(
+    def _score(
         self, schedule: Genome, counts: dict[int, int], jobs: Mapping[int, _Contender], view: View
-    ) -> None:
-        """Take the devices of jobs whose batch does not fit on them, and remember how much that is.
+    ) -> float:
+        """Device time that the scheduled jobs still need; the lower the better.
 
-        It is part of ONES' limit of a batch that it fits into memory.
+        Jobs whose batch does not fit on their devices lose them: memory is part of ONES' limit.
         """
+        total = 0.0
         for number, count in list(counts.items()):
             batch = schedule.batches.get(number)
-            if view.rate(jobs[number].job, count, None, batch):
+            rate = view.rate(jobs[number].job, count, None, batch)
+            if rate:
+                total += count * jobs[number].left / rate
                 continue
             if batch is not None:
                 key, share = (view.machine, number), batch / count
                 self._too_much[key] = min(self._too_much.get(key, math.inf), share)
             schedule.holders[schedule.holders == number] = NOBODY
             del counts[number]
-
-    def _score(
-        self,
-        schedule: Genome,
-        counts: Mapping[int, int],
-        jobs: Mapping[int, _Contender],
-        view: View,
-    ) -> float:
-        """Device time that the scheduled jobs still need; the lower the better."""
-        total = 0.0
-        for number, count in counts.items():
-            rate = view.rate(jobs[number].job, count, None, schedule.batches.get(number))
-            total += count * jobs[number].left / rate
         return total
 
 
