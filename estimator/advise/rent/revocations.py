@@ -201,6 +201,8 @@ class _TimesLeft:
 
     def from_start_s(self, work_s: float, start_s: float) -> float:
         """The expected time of work that begins at a time of the day, without a restart."""
+        if not self.can_end:
+            return math.inf
         stages_s = self.lives.length_s(np.array([work_s]))
         life = self._stretches(np.array([[start_s]]), self._bounds_s(stages_s), 0.0)
         left = np.maximum(work_s - life.kept_s, 0.0) / self.step_s
@@ -267,6 +269,13 @@ class _TimesLeft:
         late = self._transitions(life, stage)
         last = every - late
         flat = every.reshape(_TIMES, -1)
+        # At some time of day one life in e^20 must get anywhere.
+        self.can_end = all(
+            float((1 - own[:, 0].sum(axis=1)).max()) > math.exp(-_MOST_TRIES)
+            for own in (last, every)
+        )
+        if not self.can_end:
+            return
         first, other = (np.linalg.inv(np.eye(_TIMES) - own[:, 0]) for own in (last, every))
         # Values of lower levels stand behind those of higher ones.
         stacked = np.zeros((self.levels + 1) * _TIMES)

@@ -113,6 +113,9 @@ def test_a_warning_that_is_too_short_is_worth_nothing() -> None:
 def test_what_keeps_nothing_does_not_end() -> None:
     assert lives((0.1,), 2000.0).expected_s([HOUR]) == [math.inf]
     assert lives((300.0,) * 24, DAY).expected_s([HOUR]) == [math.inf]
+    # An interval longer than the one quiet hour is never kept.
+    hardly = (1000.0,) * 23 + (0.0,)
+    assert lives(hardly, interval_s=7200.0).expected_s([4 * HOUR]) == [math.inf]
     # Where one hour is quiet it ends, in that hour of some day.
     (once,) = lives((300.0,) * 23 + (0.0,), interval_s=600.0).expected_s([600.0])
     assert once == pytest.approx(23 * HOUR + 960, rel=0.02)
