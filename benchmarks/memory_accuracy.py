@@ -28,7 +28,7 @@ from traced_models import answer, ask_all, define_torchvision_schemas
 
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
-from estimator.graph.trace.training_call import TrainingCall
+from estimator.graph.trace.training_call import TrainingCall, as_phases
 
 BOUND_RATIO = 0.02
 DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO = 0.005, 0.03
@@ -68,7 +68,8 @@ def cases_of(
 ) -> Iterator[Case]:
     """Trace a model once, then predict and run it with every batch and optimizer."""
     model, batch, *rest = build(batches[0])
-    graph = trace_graph(model, batch, loss=rest[0] if rest else None)
+    model, loss = as_phases(model, rest[0] if rest else None)
+    graph = trace_graph(model, batch, loss=loss)
     for size in batches:
         if size is not None and graph.batch is not None:
             # The leading size of the inputs may be several to one of ours.
@@ -80,9 +81,10 @@ def cases_of(
         for optimizer in optimizers:
             torch.manual_seed(0)
             model, batch, *rest = build(size)
+            model, loss = as_phases(model, rest[0] if rest else None)
             curve = memory_alone(replace(at, graph=replace(at.graph, optimizer=optimizer))).curve()
             trained = [p for p in model.parameters() if p.requires_grad]
-            call = TrainingCall.of(model, batch, rest[0] if rest else None)
+            call = TrainingCall.of(model, batch, loss)
             step = measured_step(model, call, optimizer_of(optimizer, trained), at.graph)
             peak = step.peak_bytes
             pairs = step.beside(curve.total)

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 from estimator.errors import (
     ModelError,
@@ -51,11 +51,11 @@ def trace_model(
     model: nn.Module,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
     optimizer: str | Optimizer | None = None,
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     measure: bool = False,
-    *,
     compiled: bool | Literal["cuda-graphs", "blocks"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
@@ -82,31 +82,93 @@ def trace_model(
     images and filters out so, `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm`
     ``clip_grad_norm_``. `checkpoint` recomputes blocks: "full", "selective:2" or "selective:op"
     (all but attention and every other matmul). `float8` casts a compiled model's linear layers, as
-    torchao: "tensorwise", "rowwise". `recipe` is an `est.Recipe` or "megatron:fp8=current". `ranks`
-    are those of a step's own collectives. Raises ModelError, TraceError, ProbeError.
+    torchao: "tensorwise", "rowwise". `recipe`, an `est.Recipe`, says all of
+    these, a text a framework's kernels ("megatron:fp8=current"). `ranks` are those of a step's own
+    collectives. Raises ModelError, TraceError, ProbeError, StrategyError.
+
+    >>> import torch
+    >>> trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), precision="bf16-amp").batch
+    4
     """
+    told = _Told(
+        *(optimizer, precision, compiled, channels_last),
+        *(grad_scaler, clip_grad_norm, checkpoint, float8),
+    ).with_recipe(recipe)
+    kernels = str(recipe or "") or None
+    asked = {"target": target, "batch_dim": batch_dim, "name": name, "ranks": ranks}
+    graph = _traced(model, batch, loss, told, kernels, measure=measure, **asked)
+    return with_timings(graph, profile, report=report) if measure else graph
+
+
+class _Told(NamedTuple):
+    """What a recipe may say in place of keywords of `trace_model`."""
+
+    optimizer: str | Optimizer | None
+    precision: str
+    compiled: bool | Literal["cuda-graphs", "blocks"] | None
+    channels_last: bool
+    grad_scaler: bool
+    clip_grad_norm: bool
+    checkpoint: str | None
+    float8: str | None
+
+    def with_recipe(self, recipe: str | Recipe | None) -> _Told:
+        """These where the recipe leaves them open; raises ModelError where both say something."""
+        if recipe is None or isinstance(recipe, str):
+            return self
+        found = self._asdict()
+        for name, value in (
+            ("optimizer", recipe.optimizer),
+            ("precision", recipe.precision),
+            ("compiled", recipe.compile),
+            ("channels_last", recipe.channels_last),
+            ("grad_scaler", recipe.grad_scaler),
+            ("clip_grad_norm", bool(recipe.clip)),
+            ("checkpoint", recipe.checkpointing),
+            ("float8", recipe.float8),
+        ):
+            beside = found[name]
+            if value and beside not in (value, None, False, "fp32"):
+                raise ModelError(
+                    f"the recipe says {name} {quoted(value)} and beside it stands "
+                    f"{quoted(beside)}; say it once"
+                )
+            found[name] = value or beside
+        return _Told(**found)
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None,
+    told: _Told,
+    kernels: str | None,
+    *,
+    measure: bool,
+    **options: Any,
+) -> OpGraph:
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
 
-    model, loss, compiled, assumed = _as_module(model, loss, compiled)
-    _check_options(measure and bool(compiled), grad_scaler, precision)
-    with checkpointed(model, checkpoint):
+    model, loss, compiled, assumed = _as_module(model, loss, told.compiled)
+    _check_options(measure and bool(compiled), told.grad_scaler, told.precision)
+    with checkpointed(model, told.checkpoint):
         graph = trace_graph(
             model,
             batch,
             loss=loss,
-            optimizer=optimizer,
-            precision=precision,
-            target=target,
-            channels_last=channels_last,
-            batch_dim=batch_dim,
-            name=name,
-            ranks=ranks,
+            optimizer=told.optimizer,
+            precision=told.precision,
+            channels_last=told.channels_last,
+            **options,
         )
-    graph = replace(graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm)
-    graph = replace(graph, checkpoint=checkpoint)
-    graph = _compiled(graph, compiled, float8, assumed, str(recipe) if recipe else None)
-    return with_timings(graph, profile, report=report) if measure else graph
+    graph = replace(
+        graph,
+        grad_scaler=told.grad_scaler,
+        clip_grad_norm=told.clip_grad_norm,
+        checkpoint=told.checkpoint,
+    )
+    return _compiled(graph, compiled, told.float8, assumed, kernels)
 
 
 def with_recipe(
@@ -252,13 +314,13 @@ def _as_graph(
 def estimate(
     model_or_graph: nn.Module | OpGraph,
     allocation: str | Allocation,
+    *,
     batch_per_gpu: int | Sequence[int] | None = None,
     global_batch: int | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
-    *,
     batch: Any = None,
     profile: MachineProfile | None = None,
     loader: Loader | str | None = None,
@@ -269,28 +331,29 @@ def estimate(
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
-    A graph is estimated as it is; a module is traced first, with `batch` and for the kind of the
-    allocation's devices. `batch_per_gpu` is samples per device and micro-batch, by default what was
-    traced, or one for each group of the allocation; `global_batch` is that summed over ranks, times
-    `accumulation_steps`, split evenly over equal devices, by speed over unlike ones: `batches` of
-    the answer says how. Where it cannot be shared evenly (64 as 22, 21, 21) all wait for the
-    largest, unless `strict` refuses it. `cluster` (or its file) has nodes and the switches between
-    them; without one, nodes hang on one switch. `profile` stands in for the machine named; `loader`
-    (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks share layers, tokens or experts
-    (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per data-parallel rank). `tp_plan`: styles
-    by module name, or a JSON file; by default found. `neighbours` are other jobs on the same links
-    between nodes: estimates, or (allocation, bytes per second from each node). Raises
-    AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
+    A graph is estimated as it is; a module is traced first, with `batch` and for the allocation's
+    devices. `batch_per_gpu` is samples per device and micro-batch, by default what was traced, or
+    one for each group of the allocation; `global_batch` is that summed over ranks, times
+    `accumulation_steps`, split evenly over equal devices, by speed over unlike ones. Where it
+    cannot be shared evenly (64 as 22, 21, 21) all wait for the largest, unless `strict` refuses it.
+    `cluster` (or its file) has nodes and switches; without one, nodes hang on one. `profile` stands
+    in for the machine named; `loader` (``prep=8ms,workers=4``) feeds each rank. `layout` has ranks
+    share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``; the batch is then per
+    data-parallel rank). `tp_plan`: styles by module name, or a JSON file, else found. `neighbours`
+    on the links are estimates, or (allocation, bytes per second of a node). Raises EstimatorError.
+
+    >>> import torch
+    >>> estimate(torch.nn.Linear(8, 8), "2x4:t4-g4dn", batch=torch.randn(4, 8)).global_batch
+    32
     """
-    key = None
+    key, words = None, (strategy, layout, loader, strict)
     if not neighbours and cluster is None and profile is None and tp_plan is None:
-        words = strategy, layout, loader, strict
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)
         if known := DEFAULT.answers.find(key, model_or_graph, allocation, calibration):
             return known
-    described = Cluster.given(cluster)
-    graph = _as_graph(model_or_graph, batch, strategy, allocation, described, profile)
+    cluster = Cluster.given(cluster)
+    graph = _as_graph(model_or_graph, batch, strategy, allocation, cluster, profile)
     request = EstimateRequest.of(
         graph,
         allocation,
@@ -301,7 +364,7 @@ def estimate(
         layout=layout,
         tp_plan=None if tp_plan is None else read_plan(tp_plan),
         loader=loader,
-        cluster=described,
+        cluster=cluster,
         profile=profile,
         calibration=calibration,
         strict=strict,
@@ -427,6 +490,10 @@ def prepare(
     what was traced. What is compiled stays in this process: processes forked afterwards have it,
     others compile for themselves, which takes less time than sending it does. Raises ProfileError,
     UnknownMachineError, WorkloadError, StrategyError.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> est.prepare(graph, ["t4-g4dn", "a100-p4d"], batch_per_gpu=[4, 8])
     """
     if not isinstance(graph, OpGraph):
         raise WorkloadError(

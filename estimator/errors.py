@@ -36,7 +36,15 @@ _LONG = re.compile(rf"(?<!\w)'[^']{{{_MOST_REPEATED},}}'(?!\w)|\S{{{_MOST_REPEAT
 
 
 class EstimatorError(Exception):
-    """Root of every error that the package raises on purpose."""
+    """Root of every error that the package raises on purpose.
+
+    >>> import estimator as est
+    >>> try:
+    ...     est.load_profile("h100")
+    ... except est.EstimatorError as error:
+    ...     type(error).__name__
+    'UnknownMachineError'
+    """
 
     def __str__(self) -> str:
         return sentence(super().__str__())

@@ -70,6 +70,15 @@ class Calibrator:
     `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
     as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
     store cannot be used, ObservationError for an impossible half-life.
+
+    >>> import estimator as est, tempfile, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> calibrator = Calibrator(tempfile.mkdtemp() + "/observations.db")
+    >>> for step_time_s in (0.010, 0.011, 0.010):
+    ...     calibrator.observe(graph, "1x4:t4-g4dn", step_time_s=step_time_s, batch_per_gpu=4)
+    >>> _ = calibrator.fit()
+    >>> round(est.estimate(graph, "1x4:t4-g4dn", calibration=calibrator).step_time_s, 3)
+    0.01
     """
 
     def __init__(

@@ -11,17 +11,15 @@ from typing import Any
 import click
 
 from estimator.cli.console import (
+    json_option,
     print_json,
     print_sections,
     print_text,
     remark,
     waiting,
 )
-from estimator.cli.options import traced
+from estimator.cli.options import cluster_option, trace_options, traced
 from estimator.cli.request import Request
-from estimator.probe.option_types import Count
-from estimator.workload.optimizers import OPTIMIZERS
-from estimator.workload.recipe import PRECISIONS
 
 # More remarks of one kind than this are only counted.
 MOST_REMARKS = 3
@@ -109,22 +107,17 @@ _store_option = click.option(
 @calibrate.command(epilog="Example: estimator calibrate fit gpt2.graph")
 @click.argument("model")
 @_store_option
-@click.option("--cluster", metavar="FILE", help="Nodes and the switches between them (TOML).")
-@click.option("--seq-len", type=Count(), help="Tokens per sample.")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw.")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **known: Any) -> None:
+@cluster_option
+@trace_options
+@json_option
+def fit(model: str, place: Path | None, as_json: bool, **known: Any) -> None:
     """Fit the observed steps of MODEL, and compare each with the engine's prediction and the
     calibrated one, with the fitted factors on compute and communication.
     """
     from estimator.calibrate.calibrator import Calibrator, fitted_steps, observations_of
     from estimator.calibrate.store import ObservationStore
-    from estimator.placement.topology import Cluster
 
-    request = Request(
-        model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
-    )
+    request = Request(model=model, **known)
     # First: a calibrator reads, and tells of, what other jobs have.
     observed = observations_of(ObservationStore(place), model, request.precision or "fp32")
     calibrator = Calibrator(place)
@@ -141,7 +134,7 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
 
 @calibrate.command(epilog="Example: estimator calibrate show")
 @_store_option
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def show(place: Path | None, as_json: bool) -> None:
     """Observed jobs, drift and since when, machine types of two kinds, observations that others
     contradict, which count little, and outliers, which no fit uses.

@@ -11,10 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import end_with_no, print_json, print_sections, progress, remark, waiting
+from estimator.cli.console import (
+    end_with_no,
+    json_option,
+    print_json,
+    print_sections,
+    progress,
+    remark,
+    waiting,
+)
 from estimator.cli.options import (
     OF_LAYOUTS,
+    RESTART,
+    amount_options,
     on_option,
+    picture_option,
+    prices_option,
     refuse_given,
     traced,
     workload_options,
@@ -29,7 +41,6 @@ if TYPE_CHECKING:
     from estimator.advise.rent.offers import Choice
     from estimator.advise.rent.transient import Spot
     from estimator.graph.ir.op_graph import OpGraph
-    from estimator.machines.prices import PriceList
 
 # What is chosen here, or belongs to a step that is not.
 _CHOSEN = (*OF_LAYOUTS, "accumulation", "loader", "strategy")
@@ -60,17 +71,11 @@ class DurationByMachine(Duration):
         return {machine: convert(text, param, context) for machine, text in times.items()}
 
 
-def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
-    from estimator.machines.prices import PriceList
-
-    return PriceList.load(path)
-
-
 def rent_options(command: Any) -> Any:
     """Give a command what it takes to choose machines that are rented."""
     for option in (
-        click.option("--picture", type=click.Path(path_type=Path), help="Draw it: .png or .svg."),
-        click.option("--restart", type=Duration(), default="5min", help="After a revocation."),
+        picture_option,
+        click.option("--restart", type=Duration(), default="5min", help=RESTART.format("5min")),
         click.option("--checkpoint-time", type=Duration(), default="1min", help="To keep one."),
         click.option(
             "--warning",
@@ -98,18 +103,14 @@ def rent_options(command: Any) -> Any:
             help="How long a spot instance stays, on average, as in 8h or MACHINE=8h,OTHER=20h.",
         ),
         click.option("--spot", is_flag=True, help="At spot prices."),
+        prices_option,
         click.option(
-            "--prices",
-            callback=_prices,
-            metavar="FILE",
-            help="Own prices: a CSV with Machine,AcceleratorCount,Price, or SkyPilot's.",
+            "--budget", "budget_usd", type=Amount(least=0.0), help="Spend at most so many USD."
         ),
-        click.option("--budget", "budget_usd", type=Amount(least=0.0), help="USD, at most."),
         click.option(
             "--deadline", "deadline_s", type=Duration(), help="Such as 12h or 14d, at most."
         ),
-        click.option("--tokens", type=Amount(), help="How much is trained."),
-        click.option("--samples", type=Amount(), help="How much is trained."),
+        amount_options,
         _strategies_option,
         click.option("--mixed", is_flag=True, help="Nodes of two machines together, too."),
         click.option("--max-nodes", type=Count(most=4096), default=4, help="Default 4."),
@@ -123,9 +124,9 @@ def rent_options(command: Any) -> Any:
 @partial(workload_options, without=(*_CHOSEN, "batch"))
 @_strategies_option
 @on_option
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> None:
-    """Rank the layouts by which MODEL trains fastest on an allocation.
+    """Rank the layouts by which MODEL trains fastest.
 
     Layouts (tensor parallel, pipeline, data parallel), strategies, activation checkpoints and
     micro-batches that share the samples of a --global-batch, by step time.
@@ -169,7 +170,7 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
 @click.option("--devices", type=Count(most=4096), default=1, help="Of each host; default 1.")
 @click.option("--hostfile", type=click.Path(path_type=Path), help="To write for mpirun, srun.")
 @click.option("--rankfile", type=click.Path(path_type=Path), help="To write for mpirun.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def order(
     matrix: str,
     algorithm: str,
@@ -180,7 +181,7 @@ def order(
     rankfile: Path | None,
     as_json: bool,
 ) -> None:
-    """Order hosts for the fastest all-reduce over links that are not alike.
+    """Order hosts for the fastest all-reduce over unlike links.
 
     MATRIX is a CSV with from,to,bandwidth,latency (a,b,10GB/s,5us), one direction a line, or a
     machine that was probed with --pairs all.
@@ -220,7 +221,7 @@ def order(
 )
 @partial(workload_options, without=(*OF_LAYOUTS, "accumulation", "strategy", "cluster", "network"))
 @rent_options
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 @click.pass_context
 def rent(
     context: click.Context,
@@ -230,7 +231,7 @@ def rent(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what to rent to train MODEL: the cheapest and the fastest allocation, and all between.
+    """Say what to rent to train MODEL, from cheapest to fastest.
 
     With --global-batch ranks share it, by the best layout; else each takes --batch samples, by
     default as many as train fastest, and the global batch grows with the ranks. Instances are paid

@@ -29,6 +29,8 @@ BAR_WIDTH = 32
 # What a person waits for without wondering.
 _MOMENT_S = 1.0
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+
 
 def print_sections(sections: Iterable[Section]) -> None:
     """Print for a terminal in its width and colours, else as plain lines; what is empty is not."""

@@ -14,6 +14,7 @@ import click
 
 from estimator.cli.console import (
     end_with_no,
+    json_option,
     print_json,
     print_sections,
     print_text,
@@ -25,9 +26,12 @@ from estimator.cli.options import (
     OF_LAYOUTS,
     OF_STEPS,
     Batches,
+    amount_options,
     check_amounts,
     counting_told_drifts,
+    duration_of,
     on_option,
+    picture_option,
     refuse_given,
     told_slowdowns,
     traced,
@@ -35,7 +39,7 @@ from estimator.cli.options import (
 )
 from estimator.cli.request import Request
 from estimator.errors import ModelError
-from estimator.probe.option_types import Amount, Count, Duration
+from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
@@ -58,9 +62,8 @@ if TYPE_CHECKING:
     metavar="ALLOCATION=RATE",
     help="Another job on links in common, and what each of its nodes sends; repeat.",
 )
-@click.option("--samples", type=Amount(), help="Also say how long these take.")
-@click.option("--tokens", type=Amount(), help="Also say how long these take.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@amount_options
+@json_option
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
 @click.option(
     "--verbose",
@@ -80,7 +83,9 @@ def estimate(
 ) -> None:
     """Predict the step time of MODEL on an allocation, and say why.
 
-    Exit code 1: it does not fit into the devices' memory.
+    MODEL is file.py:function or package.module:function, returning (model, batch[, loss]), a saved
+    graph, a job.json, hf:TYPE[:TASK][,key=value...] or hf:PATH/config.json; ALLOCATION is
+    NODESxDEVICES:MACHINE, joined by +. Exit code 1: it does not fit into the devices' memory.
     """
     from estimator.advise.scaling import scaling_of
     from estimator.report.facts import checked_of
@@ -93,8 +98,7 @@ def estimate(
     request, drifts = counting_told_drifts(request, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer
-    has_amount = samples is not None or tokens is not None
-    duration_s = answer.duration_s(samples=samples, tokens=tokens) if has_amount else None
+    duration_s = duration_of(answer, samples, tokens)
     if trace is not None:
         _write_trace(answer, trace)
     with waiting("estimating"):
@@ -180,10 +184,10 @@ def _sweep_options(command: Any) -> Any:
 )
 @partial(workload_options, without=(*OF_STEPS, "cluster", "network"))
 def trace(out: Path, target: DeviceKind, ranks: int | None, **options: Any) -> None:
-    """Trace MODEL once and save its graph, which stands for MODEL in every other command.
+    """Trace MODEL once and save its graph, to be asked about instead.
 
-    A saved graph needs neither torch nor the model's own code, and holds for every batch and
-    optimizer, compiled or not.
+    A saved graph stands for MODEL in every other command, needs neither torch nor the model's own
+    code, and holds for every batch and optimizer, compiled or not.
     """
     from estimator.files import check_writable
 
@@ -207,10 +211,10 @@ def trace(out: Path, target: DeviceKind, ranks: int | None, **options: Any) -> N
     metavar="PATTERN",
     help="Such as 1..8x1..8:local; repeat.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
-@click.option("--strategies", help="Compare these, as in 'ddp zero1 ps:2,async', or 'places'.")
+@picture_option
+@click.option("--strategies", help="To choose from, as in 'ddp zero1 ps:2,async', or 'places'.")
 @click.pass_context
 def sweep(
     context: click.Context,
@@ -223,7 +227,7 @@ def sweep(
     strategies: str | None,
     **options: Any,
 ) -> None:
-    """Predict MODEL on every allocation of a PATTERN and print how it scales.
+    """Predict MODEL on every allocation of a PATTERN.
 
     Ranges such as 1..8 or lists such as 1,2,4 stand where an allocation has a number of nodes or
     devices. "Of linear" is throughput per rank over that of the smallest allocation, with the same
@@ -338,11 +342,11 @@ TOLERATED_ERROR_RATIO = 0.25
 @click.option("--repeats", type=Count(3), default=5, help="Fresh runs of each.")
 @click.option("--steps", type=Count(), default=15, help="Steps timed in a run.")
 @click.option("--warmup", type=Count(2), default=3, help="Steps before those.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def validate(
     on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any
 ) -> None:
-    """Train MODEL for real on this machine and print predicted beside measured.
+    """Train MODEL for real here, and print predicted beside measured.
 
     Predictions are made first. Exit code 1: some measurement lies outside its prediction's
     interval and more than 25 % away.
@@ -389,7 +393,7 @@ def validate(
 @click.command(epilog="Example: estimator memory gpt2.graph --on 1x8:h100-sxm")
 @partial(workload_options, without=("loader",))
 @on_option
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@picture_option
 @click.option(
     "--snapshot",
     type=click.Path(path_type=Path),
@@ -404,7 +408,7 @@ def validate(
     metavar="MODEL",
     help="Trains on the same device at once, alike or as 'trace' saved it; repeat.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 @click.pass_context
 def memory(
     context: click.Context,
@@ -417,9 +421,9 @@ def memory(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
-    peak; where it does not fit, what would make it fit and how much longer that takes.
+    """Say what MODEL holds in memory, and what would make it fit.
 
+    By kind and module over a step, and what is alive at the peak.
     With --plans, how low the peak of one device gets, and at what slow-down, where tensors are
     swapped to the host or computed again; the picture shows that curve too.
 
@@ -519,7 +523,7 @@ class Stalls(click.Group):
 
 @click.group(cls=Stalls)
 def stalls() -> None:
-    """Say what a training step waits for: its data, the other devices of a node, other nodes.
+    """Say what a step waits for: data, other devices, other nodes.
 
     'stalls MODEL --on ALLOCATION' predicts it, 'stalls run SCRIPT.py' measures it here.
     """
@@ -533,7 +537,7 @@ def stalls() -> None:
     metavar="ALLOCATION",
     help="Measure the network stall against these devices rather than one node of --on.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None:
     """Predict what a step of MODEL waits for, with the same batch on every device.
 
@@ -558,9 +562,9 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
 @stalls.command(epilog="Example: estimator stalls run train.py --on 1x2:local -- --epochs 1")
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @on_option
-@click.option("--steps", type=Count(2), default=35, help="Steps of each run.")
-@click.option("--warmup", type=Count(), default=5, help="Steps of these that are not timed.")
-@click.option("--repeats", type=Count(), default=3, help="How often each run is made.")
+@click.option("--steps", type=Count(2), default=30, help="Steps timed in a run.")
+@click.option("--warmup", type=Count(), default=5, help="Steps before those.")
+@click.option("--repeats", type=Count(), default=3, help="Fresh runs of each.")
 @click.option(
     "--timeout",
     type=Duration(1.0, counts_seconds=True),
@@ -581,7 +585,7 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
     help="Twice: what starts a program on each of two nodes, such as 'ssh n2'.",
 )
 @click.option("--address", default="127.0.0.1", help="Of the first --node, for the second.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS]")
 def run(
     script: Path,
@@ -600,8 +604,6 @@ def run(
 
     What follows -- goes to the script.
     """
-    if steps < warmup + 2:
-        raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
     from estimator.report.plans import measured_sections
     from estimator.waits.measured import measure_stalls
     from estimator.waits.runs import Script, cores_of
@@ -610,7 +612,7 @@ def run(
         path=script,
         arguments=arguments,
         cores=cores_of(on),
-        steps=steps,
+        steps=warmup + steps,
         warmup=warmup,
         timeout_s=timeout,
         node_commands=nodes,

@@ -10,6 +10,7 @@ import click
 
 from estimator.cli.console import (
     end_with_no,
+    json_option,
     print_json,
     print_sections,
     print_text,
@@ -38,7 +39,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     "--budget",
     type=Duration(1.0, 1e6, counts_seconds=True),
     default=60.0,
-    help="Time to spend, such as 5min; default 60s.",
+    help="Spend at most this time, such as 5min; default 60s.",
 )
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--strict", is_flag=True, help="Refuse a machine that other programs keep busy.")
@@ -162,14 +163,11 @@ def _print_launch(
 
 @click.group()
 def machines() -> None:
-    """List, show, compare, merge and import machine profiles; print the schema of their files."""
-
-
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+    """List, show, compare, merge and import machine profiles."""
 
 
 @machines.command("list", epilog="Example: estimator machines list")
-@_json_option
+@json_option
 def list_machines(as_json: bool) -> None:
     """Every machine that can be named in an allocation, measured ones first."""
     from estimator.files import home
@@ -213,7 +211,7 @@ def _listed(name: str, path: Path, profile: MachineProfile | None) -> dict[str, 
 
 @machines.command(epilog="Example: estimator machines show h100-sxm")
 @click.argument("name")
-@_json_option
+@json_option
 def show(name: str, as_json: bool) -> None:
     """What was measured of the machine NAME (or of a profile file)."""
     from estimator.machines.catalogue import load_profile
@@ -229,7 +227,7 @@ def show(name: str, as_json: bool) -> None:
 
 @machines.command(epilog="Example: estimator machines compare h100-sxm a100-sxm-80gb")
 @click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
-@_json_option
+@json_option
 def compare(names: tuple[str, ...], as_json: bool) -> None:
     """Every number of two machines, and the ratio of those that both have: second over first.
 

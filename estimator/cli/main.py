@@ -89,22 +89,28 @@ def _refuse(message: str) -> int:
     return WRONG_INPUT
 
 
+class Overview(click.Group):
+    """The commands on one screen of 24 lines; the usage line names the two options."""
+
+    def format_help(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(context, formatter)
+        self.format_help_text(context, formatter)
+        self.format_commands(context, formatter)
+
+
 @click.group(
+    cls=Overview,
     invoke_without_command=True,
+    options_metavar="[-h] [--version]",
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="throughput-estimator", prog_name="estimator")
 @click.pass_context
 def commands(context: click.Context) -> None:
-    """Predict how fast a PyTorch model trains on any set of devices, from one measurement of the
-    machine and one trace of the model.
-
-    MODEL is path/to/file.py:function, package.module:function (returning (model, batch) or
-    (model, batch, loss)), a saved graph, a summary (job.json), or
-    hf:TYPE[:TASK][,key=value...] such as hf:gpt2, or hf:PATH/config.json.
-    ALLOCATION is NODESxDEVICES:MACHINE, such as 1x2:local.
-
-    Exit codes: 0 done, 1 the answer is no, 2 wrong input.
+    """Predict how fast a PyTorch model trains on any devices. MODEL is as in train.py:model or
+    hf:gpt2, ALLOCATION as in 2x8:h100-sxm ('estimator estimate -h' has all). Exit code 1: the
+    answer is no, 2: wrong input.
     """
     if context.invoked_subcommand is None:
         print_text(context.get_help())

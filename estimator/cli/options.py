@@ -12,14 +12,16 @@ from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import EXECUTIONS, Request
-from estimator.probe.option_types import Count
+from estimator.probe.option_types import Amount, Count
 from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
 from estimator.workload.recipe import PRECISIONS, Recipe
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
+    from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.catalogue import GivenNetwork
+    from estimator.machines.prices import PriceList
     from estimator.machines.profile import DeviceKind
     from estimator.placement.topology import Cluster
     from estimator.workload.loader import Loader
@@ -84,6 +86,12 @@ def _loader(context: click.Context, option: click.Parameter, text: str | None) -
     return None if text is None else Loader.parse(text)
 
 
+def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
+    from estimator.machines.prices import PriceList
+
+    return PriceList.load(path)
+
+
 def _optimizer(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
     return None if name is None else check_optimizer(name)
 
@@ -92,6 +100,7 @@ def _recipe(context: click.Context, option: click.Parameter, text: str | None) -
     return None if text is None else str(Recipe.parse(text))
 
 
+RESTART = "What a job's restart takes; default {}."
 cluster_option = click.option(
     "--cluster",
     callback=_cluster,
@@ -99,6 +108,7 @@ cluster_option = click.option(
     help="Nodes and the switches between them (TOML).",
 )
 
+LOADER = "What feeds each rank, as in sample=150kB,prep=8ms,workers=4."
 # What the steps run on and beside, and what is known of it.
 _SURROUNDINGS = (
     cluster_option,
@@ -114,12 +124,7 @@ _SURROUNDINGS = (
         metavar="STORE",
         help="Correct by the steps observed in this store; - is the user's own.",
     ),
-    click.option(
-        "--loader",
-        callback=_loader,
-        metavar="PARTS",
-        help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
-    ),
+    click.option("--loader", callback=_loader, metavar="PARTS", help=LOADER),
 )
 
 
@@ -136,7 +141,17 @@ def refuse_given(context: click.Context, names: Iterable[str], why: str) -> None
             raise click.UsageError(f"{option.opts[-1]} {why}; leave it out")
 
 
-# How the model itself is run, beside its precision and optimizer.
+_TRACE_OPTIONS = (
+    click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
+    click.option(
+        "--optimizer",
+        callback=_optimizer,
+        help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; by default what the step "
+        "or configure_optimizers() has, else adamw.",
+    ),
+    click.option("--seq-len", type=Count(), help="Tokens per sample, where the model asks."),
+)
+# How the model itself is run, beside these.
 _RECIPE_OPTIONS = (
     click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
     click.option("--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."),
@@ -190,14 +205,7 @@ def workload_options(
             help='JSON of styles, such as {"layers.*.q_proj": "colwise"}; default found by rule.',
         ),
         *_RECIPE_OPTIONS,
-        click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
-        click.option(
-            "--optimizer",
-            callback=_optimizer,
-            help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; by default what the step "
-            "or configure_optimizers() has, else adamw.",
-        ),
-        click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
+        *_TRACE_OPTIONS,
         click.option("--accumulation", type=positive, help="Micro-batches per step; default 1."),
         click.option(
             "--global-batch",
@@ -213,12 +221,41 @@ def workload_options(
 
 
 on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
+picture_option = click.option(
+    "--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg."
+)
+prices_option = click.option(
+    "--prices",
+    callback=_prices,
+    metavar="FILE",
+    help="Own prices: a CSV with Machine,AcceleratorCount,Price, or SkyPilot's.",
+)
+
+
+def trace_options(command: Command) -> Command:
+    """Give a command the little that a trace of MODEL must know."""
+    for option in _TRACE_OPTIONS:
+        command = option(command)
+    return command
+
+
+def amount_options(command: Command) -> Command:
+    """Give a command --samples and --tokens, of which one may be said."""
+    command = click.option("--tokens", type=Amount(), help="How much is trained.")(command)
+    return click.option("--samples", type=Amount(), help="How much is trained.")(command)
 
 
 def check_amounts(samples: float | None, tokens: float | None) -> None:
     """Refuse two amounts of what is trained."""
     if samples is not None and tokens is not None:
         raise click.UsageError("give --samples or --tokens, not both")
+
+
+def duration_of(answer: Estimate, samples: float | None, tokens: float | None) -> float | None:
+    """Seconds that an amount takes, where one was said."""
+    if samples is None and tokens is None:
+        return None
+    return answer.duration_s(samples=samples, tokens=tokens)
 
 
 def traced(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from estimator.cli.console import (
+    json_option,
     print_json,
     print_sections,
     printing_to_stderr,
@@ -17,7 +18,7 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
-from estimator.cli.options import cluster_option, read_store
+from estimator.cli.options import LOADER, RESTART, cluster_option, picture_option, read_store
 from estimator.cli.request import Request
 from estimator.files import check_writable, write_text_atomically
 from estimator.probe.option_types import Count, Duration
@@ -52,7 +53,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
     "or module:function; repeat.",
 )
 @click.option("--model", "models", multiple=True, help="For traces, which name none; repeat.")
-@click.option("--loader", help="For traces: what feeds each rank, as of 'estimate'.")
+@click.option("--loader", metavar="PARTS", help=LOADER)
 @click.option(
     "--believed", type=click.Choice(BELIEFS), default="engine", help="What policies see of speeds."
 )
@@ -64,7 +65,10 @@ BELIEFS = ("engine", "calibrated", "perfect")
 )
 @click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
 @click.option(
-    "--restart", type=Duration(0.0, 1e9, counts_seconds=True), default=30.0, help="Default 30s."
+    "--restart",
+    type=Duration(0.0, 1e9, counts_seconds=True),
+    default=30.0,
+    help=RESTART.format("30s"),
 )
 @click.option(
     "--checkpoint-every",
@@ -88,13 +92,13 @@ BELIEFS = ("engine", "calibrated", "perfect")
     metavar="STORE",
     help="Jobs that name no gradient noise have that observed in this store; - is the user's own.",
 )
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@picture_option
 @click.option(
     "--schedule",
     type=click.Path(path_type=Path),
     help="Write each job's life under each policy to this file, as JSON.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def replay(
     jobs_path: Path,
     on: str,
@@ -115,7 +119,7 @@ def replay(
     schedule: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay JOBS on a cluster under scheduling policies and print what each was worth.
+    """Replay JOBS on a cluster under scheduling policies.
 
     JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, with what
     else each job has (strategy, layout, loader, least_devices, restart_s, ...), or a trace in the
@@ -240,6 +244,11 @@ def _jobs(
 
     where = f"1x1:{nodes.machines[0]}"
     if is_job_file(path):
+        if models or loader:
+            raise click.UsageError(
+                "--model and --loader are for traces, and each job of this file names its own; "
+                "leave them out"
+            )
         with waiting("tracing models"), printing_to_stderr():
             jobs = read_jobs(
                 path,
@@ -249,8 +258,6 @@ def _jobs(
             )
         if noise_of is not None and not any(job.gradient_noise_samples for job in jobs):
             remark("no job of this file has a gradient noise scale, observed or its own")
-        if models or loader:
-            remark("--model and --loader are for traces; each job of this file names its own")
         return jobs
     if noise_of is not None:
         raise click.UsageError("--observed is for a file of jobs; a trace lets no batch be chosen")

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import print_json, print_text, remark, waiting
-from estimator.cli.options import check_amounts, on_option, read_store, traced, workload_options
+from estimator.cli.console import json_option, print_json, print_text, remark, waiting
+from estimator.cli.options import (
+    amount_options,
+    check_amounts,
+    duration_of,
+    on_option,
+    prices_option,
+    read_store,
+    traced,
+    workload_options,
+)
 from estimator.cli.request import Request
 from estimator.errors import ModelError, quoted
 from estimator.probe.option_types import Amount, Count
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
+    from estimator.machines.prices import PriceList
     from estimator.report.sections import Section
 
 
@@ -37,9 +47,8 @@ if TYPE_CHECKING:
     metavar="STORE",
     help="Also the steps observed in this store; - is the user's own.",
 )
-@click.option("--prices", metavar="FILE", help="Own prices, as 'estimator rent' takes them.")
-@click.option("--samples", type=Amount(), help="Time and cost of these.")
-@click.option("--tokens", type=Amount(), help="Time and cost of these.")
+@prices_option
+@amount_options
 @click.option(
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),
@@ -50,17 +59,17 @@ def report(
     on: str,
     out: Path,
     observed: Calibrator | None,
-    prices: str | None,
+    prices: PriceList,
     samples: float | None,
     tokens: float | None,
     figures: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Write a page about MODEL on an allocation: one HTML file that loads nothing else.
+    """Write a page about MODEL on an allocation, one HTML file.
 
-    It has the answer, where the time goes, the timeline, scaling, memory over the step, layouts,
-    cost, observed steps, and what is assumed.
+    It loads nothing else, and has the answer, where the time goes, the timeline, scaling, memory
+    over the step, layouts, cost, observed steps, and what is assumed.
     """
     from estimator.advise.scaling import scaling_of
     from estimator.files import check_writable
@@ -72,13 +81,11 @@ def report(
     check_writable(out)
     request = Request(**options)
     # Before a model is traced, which can take long.
-    known = _prices(prices)
     graph = traced(request, (on,))
     with waiting("estimating"):
         answer = request.estimate(graph, on)
-        has_amount = samples is not None or tokens is not None
-        duration_s = answer.duration_s(samples=samples, tokens=tokens) if has_amount else None
-        more = _more_sections(request, graph, answer, prices=known, duration_s=duration_s)
+        duration_s = duration_of(answer, samples, tokens)
+        more = _more_sections(request, graph, answer, prices=prices, duration_s=duration_s)
         if observed is not None:
             more.append(_calibration(request, graph, observed))
         sections = estimate_sections(
@@ -96,14 +103,13 @@ def report(
         remark(f"{out}: {heading(answer)}")
 
 
-def _prices(path: str | None) -> Any:
-    from estimator.machines.prices import PriceList
-
-    return PriceList.load(path)
-
-
 def _more_sections(
-    request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, duration_s: float | None
+    request: Request,
+    graph: OpGraph,
+    answer: Estimate,
+    *,
+    prices: PriceList,
+    duration_s: float | None,
 ) -> list[Section]:
     """What a page has beside the sections of the estimate itself."""
     from estimator.advise.scaling import sweep
@@ -140,8 +146,7 @@ def _calibration(request: Request, graph: OpGraph, calibrator: Calibrator) -> Se
 @click.command(epilog="Example: estimator slurm gpt2.graph --on 2x8:h100-sxm --samples 1e7")
 @workload_options
 @on_option
-@click.option("--samples", type=Amount(), help="How much is trained.")
-@click.option("--tokens", type=Amount(), help="How much is trained.")
+@amount_options
 @click.option(
     "--margin", type=Amount(least=1.0), default=1.25, help="On the time limit; default 1.25."
 )
@@ -151,7 +156,7 @@ def _calibration(request: Request, graph: OpGraph, calibrator: Calibrator) -> Se
     help="Partitions to choose from: what sinfo -h -o '%R|%l|%D|%G' wrote.",
 )
 @click.option("--run", "command", default="train.py", help="What torchrun runs; default train.py.")
-@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@json_option
 def slurm(
     on: str,
     samples: float | None,
@@ -162,7 +167,7 @@ def slurm(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print a Slurm job script for training MODEL, with --nodes, --gres and --time.
+    """Print a Slurm job script for training MODEL.
 
     The time limit is the upper end of the estimate's interval times --margin.
     """
@@ -213,13 +218,13 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.command(epilog="Example: estimator serve --port 8000")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, help="Default 8321.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; default 127.0.0.1.")
-@click.option("--name", "names", multiple=True, help="A host name that it is asked by; repeat.")
+@click.option("--allow-host", "names", multiple=True, help="A name that it is asked by; repeat.")
 @click.option("--workers", type=Count(most=64), default=1, help="Processes; default 1.")
 @click.option(
     "--store", type=click.Path(path_type=Path, dir_okay=False), help="Not the user's store."
 )
 def serve(host: str, port: int, names: tuple[str, ...], workers: int, store: Path | None) -> None:
-    """Answer estimates over HTTP to who has the token in ESTIMATOR_TOKEN.
+    """Answer estimates over HTTP to who has the ESTIMATOR_TOKEN.
 
     Graphs are uploaded once and named by the hash of their content; nothing is traced or read by
     path here. /openapi.json describes all that can be asked; / is a page for a browser, which logs

@@ -106,6 +106,12 @@ class Estimate:
     `mfu_ratio` and `hfu_ratio` are the shares of the devices' dense peak that go into the model's
     FLOPs, and into these and those computed again; `graph.utilization` says what is counted.
     `layout` is that of ranks which share layers; None where all are data-parallel.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> answer = est.estimate(graph, "1x4:t4-g4dn")
+    >>> answer.ranks, answer.fits, answer.samples_per_s == 16 / answer.step_time_s
+    (4, 'yes', True)
     """
 
     model: str

@@ -171,6 +171,9 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     is read again only once it has changed, of which other processes' changes are seen after 20 ms.
     Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged or
     the limit is none of that machine.
+
+    >>> load_profile("t4-g4dn").devices[0].name
+    'NVIDIA T4'
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise UnknownMachineError(

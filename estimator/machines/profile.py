@@ -525,6 +525,10 @@ class MachineProfile:
     `network` are the links that leave the node, by locality and by flows through the NIC at once;
     `pairs` holds the single links of the very cluster that was probed. `kernels_timed_ratio` is the
     share of the probe's kernel calls that it came to time; None: not known.
+
+    >>> import estimator as est
+    >>> len(est.load_profile("dgx-a100").devices)
+    8
     """
 
     name: str

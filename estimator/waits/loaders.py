@@ -63,6 +63,9 @@ def measure_loader(loader: DataLoader[Any], *, batches: int = 8) -> Loader:
     Makes up to `batches` batches in this process, and several times the same ones, so that their
     files are in the page cache; then takes some from the loader's own workers. Random numbers are
     left as they were. Raises ModelError for a loader without a batch.
+
+    >>> measure_loader(DataLoader(torch.ones(64, 100), batch_size=8)).sample_bytes
+    400.0
     """
     states = torch.random.get_rng_state(), random.getstate()
     try:

@@ -243,8 +243,8 @@ def _record(script: Script, folder: Path, what: str, codes: Sequence[int | None]
             "give a script that trains, or raise --timeout"
         )
     raise ModelError(
-        f"{what} made {steps} steps{why}, and {script.steps} are timed; give it more data, lower "
-        "--steps or raise --timeout"
+        f"{what} made {steps} steps{why}, and --warmup and --steps ask for {script.steps}; give it "
+        "more data, lower --steps or raise --timeout"
     )
 
 

@@ -1,8 +1,8 @@
-"""Say in which precision a step computes, and by which framework's kernels and their switches."""
+"""Say how a model is trained: precision, optimizer, compiler, a framework's kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, get_args
 
 from estimator.errors import StrategyError, quoted
@@ -68,12 +68,26 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LAYERS = ("recompute-layers", "offload-layers")
 
 
+Execution = Literal["cuda-graphs", "blocks"]
+Float8 = Literal["tensorwise", "rowwise"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Megatron-Core's step with Transformer Engine's kernels, and what a run of it switches.
+    """How a model is trained, as one value that `est.trace_model` takes.
 
-    ``megatron:fp8=mxfp8,graphs=iteration`` has linear layers of blocks in FP8 with one of
-    Transformer Engine's scalings, weights held in FP8 and cast once a step, and the whole step
+    Its first fields are `trace_model`'s keywords: `clip` (`clip_grad_norm`) is the norm that
+    gradients are clipped to, `checkpointing` its `checkpoint`, `compile` its `compiled`. None
+    leaves it to the model. Raises StrategyError.
+
+    >>> recipe = Recipe(precision="bf16-amp", optimizer="adamw-fused", checkpointing="full")
+    >>> recipe.precision, recipe.clip
+    ('bf16-amp', None)
+
+    With `framework` it is Megatron-Core's step with Transformer Engine's kernels, and what follows
+    is what a run of it switches: ``megatron:fp8=mxfp8,graphs=iteration`` has linear layers of
+    blocks in FP8 with one of Transformer Engine's scalings, weights held in FP8 and cast once a
+    step, and the whole step
     replayed as one CUDA graph ("layers": each layer's). `fp8_attention` computes attention in FP8
     too, and `deterministic` forbids kernels that add in any order. `tp_overlap` runs
     tensor-parallel exchanges beside products (userbuffers). Modules of `recompute`, by
@@ -86,7 +100,15 @@ class Recipe:
     the 16 bits beyond the bf16 weight ("adamw-bf16").
     """
 
-    framework: Framework = "megatron"
+    precision: Precision | None = None
+    optimizer: str | None = None
+    clip: float | bool | None = None
+    grad_scaler: bool = False
+    checkpointing: str | None = None
+    compile: bool | Execution | None = None
+    float8: Float8 | None = None
+    channels_last: bool = False
+    framework: Framework | None = None
     fp8: Scaling | None = None
     fp8_attention: bool = False
     deterministic: bool = False
@@ -99,6 +121,28 @@ class Recipe:
     recompute: tuple[str, ...] = ()
     recompute_layers: int = 0
     offload_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            check_precision(self.precision)
+        for name, known in (("compile", Execution), ("float8", Float8)):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in get_args(known):
+                raise StrategyError(
+                    f"{name} {quoted(value)} is unknown; choose one of {', '.join(get_args(known))}"
+                )
+        if self.framework is None and self._switches():
+            raise StrategyError(
+                f"{self._switches()[0]} is a switch of a framework; say framework='megatron' too"
+            )
+
+    def _switches(self) -> list[str]:
+        """Of the framework, those that are not as they would be."""
+        return [
+            item.name
+            for item in _switches_of_frameworks()
+            if getattr(self, item.name) != item.default
+        ]
 
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
@@ -119,17 +163,22 @@ class Recipe:
         except ValueError as error:
             raise StrategyError(f"{quoted(text)}: {error}") from None
         given: dict[str, Any] = {n.replace("-", "_"): _value(n, text) for n, text in knobs.items()}
-        return cls(**given)
+        return cls(framework="megatron", **given)
 
     def __str__(self) -> str:
+        """The framework's part as `parse` reads it; empty where torch alone trains."""
         parts = []
-        for item in fields(self)[1:]:
-            value = getattr(self, item.name)
-            if value != item.default:
-                name = item.name.replace("_", "-")
-                text = "+".join(value) if isinstance(value, tuple) else str(value)
-                parts.append(name if value is True else f"{name}={text}")
+        for switch in self._switches():
+            value, name = getattr(self, switch), switch.replace("_", "-")
+            text = "+".join(value) if isinstance(value, tuple) else str(value)
+            parts.append(name if value is True else f"{name}={text}")
         return ":".join(filter(None, (self.framework, ",".join(parts))))
+
+
+def _switches_of_frameworks() -> tuple[Field[Any], ...]:
+    """The fields after `framework`."""
+    names = [item.name for item in fields(Recipe)]
+    return fields(Recipe)[names.index("framework") + 1 :]
 
 
 def _value(name: str, text: str) -> str | bool | int | tuple[str, ...]:
@@ -138,7 +187,8 @@ def _value(name: str, text: str) -> str | bool | int | tuple[str, ...]:
         return int(text)
     if name == "recompute" and set(text.split("+")) <= set(choices or ()):
         return tuple(dict.fromkeys(text.split("+")))
-    flags = [item.name.replace("_", "-") for item in fields(Recipe) if item.default is False]
+    switches = _switches_of_frameworks()
+    flags = [item.name.replace("_", "-") for item in switches if item.default is False]
     if choices is None and name in flags and not text:
         return True
     if choices is None or text not in choices or name == "recompute":

@@ -50,6 +50,13 @@ def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> Non
     assert command() == answer
 
 
+def test_help_fits_a_screen_of_24_lines_and_cuts_nothing(command: Command) -> None:
+    lines = command("--help").out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith("...") for line in lines[1:])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -71,6 +78,29 @@ def _leaves(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], 
             yield from _leaves(each, *names, name)
         elif not each.hidden:
             yield (*names, name), each
+
+
+# Of which commands differ in more than an example or a default.
+SAID_BY_EACH = {
+    "--budget": "what may be spent: time by a probe, money by what is rented",
+    "--cluster": "for an order, only whose uplinks hops share",
+    "--devices": "of one host: of a CPU its groups of cores, else ranks",
+    "--json": "of a probe the profile, of what writes files those",
+    "--name": "of this machine, or of one that is imported",
+    "--observed": "a store, whose steps a page shows and whose gradient noise a replay takes",
+}
+
+
+def test_an_option_means_one_thing_in_every_command() -> None:
+    meant: dict[str, dict[str, str]] = {}
+    for names, leaf in _leaves(commands):
+        for option in leaf.params:
+            if isinstance(option, click.Option) and option.opts[-1] not in SAID_BY_EACH:
+                words = re.split(r"such as|as in|; default", option.help or "", flags=re.I)[0]
+                meant.setdefault(option.opts[-1], {})[" ".join(names)] = words.strip(" ,.")
+    unlike = {option: said for option, said in meant.items() if len(set(said.values())) > 1}
+    # Several batches are a question of a sweep alone; --out says where a file goes that is made.
+    assert set(unlike) <= {"--batch", "--out"}, unlike
 
 
 @pytest.mark.parametrize(("names", "leaf"), list(_leaves(commands)), ids=str)

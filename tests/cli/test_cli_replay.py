@@ -197,6 +197,14 @@ def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
     assert json.loads(found.out)["policies"]["fifo"]["worst_unfairness"] < 1.5
 
 
+@pytest.mark.parametrize("words", [("--model", "hf:gpt2"), ("--loader", "sample=1MB,prep=1ms")])
+def test_what_only_a_trace_takes_is_refused_beside_jobs(
+    jobs: Path, command: Run, words: tuple[str, ...]
+) -> None:
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", *words)
+    assert "are for traces, and each job of this file names its own" in found.sentence
+
+
 def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
     trace = tmp_path / "workload.csv"
     trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")

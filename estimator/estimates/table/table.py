@@ -89,6 +89,12 @@ class EstimateTable:
     unlike batches. MFU and HFU are NaN where no peak is known. A row that cannot be answered is
     NaN, 0 in columns of integers; `errors` says why. Indexed with a row number, a table gives the
     full estimate; with a slice, row numbers or flags, a table of those rows.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> table = est.estimate_many(graph, ["1x1:t4-g4dn", "2x4:t4-g4dn"])
+    >>> table.ranks.tolist(), len(table[1:]), table[1].ranks
+    ([1, 8], 1, 8)
     """
 
     request: TableRequest
@@ -311,6 +317,12 @@ def estimate_many(
     `estimate`. Rows that cannot be answered are NaN, and `errors` of the table says why; with
     `strict` the first of them raises what `estimate` raises, with its number, and so does a global
     batch that ranks cannot share evenly.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> table = est.estimate_many(graph, ["1x1:t4-g4dn", "1x9:t4-g4dn"], batch_per_gpu=[4, 8])
+    >>> table.step_time_s[0] > 0, sorted(table.errors)
+    (np.True_, [1])
     """
     check_several(allocations)
     if not isinstance(allocations, Sequence | AllocationColumns):
@@ -533,6 +545,12 @@ def estimate_chunks(
     which is sent the graph once, and come in the same order; what a worker that died had is done
     again. Of each piece `reduce` makes what comes instead of its table, such as its best row: on
     the worker, so that columns do not travel.
+
+    >>> import estimator as est, torch
+    >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
+    >>> grid = est.AllocationGrid("1..3x1..4:t4-g4dn")
+    >>> [len(table) for table in est.estimate_chunks(graph, grid, rows=5)]
+    [5, 5, 2]
     """
     is_grid = isinstance(allocations, AllocationGrid)
     check_several(() if is_grid else allocations)

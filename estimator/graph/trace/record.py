@@ -72,7 +72,8 @@ class Lifetimes:
         for root, index in self._released.items():
             if index > last_use.get(root, index):
                 held.setdefault(index, []).append(root)
-        return {index: tuple(values) for index, values in held.items()}
+        # Autocast's cache lets go of its copies in the order of their addresses.
+        return {index: tuple(sorted(values)) for index, values in held.items()}
 
 
 aten = torch.ops.aten

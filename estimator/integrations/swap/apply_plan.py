@@ -40,7 +40,18 @@ from estimator.integrations.swap.planned_storages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryPlan:
-    """A plan with the step that it is for, as `apply_plan` runs it."""
+    """A plan with the step that it is for, as `apply_plan` runs it.
+
+    >>> import estimator as est, torch
+    >>> from estimator.advise.swap.problem import swap_problem
+    >>> from estimator.advise.swap.search import Means, plan_within
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> graph = est.trace_model(model, torch.randn(256, 64), target="cuda")
+    >>> problem = swap_problem(est.estimate(graph, "1x1:t4-g4dn"))
+    >>> found = plan_within(problem, problem.vanilla_bytes, means=Means(kinds=("activation",)))
+    >>> MemoryPlan(graph=graph, problem=problem, plan=found.plan).plan.swaps
+    ()
+    """
 
     graph: OpGraph
     problem: SwapProblem
@@ -66,6 +77,21 @@ def apply_plan(plan: MemoryPlan, model: nn.Module, *, host: Host | None = None) 
     do the same but for their data: numbers that operators get from Python are those of the first.
     Raises WorkloadError where a step is not the one that was traced, or runs on another kind of
     device.
+
+    >>> import estimator as est, torch
+    >>> from estimator.advise.swap.problem import swap_problem
+    >>> from estimator.advise.swap.search import Means, plan_within
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> batch = torch.randn(256, 64)
+    >>> graph = est.trace_model(model, batch, target="cuda")
+    >>> problem = swap_problem(est.estimate(graph, "1x1:t4-g4dn"))
+    >>> found = plan_within(problem, problem.vanilla_bytes, means=Means(kinds=("activation",)))
+    >>> try:
+    ...     with est.apply_plan(MemoryPlan(graph=graph, problem=problem, plan=found.plan), model):
+    ...         model(batch).mean().backward()
+    ... except est.EstimatorError as error:
+    ...     str(error).partition(",")[0]
+    'the plan was made for a step on cuda'
     """
     target = plan.graph.target
     elsewhere = {parameter.device.type for parameter in model.parameters()} - {target}

@@ -105,7 +105,7 @@ def test_batches_are_looked_for_where_none_is_given() -> None:
     (found,) = offered("1x1:t4-g4dn", batch_per_gpu=None, strategies=("ddp",))
 
     def rate(batch: int) -> float:
-        return est.estimate(GRAPH, "1x1:t4-g4dn", batch).samples_per_s or 0.0
+        return est.estimate(GRAPH, "1x1:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
 
     batch = GRAPH.batch or 0
     # Doubled while that trains 5 % faster, and fits.
