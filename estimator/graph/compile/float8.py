@@ -66,8 +66,10 @@ class _Changed:
         self.place: list[int] = []
         self.products = 0
         self._recipe = recipe
-        # (phase, value, whether along columns) → its cast: the compiler casts nothing twice.
+        # (phase, tensor, how) → its cast, and its largest: the compiler makes nothing twice, by
+        # whichever views two products read it.
         self._casts: dict[tuple[str, int, bool], int] = {}
+        self._scales: set[tuple[str, int, bool]] = set()
         for op in graph.ops:
             if _is_linear(op):
                 self._product(op)
@@ -103,12 +105,18 @@ class _Changed:
         """The float8 value of a factor, cast before the product unless it is there already."""
         value = op.inputs[place]
         specs = [call.arguments[place] for call in _calls(op)]
-        # One scale for all rows serves both directions.
-        down = along_columns and self._recipe == "rowwise"
-        key = op.phase, value, down
+        is_turned, base = _is_transposed(specs[0]), self.values[value].base
+        is_whole = base is not None and self.values[base].spec.numel == specs[0].numel
+        tensor = base if base is not None and is_whole else value
+        # Products read rows of the left factor and columns of the right one: others are written
+        # anew, turned. One scale for all rows serves both directions.
+        by_row = self._recipe == "rowwise"
+        key = op.phase, tensor, along_columns != is_turned
+        largest = op.phase, tensor, by_row and key[-1]
         if key not in self._casts:
-            if self._recipe == "tensorwise" or down != _is_transposed(specs[0]):
+            if largest not in self._scales and (not by_row or key[-1]):
                 self._add(op, "aten.amax.default", value, specs, [_scale(spec) for spec in specs])
+                self._scales.add(largest)
             narrow = [replace(spec, dtype=FLOAT8) for spec in specs]
             self._casts[key] = self._add(op, "aten._to_copy.default", value, specs, narrow)
         return self._casts[key]
