@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
+
 import pytest
 
 import estimator as est
@@ -96,14 +99,35 @@ def test_a_dispatcher_copies_on_the_way() -> None:
     assert sent.call.inputs[0].shape == (BATCH * TOKENS, WIDTH)
 
 
-def test_routers_multiply_bf16() -> None:
+@cache
+def latent() -> OpGraph:
+    """DeepSeek-V3 with few layers and heads of its own sizes."""
     small = "hidden_size=64,intermediate_size=64,moe_intermediate_size=32,num_hidden_layers=2"
     small += ",num_attention_heads=4,num_key_value_heads=4,n_routed_experts=8,n_group=2"
     small += ",topk_group=1,num_experts_per_tok=2,first_k_dense_replace=0,vocab_size=64"
     module, batch, loss, _ = load_model(
         f"hf:deepseek_v3,{small}", batch=2, seq_len=32, weights=False
     )
-    graph = est.trace_model(module, batch, loss, target="cuda", precision="bf16", recipe="megatron")
+    return est.trace_model(
+        module, batch, loss, target="cuda", precision="bf16", recipe="megatron:fp8=mxfp8"
+    )
+
+
+def test_latent_attention_gives_heads_as_wide_as_values() -> None:
+    calls = [op.call for op in latent().ops if "attention.default" in op.call.target]
+    widths = [[spec.shape[-1] for spec in (*c.inputs[:3], c.outputs[0])] for c in calls]
+    # Queries and keys 128 + 64 wide, values 128.
+    assert widths == 2 * [[192, 192, 128, 128]]
+
+
+def test_products_of_experts_are_in_fp8() -> None:
+    targets = Counter(op.call.target for op in latent().ops if "grouped_mm" in op.call.target)
+    # Two products forward, two gradients of each, in both layers.
+    assert targets == {"aten._scaled_grouped_mm.default": 2 * 6}
+
+
+def test_routers_multiply_bf16() -> None:
+    graph = latent()
     products = [op for op in graph.ops if op.module.endswith(".gate") and ".mm." in op.call.target]
     assert len(products) == 3 * 2
     factors = [each.dtype for op in products for each in op.call.inputs]
