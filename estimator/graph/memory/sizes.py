@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from estimator.elementwise import Indices, Sizes
+from estimator.elementwise import Array, Indices, Sizes
 from estimator.graph.costs.registry import argument, item_bytes
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, parameter_unit
 from estimator.graph.ir.ops import Parameter
@@ -24,6 +24,7 @@ from estimator.workload.optimizers import (
     state_sizes,
     temporaries_bytes,
 )
+from estimator.workload.recipe import Recipe
 
 # The CUDA caching allocator rounds every block up to kMinBlockSize
 # (c10/core/AllocatorConfig.h, torch 2.13).
@@ -170,7 +171,8 @@ class StorageSizes:
     def of(cls, bound: BoundGraph, structure: GraphStructure, threads: int) -> StorageSizes:
         """`threads` are those that one rank has on a CPU."""
         block = block_bytes(bound.graph)
-        sizes = -(-structure.storage_bytes(bound) // block) * block
+        wanted = structure.storage_bytes(bound) * _expert_slack(bound, structure)
+        sizes: Sizes = -(-wanted.astype(np.int64) // block) * block
         kinds = structure.kinds
         workspaces = np.zeros(len(bound.calls), dtype=np.int64)
         if bound.graph.target == "cpu" and len(bound.calls):
@@ -186,6 +188,30 @@ class StorageSizes:
             constants_bytes=int(sizes[kinds == "constant"].sum()),
             workspaces=workspaces,
         )
+
+
+# A CUDA graph of the whole iteration knows no counts of tokens: buffers of experts have room for so
+# many times those of balanced ranks, and what is saved for gradients is copied to pages that have
+# for fewer (Megatron-Core, moe_expert_rank_capacity_factor and moe_paged_stash_buffer_size_factor,
+# as Megatron-Bridge sets them: scripts/performance/configs, set_full_iter_cg_configs).
+_EXPERT_CAPACITY, _STASHED_CAPACITY = 1.5, 1.2
+
+
+def _expert_slack(bound: BoundGraph, structure: GraphStructure) -> Array:
+    """How many times what its tokens need each storage has room for."""
+    graph, slack = bound.graph, np.ones(len(structure.kinds))
+    recipe = None if graph.recipe is None else Recipe.parse(graph.recipe)
+    if recipe is None or recipe.graphs != "iteration" or recipe.dispatch is None:
+        return slack
+    experts = {op.module for op in graph.ops if "_grouped_mm" in op.call.target}
+    # Before the step nothing is made, after it nothing used.
+    own = np.array([*(op.module in experts for op in graph.ops), False])
+    is_forward = np.array([*(op.phase == "forward" for op in graph.ops), False])
+    of_experts = own[structure.born] & (structure.kinds == "activation")
+    dies = np.minimum(structure.dies, len(graph.ops))
+    is_saved = is_forward[structure.born] & ~is_forward[dies]
+    slack[of_experts] = np.where(is_saved, _STASHED_CAPACITY, _EXPERT_CAPACITY)[of_experts]
+    return slack
 
 
 class Gradient(NamedTuple):

@@ -15,6 +15,7 @@ from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.memory.sizes import StorageSizes
 from estimator.graph.models.model_text import load_model
 from estimator.graph.partition.layout import split_by_layout
 from estimator.kernels.host import awaited_ops, compiled_host_seconds
@@ -264,3 +265,19 @@ def test_scaled_rotary_embeddings_turn_in_kernels_of_their_own() -> None:
     assert moved["backward"] == 34 * elements
     # Qwen's is not scaled: one kernel turns queries, one keys.
     assert not [op for op in GRAPH.ops if op.call.target.startswith("eager.")]
+
+
+def test_graphs_of_an_iteration_have_room_for_more_tokens_of_experts() -> None:
+    sizes = []
+    for recipe in ("megatron:dispatch=hybridep", "megatron:dispatch=hybridep,graphs=iteration"):
+        bound = with_recipe(GRAPH, recipe=recipe).at(BATCH * 64)
+        structure = GraphStructure.of(bound.graph)
+        found = StorageSizes.of(bound, structure, 1).size_bytes
+        first, last = (
+            op.outputs[0] for op in of_first(bound.graph, "forward", "aten._grouped_mm.default")
+        )
+        sizes.append([int(found[structure.storage_of[value]]) for value in (first, last)])
+    # The first product is saved for gradients, on pages with a fifth to spare; the second is not.
+    (saved, passing), roomy = sizes
+    assert (saved, passing) == (64 * ROWS * 2 * INNER * 2, 64 * ROW_BYTES)
+    assert roomy == [-(-saved * 12 // 10 // 512) * 512, passing * 3 // 2]
