@@ -225,7 +225,9 @@ def makes_gradients(op: Op) -> bool:
 def _facts(call: OpCall) -> dict[str, Any]:
     """What a call says of its collective."""
     given = OpCall("", call.arguments[:1], (), ()).inputs
-    size_bytes = max(sum(spec.nbytes for spec in some) for some in (given, call.outputs))
+    # What a dispatcher's exchange brings beside tokens is little; a model may exchange lists.
+    made = call.outputs if call.arguments[1] == WORLD else call.outputs[:1]
+    size_bytes = max(sum(spec.nbytes for spec in some) for some in (given, made))
     keywords = dict(call.keywords)
     name, share = call.target.split(".")[1], float(keywords.get("share", 1.0))
     if call.target == _RING:
