@@ -60,7 +60,7 @@ def test_the_observations_are_three_steps() -> None:
 
 
 def test_question_and_answer_have_the_fields_of_the_service() -> None:
-    questions = pytest.importorskip("estimator.serve.questions")
+    questions = pytest.importorskip("estimator.serve.answers")
     asked = json.loads(EXAMPLES["question.json"]) | {"graph": "0" * 64}
     questions.EstimateQuestion.model_validate(asked)
     assert {"step_time_s", "low_s", "high_s", "fits"} <= set(json.loads(EXAMPLES["answer.json"]))

@@ -1,5 +1,5 @@
 """Answer over HTTP: estimates, tables, plans and observations of graphs that were uploaded.
 
-`app` has the endpoints and pages, `guard` lets in, `questions` are checked, `answers` keeps
-uploads and answers.
+`app` has the endpoints and pages, `guard` lets in, `answers` checks questions, keeps uploads and
+answers.
 """

@@ -1,4 +1,7 @@
-"""Keep uploaded graphs by the hash of their content, and answer what requests ask of them."""
+"""Check what requests ask, keep uploaded graphs by the hash of their content, and answer.
+
+A question has plain values and texts, never a path, an import or a model's name.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,201 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from estimator.api import estimate
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observed import Observation, ObservedWorkload
-from estimator.errors import EstimatorError, GraphFileError, StrategyError, WorkloadError
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    GraphFileError,
+    StrategyError,
+    WorkloadError,
+)
 from estimator.files import parse_json, write_bytes_atomically
 from estimator.graph.files import saved_name
 from estimator.graph.ir.op_graph import OpGraph, summary_graph
 from estimator.graph.summary import summary_from
-from estimator.machines.catalogue import known_machines, load_profile
-from estimator.serve.questions import (
-    EstimateQuestion,
-    ManyQuestion,
-    Observed,
-    PlanQuestion,
-    check_machine,
-    known,
-)
+from estimator.machines.catalogue import known_machines, load_profile, split_limit
+from estimator.placement.allocation import Allocation
 
 if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate
 
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 200_000
+_MOST_MACHINES = 32
+_FRESH_S = 2.0
 _MOST_IN_MEMORY = 64
 _MOST_ON_DISK = 10_000
+_MOST_WARM = 100_000
+# How often a worker looks whether any other has observed something.
+_REFIT_S = 2.0
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="Of an uploaded graph.")]
+Text = Annotated[str, Field(min_length=1, max_length=400)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Amount = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+Column = Literal[
+    "step_time_s",
+    "low_s",
+    "high_s",
+    "samples_per_s",
+    "mfu_ratio",
+    "hfu_ratio",
+    "peak_memory_bytes",
+    "fits_code",
+    "bottleneck_code",
+    "ranks",
+    "nodes",
+    "global_batch",
+]
+
+
+class Question(BaseModel):
+    """A graph and how it is trained; what is left out is as traced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    graph: Hash
+    batch_per_gpu: Count | None = None
+    global_batch: Count | None = None
+    accumulation_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
+    strategy: Text = "ddp"
+    calibrated: Annotated[bool, Field(description="Correct by observed steps.")] = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is trained, as `estimator.estimate` takes it."""
+        return self.model_dump(exclude={"graph", "on", "calibrated", "reasons", "columns"})
+
+
+class EstimateQuestion(Question):
+    """One allocation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"graph": "0" * 64, "on": "2x8:h100-sxm"}]}
+    )
+
+    on: Text
+    layout: Text | None = None
+    loader: Text | None = None
+    reasons: Annotated[
+        bool, Field(description="Also assumptions, provenance and memory, at twice the time.")
+    ] = True
+
+
+class ManyQuestion(Question):
+    """Many allocations, answered as columns; a row without an answer is null."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"graph": "0" * 64, "on": ["1x8:h100-sxm", "2x8:h100-sxm"]}]
+        }
+    )
+
+    on: Annotated[list[Text], Field(min_length=1, max_length=MOST_ROWS)]
+    columns: Annotated[list[Column], Field(min_length=1, max_length=16)] = [
+        "step_time_s",
+        "low_s",
+        "high_s",
+        "samples_per_s",
+    ]
+
+
+class PlanQuestion(BaseModel):
+    """What to rent to train so much."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"graph": "0" * 64, "machines": ["a100-p4d"], "samples": 1e7}]
+        },
+    )
+
+    graph: Hash
+    machines: Annotated[list[Text], Field(min_length=1, max_length=_MOST_MACHINES)]
+    samples: Amount | None = None
+    tokens: Amount | None = None
+    max_nodes: Annotated[int, Field(ge=1, le=64)] = 4
+    deadline_s: Amount | None = None
+    budget_usd: Amount | None = None
+    spot: bool = False
+    batch_per_gpu: Count | None = None
+    global_batch: Count | None = None
+
+
+class Observed(BaseModel):
+    """The time of steps that ran."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "graph": "0" * 64,
+                    "on": "2x8:h100-sxm",
+                    "step_time_s": 0.41,
+                    "batch_per_gpu": 8,
+                }
+            ]
+        },
+    )
+
+    graph: Hash
+    on: Text
+    step_time_s: Annotated[float, Field(ge=1e-9, le=1e9, allow_inf_nan=False)]
+    batch_per_gpu: Count
+    accumulation_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
+    strategy: Text = "ddp"
+    steps: Annotated[int, Field(ge=1, le=10**12)] = 1
+    gradient_noise_samples: Annotated[float, Field(gt=0, le=1e15)] | None = None
+    identity: Annotated[str, Field(min_length=8, max_length=100)] | None = None
+
+
+class Problem(BaseModel):
+    """What was wrong (RFC 9457): `detail` is one sentence, `code` the kind of error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+
+
+def known(text: str) -> str:
+    """An allocation text whose machines all have profiles; raises AllocationError.
+
+    Where a machine is named, by an allocation or alone, a path stands for no profile.
+    """
+    for group in Allocation.parse(text).groups:
+        check_machine(group.machine)
+    return text
+
+
+def check_machine(name: str | None) -> None:
+    """Raise AllocationError for what is not the name of a machine."""
+    if name is None:
+        raise AllocationError("hosts need a cluster file; name machine types, as in 2x8:h100-sxm")
+    if split_limit(name)[0] not in _names(round(time.monotonic() / _FRESH_S)):
+        raise AllocationError(f"there is no machine {name[:80]!r}; GET /machines lists those known")
+
+
+@lru_cache(maxsize=2)
+def _names(_moment: int) -> frozenset[str]:
+    """Machines that have profiles, looked up again every moment: folders are read for it."""
+    return frozenset(known_machines())
 
 
 class UnknownGraphError(GraphFileError):
@@ -131,13 +302,6 @@ def _of_summary(content: bytes) -> bytes:
         path = Path(folder) / "summary"
         graph.save(path)
         return path.read_bytes()
-
-
-logger = logging.getLogger(__name__)
-
-_MOST_WARM = 100_000
-# How often a worker looks whether any other has observed something.
-_REFIT_S = 2.0
 
 
 class Answers:

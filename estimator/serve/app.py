@@ -39,7 +39,16 @@ from estimator.report.sections import (
     smaller_allocations,
     timeline_section,
 )
-from estimator.serve.answers import Answers, UnknownGraphError, said
+from estimator.serve.answers import (
+    Answers,
+    EstimateQuestion,
+    ManyQuestion,
+    Observed,
+    PlanQuestion,
+    Problem,
+    UnknownGraphError,
+    said,
+)
 from estimator.serve.guard import (
     COOKIE,
     HOSTS,
@@ -53,13 +62,6 @@ from estimator.serve.guard import (
     Send,
     check_token,
     session,
-)
-from estimator.serve.questions import (
-    EstimateQuestion,
-    ManyQuestion,
-    Observed,
-    PlanQuestion,
-    Problem,
 )
 
 _POLICY = (

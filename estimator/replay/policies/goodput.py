@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
 from estimator.replay.jobs import Job
-from estimator.replay.policies.pools import Climb, Pools, admitted, climbed
+from estimator.replay.policies.elastic import Pools, climbed
 from estimator.replay.view import Grant, View, Waiting
 
 # The scheduling interval of both papers: section 5.1 of Pollux', 4 of Sia's.
@@ -57,28 +59,21 @@ class Pollux(Pools):
         curves = {
             waiting.job.name: goodputs(view, waiting.job, view.machine) for waiting in view.jobs
         }
-        free = view.nodes.total(view.machine)
         # Who holds devices keeps at least one: an end of time without is a restart.
         line = [
             waiting.job.name for waiting in sorted(view.jobs, key=lambda waiting: not waiting.count)
         ]
-        given = admitted(((name, next(iter(curves[name]))) for name in line), free)
-        free -= sum(given.values())
-        given = climbed(given, free, lambda name, count: _fall(name, count, curves))
+        rates = {name: {n: goodput for n, (goodput, _) in curves[name].items()} for name in line}
+        alone = {name: next(iter(curve.values())) for name, curve in rates.items()}
+
+        def cost(name: str, rate: float, faster: float) -> float:
+            return alone[name] / faster - alone[name] / rate
+
+        given = climbed(rates, view.nodes.total(view.machine), cost)
         return {
             name: Grant(count, view.machine, curves[name][count][1])
             for name, count in given.items()
         }
-
-
-def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> Climb | None:
-    """The next count with the fall of 1 / speedup per device, negated by being a difference."""
-    curve = curves[name]
-    higher = next((point for point in curve if point > count), None)
-    if higher is None or curve[higher][0] <= curve[count][0]:
-        return None
-    alone = next(iter(curve.values()))[0]
-    return (alone / curve[higher][0] - alone / curve[count][0]) / (higher - count), name, higher
 
 
 # The paper's section 4: exponent of normalised goodputs, and the penalty of a job without devices.
@@ -147,6 +142,29 @@ def _choices(view: View, row: int, waiting: Waiting) -> list[tuple[_Choice, floa
     return priced
 
 
+def relaxed(
+    costs: Array,
+    *,
+    jobs: NDArray[np.intp],
+    types: NDArray[np.intp],
+    counts: Array,
+    devices: Sequence[float],
+    method: str = "highs-ds",
+) -> Array:
+    """Shares of configurations of least total cost: at most one a job, within types' devices."""
+    columns, size = np.arange(len(costs)), len(costs)
+    per_job = csr_array((np.ones(size), (jobs, columns)), shape=(jobs.max() + 1, size))
+    per_type = csr_array((counts, (types, columns)), shape=(len(devices), size))
+    solved = linprog(
+        costs,
+        A_ub=vstack([per_job, per_type]),
+        b_ub=[*np.ones(per_job.shape[0]), *devices],
+        bounds=(0, 1),
+        method=method,
+    )
+    return np.asarray(solved.x)
+
+
 def assigned(
     costs: Array,
     *,
@@ -160,18 +178,9 @@ def assigned(
     The program's linear relaxation is solved; a vertex of it leaves at most one job for each
     machine type undecided. These, and then whoever gains by it, take the best that still fits.
     """
-    columns = np.arange(len(costs))
-    per_job = csr_array((np.ones(len(costs)), (jobs, columns)), shape=(jobs.max() + 1, len(costs)))
-    per_type = csr_array((counts, (types, columns)), shape=(len(devices), len(costs)))
-    solved = linprog(
-        costs,
-        A_ub=vstack([per_job, per_type]),
-        b_ub=[*np.ones(per_job.shape[0]), *devices],
-        bounds=(0, 1),
-        method="highs-ds",
-    )
-    taken = np.full(per_job.shape[0], -1)
-    decided = np.flatnonzero(solved.x > 1 - 1e-6)
+    solution = relaxed(costs, jobs=jobs, types=types, counts=counts, devices=devices)
+    taken = np.full(jobs.max() + 1, -1)
+    decided = np.flatnonzero(solution > 1 - 1e-6)
     taken[jobs[decided]] = decided
     free = np.array(devices) - np.bincount(types[decided], counts[decided], len(devices))
     while True:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.replay.jobs import Job
-from estimator.replay.policies.pools import Pools
+from estimator.replay.policies.elastic import Pools
 from estimator.replay.view import Grant, View, Waiting
 
 POPULATION = 16

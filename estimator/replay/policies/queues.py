@@ -155,26 +155,22 @@ def time_shares(
 ) -> Shares:
     """The linear program's X: the share of its time that each job spends on each machine type."""
     import numpy as np  # queues need neither
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_array, vstack
 
-    jobs, machines = list(rates), list(devices)
-    if not jobs:
+    from estimator.replay.policies.goodput import relaxed
+
+    machines = list(devices)
+    if not rates:
         return {}
-    columns = len(jobs) * len(machines)
-    reference = [next((rate for rate in rates[job].values() if rate > 0), 1.0) for job in jobs]
-    gain = [rates[job][m] / ref for job, ref in zip(jobs, reference) for m in machines]
-    column, ones = np.arange(columns), np.ones(columns)
-    counts = np.repeat([float(wanted[job]) for job in jobs], len(machines))
-    per_job = csr_array((ones, (column // len(machines), column)), shape=(len(jobs), columns))
-    per_type = csr_array((counts, (column % len(machines), column)), shape=(len(machines), columns))
-    limits = [*ones[: len(jobs)], *map(float, devices.values())]
-    solution = linprog(
+    reference = [next((rate for rate in own.values() if rate > 0), 1.0) for own in rates.values()]
+    gain = [own[m] / ref for own, ref in zip(rates.values(), reference) for m in machines]
+    jobs, types = np.divmod(np.arange(len(gain)), len(machines))
+    solution = relaxed(
         -np.array(gain),
-        A_ub=vstack([per_job, per_type]),
-        b_ub=limits,
-        bounds=(0, 1),
+        jobs=jobs,
+        types=types,
+        counts=np.array([float(wanted[job]) for job in rates])[jobs],
+        devices=[*map(float, devices.values())],
         method="highs",
     )
-    shares = solution.x.reshape(len(jobs), len(machines)).tolist()
-    return {job: dict(zip(machines, row, strict=True)) for job, row in zip(jobs, shares)}
+    shares = solution.reshape(len(rates), len(machines)).tolist()
+    return {job: dict(zip(machines, row, strict=True)) for job, row in zip(rates, shares)}

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: buckets of gradients are all-reduced beside the backward pass.
+"""DistributedDataParallel: buckets of gradients are all-reduced beside backward; and local SGD.
 
 The rules of all strategies that synchronise gradients in buckets stand here; those of ZeRO and of
 parameter servers say what carries a bucket and what follows the update.
@@ -7,6 +7,7 @@ parameter servers say what carries a bucket and what follows the update.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
-from estimator.graph.memory.step import Holding, Update, held_whole
+from estimator.graph.memory.step import Bytes, Holding, Update, held_whole
 from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
@@ -41,8 +42,10 @@ from estimator.timeline.rank.rules import (
 )
 from estimator.timeline.rank.updates import accumulate_s, copies_s
 from estimator.timeline.simulator.tasks import COMPUTE, NETWORK, Label, TaskList
-from estimator.workload.strategies import DDP, Bucketed, Strategy
+from estimator.workload.strategies import DDP, Bucketed, LocalSGD, Strategy
 
+# Of the flat tensor of averaged parameters: it is filled, divided, and copied back.
+_FLAT_PASSES = 3
 # The norm of all gradients is one fp32 number.
 NORM_BYTES = 4.0
 # Shapes of groups of which what their buckets cost is kept.
@@ -356,6 +359,62 @@ class DistributedDataParallel(BucketedRules[DDP]):
     @property
     def in_buckets(self) -> bool:
         return self.strategy.gradient_as_bucket_view
+
+
+class AveragingNetwork(BucketedNetwork):
+    """One all-reduce of all parameters, of which each step has its part."""
+
+    def _buffers_s(self, ranks: Ranks) -> Any:
+        # Nothing wraps the model that would send its buffers.
+        return 0.0
+
+    def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
+        seconds, unknown = super()._after_s(ranks, reduce)
+        return seconds / self._rules.strategy.every, unknown
+
+
+@rules_for(LocalSGD)
+class PeriodicAveraging(ReplicaRules[LocalSGD]):
+    """Local SGD: no gradient is sent; parameters are averaged after the update of some steps.
+
+    torch/distributed/algorithms/model_averaging (torch 2.13), averagers.py and utils.py: parameters
+    that have a gradient are copied into one flat tensor, divided by the number of ranks,
+    all-reduced and copied back. A step is the mean over those from one average to the next.
+    """
+
+    network_class = AveragingNetwork
+    after_op = "all_reduce"
+
+    def bytes_after(self) -> Array:
+        return np.array([float(self._averaged_bytes())])
+
+    def _averaged_bytes(self) -> int:
+        return sum(p.spec.nbytes for p in self.graph.parameters if p.gradient is not None)
+
+    def lane(self, request: RankRequest, durations: Durations) -> RankLane:
+        own = super().lane(request, durations)
+        if not request.merging:
+            return own
+        sizes = [self._averaged_bytes()]
+        copy_s = copies_s(request.profile, sizes, request.devices_busy, request.cache)
+        return replace(own, copy_back_s=_FLAT_PASSES * float(copy_s.sum()) / self.strategy.every)
+
+    def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
+        """Once the optimizer has updated there is the flat tensor beside its state."""
+        (update,) = super().updates(tensors)
+        return update, Update(update.state, Bytes(tensors.trained_bytes()))
+
+    def held_bucket_bytes(self, gradients_bytes: int) -> int:
+        return 0
+
+    def assumptions(self) -> Iterator[str]:
+        yield (
+            f"parameters are averaged after every {self.strategy.every} steps, over which a step "
+            "is the mean; that more steps may be needed is not counted"
+        )
+
+    def words(self, ranks: int) -> str:
+        return f"averaging parameters of {ranks} ranks"
 
 
 def _added_s(request: RankRequest, buckets: Sequence[Bucket], each_s: Array) -> tuple[Any, Any]:
