@@ -202,14 +202,21 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def leading_size(batch: Any) -> int:
-    """How many samples a batch has, by the first of its tensors."""
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in order, whatever holds them."""
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.ndim else 0
+        yield batch
+        return
     items = batch.values() if isinstance(batch, Mapping) else batch
     if isinstance(items, Iterable) and not isinstance(items, str | bytes):
-        return next((size for item in items if (size := leading_size(item))), 0)
-    return 0
+        for item in items:
+            yield from tensors_of(item)
+
+
+def leading_size(batch: Any) -> int:
+    """How many samples a batch has, by the first of its tensors."""
+    sizes = (int(tensor.shape[0]) for tensor in tensors_of(batch) if tensor.ndim)
+    return next(filter(None, sizes), 0)
 
 
 def _length(source: Iterable[Any]) -> int | None:

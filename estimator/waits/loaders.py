@@ -6,7 +6,7 @@ import ctypes
 import io
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from estimator.errors import ModelError
 from estimator.probe.devices.inventory import pinned, usable_threads
-from estimator.waits.hooks import active, leading_size
+from estimator.waits.hooks import active, leading_size, tensors_of
 from estimator.workload.loader import Loader
 
 Batch = TypeVar("Batch")
@@ -144,17 +144,8 @@ def _size_of(made: Iterable[Any]) -> tuple[int, int]:
     samples = size_bytes = 0
     for batch in made:
         samples += leading_size(batch)
-        size_bytes += _tensor_bytes(batch)
+        size_bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
     return samples, size_bytes
-
-
-def _tensor_bytes(batch: Any) -> int:
-    if isinstance(batch, torch.Tensor):
-        return batch.nbytes
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(items, list | tuple) or isinstance(batch, Mapping):
-        return sum(_tensor_bytes(item) for item in items)
-    return 0
 
 
 def _bytes_read() -> int:
@@ -198,13 +189,9 @@ def _handing_over(loader: DataLoader[Any], batches: int, made_s: float) -> tuple
 
 def _touch(batch: Any) -> None:
     """Look at every page of a batch, as a model does, for the first time in this process."""
-    if isinstance(batch, torch.Tensor) and batch.layout == torch.strided:
-        batch.reshape(-1)[:: max(_PAGE_BYTES // batch.element_size(), 1)].sum()
-        return
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(items, list | tuple) or isinstance(batch, Mapping):
-        for item in items:
-            _touch(item)
+    for tensor in tensors_of(batch):
+        if tensor.layout == torch.strided:
+            tensor.reshape(-1)[:: max(_PAGE_BYTES // tensor.element_size(), 1)].sum()
 
 
 def _worked_s(processes: Iterable[Any]) -> float:

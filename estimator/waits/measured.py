@@ -179,14 +179,8 @@ def _timed(records: Sequence[RunRecord]) -> TimedRun:
 
 
 def _stall(longer: TimedRun, shorter: TimedRun, step: TimedRun) -> Stall:
-    stall_s = longer.step_s - shorter.step_s
     noise_s = hypot(longer.noise_s, shorter.noise_s)
-    return Stall(
-        stall_s=stall_s,
-        low_s=stall_s - noise_s,
-        high_s=stall_s + noise_s,
-        ratio=stall_s / step.step_s,
-    )
+    return Stall.within(longer.step_s - shorter.step_s, noise_s, step_s=step.step_s)
 
 
 def _data_files(script: Script, folder: Path, data: Sequence[Path]) -> list[Path]:

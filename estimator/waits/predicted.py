@@ -13,6 +13,7 @@ storage, where a share x of the bytes comes from memory and the rest from the di
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -41,6 +42,12 @@ class Stall:
     low_s: float
     high_s: float
     ratio: float
+
+    @classmethod
+    def within(cls, stall_s: float, error_s: float, *, step_s: float) -> Stall:
+        """So many seconds of a step, give or take an error."""
+        low_s, high_s = stall_s - error_s, stall_s + error_s
+        return cls(stall_s=stall_s, low_s=low_s, high_s=high_s, ratio=stall_s / step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,24 +133,15 @@ def _one_device(group: DeviceGroup) -> DeviceGroup:
 def _host_stall(device: Estimate) -> Stall:
     stall_s = float(device.breakdown.host_exposed_s)
     error_s = stall_s * (device.high_s - device.low_s) / (2 * device.step_time_s)
-    return Stall(
-        stall_s=stall_s,
-        low_s=stall_s - error_s,
-        high_s=stall_s + error_s,
-        ratio=stall_s / device.step_time_s,
-    )
+    return Stall.within(stall_s, error_s, step_s=device.step_time_s)
 
 
 def _stall(longer: Estimate, shorter: Estimate, *, step: Estimate) -> Stall:
     """What one step takes beyond another; they compute alike, so only waiting is uncertain."""
     stall_s = longer.step_time_s - shorter.step_time_s
     error_s = Z_80 * _waiting_error_s(longer)
-    return Stall(
-        stall_s=stall_s,
-        low_s=min(stall_s, max(0.0, stall_s - error_s)),
-        high_s=stall_s + error_s,
-        ratio=stall_s / step.step_time_s,
-    )
+    stall = Stall.within(stall_s, error_s, step_s=step.step_time_s)
+    return replace(stall, low_s=min(stall_s, max(0.0, stall.low_s)))
 
 
 def _waiting_error_s(answer: Estimate) -> float:
@@ -270,11 +268,10 @@ def _workers_needed(
     least_s = stall_s(loader.with_workers(MOST_WORKERS))
     if stall_s(loader.with_workers(0)) <= hidden_s:
         return 0
-    low, high = 0, MOST_WORKERS
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = stall_s(loader.with_workers(middle)) <= least_s + hidden_s
-        low, high = (low, middle) if enough else (middle, high)
+    workers = range(1, MOST_WORKERS)
+    high = 1 + bisect_left(
+        workers, True, key=lambda n: stall_s(loader.with_workers(n)) <= least_s + hidden_s
+    )
     return high if stall_s(loader.with_workers(high)) < stall_s(loader.with_workers(0)) else None
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from estimator.advise.layouts.search import best_layouts
-from estimator.advise.rent.transient import Spot
+from estimator.advise.rent.transient import Spot, pareto_front
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, PriceError, WorkloadError, quoted
 from estimator.estimates.engine import DEFAULT
@@ -35,7 +35,43 @@ _LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class _Best:
+    """How an allocation trains fastest; the interval is of the step. `layout` is as in `Offer`."""
+
+    strategy: str
+    layout: str | None
+    checkpoint: str | None
+    batch_per_gpu: int
+    accumulation_steps: int
+    global_batch: int
+    fits: str
+    step_time_s: float
+    low_s: float
+    high_s: float
+    samples_per_s: float
+
+    @classmethod
+    def of_row(
+        cls, table: EstimateTable, row: int, strategy: str, micro_batches: int, graph: OpGraph
+    ) -> _Best:
+        """A row of a table, whose ranks are data-parallel."""
+        return cls(
+            strategy=strategy,
+            layout=None,
+            checkpoint=graph.checkpoint,
+            batch_per_gpu=int(table.batch_per_gpu[row]),
+            accumulation_steps=micro_batches,
+            global_batch=int(table.global_batch[row]),
+            fits=str(table.fits[row]),
+            step_time_s=float(table.step_time_s[row]),
+            low_s=float(table.low_s[row]),
+            high_s=float(table.high_s[row]),
+            samples_per_s=float(table.samples_per_s[row]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(_Best):
     """An allocation with its best strategy and layout: time and cost of the whole training.
 
     `layout` is None where all ranks are data-parallel.
@@ -45,19 +81,8 @@ class Offer:
     """
 
     allocation: str
-    strategy: str
-    layout: str | None
-    checkpoint: str | None
-    batch_per_gpu: int
-    accumulation_steps: int
-    global_batch: int
     ranks: int
-    fits: str
-    step_time_s: float
-    samples_per_s: float
     duration_s: float
-    low_s: float
-    high_s: float
     usd: float
     low_usd: float
     high_usd: float
@@ -218,41 +243,6 @@ def _by_strategy(
     return best, refused
 
 
-class _Best(NamedTuple):
-    """How an allocation trains fastest, as an `Offer` has it; the interval is of the step."""
-
-    strategy: str
-    layout: str | None
-    checkpoint: str | None
-    batch_per_gpu: int
-    accumulation_steps: int
-    global_batch: int
-    fits: str
-    step_time_s: float
-    low_s: float
-    high_s: float
-    samples_per_s: float
-
-    @classmethod
-    def of_row(
-        cls, table: EstimateTable, row: int, strategy: str, micro_batches: int, graph: OpGraph
-    ) -> _Best:
-        """A row of a table, whose ranks are data-parallel."""
-        return cls(
-            strategy=strategy,
-            layout=None,
-            checkpoint=graph.checkpoint,
-            batch_per_gpu=int(table.batch_per_gpu[row]),
-            accumulation_steps=micro_batches,
-            global_batch=int(table.global_batch[row]),
-            fits=str(table.fits[row]),
-            step_time_s=float(table.step_time_s[row]),
-            low_s=float(table.low_s[row]),
-            high_s=float(table.high_s[row]),
-            samples_per_s=float(table.samples_per_s[row]),
-        )
-
-
 def _laid_out(
     graphs: Sequence[OpGraph],
     allocation: Allocation,
@@ -408,7 +398,7 @@ def _offer(
         paid_usd(prices, allocation, time_s, spot=spot) for time_s in (duration_s, low_s, high_s)
     )
     return Offer(
-        **best._replace(low_s=low_s, high_s=high_s)._asdict(),
+        **asdict(replace(best, low_s=low_s, high_s=high_s)),
         allocation=str(allocation),
         ranks=allocation.ranks,
         duration_s=duration_s,
@@ -471,7 +461,7 @@ def choose(
         if (deadline_s is None or offer.duration_s <= deadline_s)
         and (budget_usd is None or offer.usd <= budget_usd)
     ]
-    front = pareto_front(kept)
+    front = pareto_front(kept, lambda offer: (offer.duration_s, offer.usd))
     fastest, cheapest = (front[0], front[-1]) if front else (None, None)
     return Choice(
         offers=tuple(offered),
@@ -491,15 +481,6 @@ def choose(
         left_out=left_out,
         assumptions=tuple(assumptions),
     )
-
-
-def pareto_front(offered: Sequence[Offer]) -> list[Offer]:
-    """What no other offer beats in both time and cost, the fastest first; of equals, one."""
-    front: list[Offer] = []
-    for offer in sorted(offered, key=lambda offer: (offer.duration_s, offer.usd)):
-        if not front or offer.usd < front[-1].usd:
-            front.append(offer)
-    return front
 
 
 def rent(

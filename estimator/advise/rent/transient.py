@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.special import lambertw
@@ -121,6 +121,7 @@ def check_times(**values: float) -> None:
             raise WorkloadError(f"{name} is {value:g}; give a time above 0, in seconds")
 
 
+Row = TypeVar("Row")
 # Workers that come and go by the hour are followed in steps of so long, for so many days.
 _STEP_S, _FOLLOWED_S = 300.0, 40 * 24 * HOUR_S
 # Multiples of the interval that would be best at the mean rate, of which the best is taken.
@@ -146,26 +147,16 @@ def transient_times_s(
     check_times(checkpoint_s=checkpoint_s, restart_s=restart_s)
     check_from(0, warning_s=warning_s, start_hour=start_hour)
     costs = {"checkpoint_s": checkpoint_s, "restart_s": restart_s}
-
-    def lives(every_s: float) -> Lives:
-        return Lives(
-            revocations=revocations,
-            interval_s=every_s,
-            checkpoint_s=checkpoint_s,
-            restart_s=restart_s,
-            warning_s=warning_s,
-        )
-
     work_s = works_s[0]
-    is_warned = lives(work_s).is_warned
-    if revocations.is_steady and not is_warned:
+    lives = Lives(revocations=revocations, interval_s=work_s, warning_s=warning_s, **costs)
+    if revocations.is_steady and not lives.is_warned:
         per_s = revocations.mean_per_s
         mtbf_s = 1 / per_s if per_s else math.inf
         if interval_s is None:
             interval_s = min(best_interval_s(checkpoint_s, mtbf_s), work_s)
         times = [expected_time_s(w, interval_s, **costs, mtbf_s=mtbf_s) for w in works_s]
         return times, interval_s
-    if interval_s is None and is_warned:
+    if interval_s is None and lives.is_warned:
         interval_s = work_s
     if interval_s is None:
         per_s = revocations.expected(work_s, start_hour) / work_s + 1 / revocations.lifetime_s
@@ -177,9 +168,10 @@ def transient_times_s(
             for factor in _INTERVALS
         }
         interval_s = min(
-            sorted(tried), key=lambda every_s: lives(every_s).expected_s([work_s], start_hour)[0]
+            sorted(tried),
+            key=lambda s: replace(lives, interval_s=s).expected_s([work_s], start_hour)[0],
         )
-    return lives(interval_s).expected_s(works_s, start_hour), interval_s
+    return replace(lives, interval_s=interval_s).expected_s(works_s, start_hour), interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +205,10 @@ class Spot:
     def of_any(self, allocation: Allocation) -> Revocations:
         """The revocations of any of an allocation's instances."""
         groups = allocation.groups
-        return Revocations.of_any((group.nodes, self._of(group.machine)) for group in groups)
+        return Revocations.of_any((each.nodes, self.of_machine(each.machine)) for each in groups)
 
-    def _of(self, machine: str | None) -> Revocations:
+    def of_machine(self, machine: str | None) -> Revocations:
+        """The revocations of one instance; raises WorkloadError where they are not given."""
         known: Any = self.mtbf_s if self.revocations is None else self.revocations
         if isinstance(known, Mapping):
             if machine is None or machine not in known:
@@ -233,24 +226,19 @@ class Spot:
 
         Infinite where instances do not stay long enough to keep a checkpoint.
         """
-        revocations = self.of_any(allocation)
+        return self.times_s(works_s, self.of_any(allocation))
+
+    def times_s(
+        self, works_s: Sequence[float], revocations: Revocations
+    ) -> tuple[list[float], float]:
+        """As `expected_s`, with the revocations of any of the instances."""
+        names = "checkpoint_s", "restart_s", "warning_s"
+        costs = {name: getattr(self, name) for name in names}
         # At the shortest interval.
-        lives = Lives(
-            revocations=revocations,
-            interval_s=1e-3,
-            checkpoint_s=self.checkpoint_s,
-            restart_s=self.restart_s,
-            warning_s=self.warning_s,
-        )
-        if not lives.can_end:
+        if not Lives(revocations=revocations, interval_s=1e-3, **costs).can_end:
             return [math.inf] * len(works_s), works_s[0]
         return transient_times_s(
-            works_s,
-            revocations=revocations,
-            checkpoint_s=self.checkpoint_s,
-            restart_s=self.restart_s,
-            warning_s=self.warning_s,
-            start_hour=self.start_hour,
+            works_s, revocations=revocations, start_hour=self.start_hour, **costs
         )
 
     @property
@@ -456,15 +444,7 @@ class SpotRow:
 
 
 def spot_counts(
-    counts: Iterable[int],
-    work_s: Callable[[int], float],
-    *,
-    usd_per_hour: float,
-    revocations: Revocations,
-    checkpoint_s: float,
-    restart_s: float,
-    warning_s: float = 0.0,
-    start_hour: float = 0.0,
+    counts: Iterable[int], work_s: Callable[[int], float], *, spot: Spot, usd_per_hour: float
 ) -> list[SpotRow]:
     """Synchronous training on each count of spot workers, any of which sets all back.
 
@@ -475,23 +455,21 @@ def spot_counts(
     rows = []
     for count in counts:
         check_from(1, workers=count)
-        (expected_s,), interval_s = transient_times_s(
-            [work_s(count)],
-            revocations=Revocations.of_any([(count, revocations)]),
-            checkpoint_s=checkpoint_s,
-            restart_s=restart_s,
-            warning_s=warning_s,
-            start_hour=start_hour,
-        )
+        revocations = Revocations.of_any([(count, spot.of_machine(None))])
+        (expected_s,), interval_s = spot.times_s([work_s(count)], revocations)
         usd = count * usd_per_hour * expected_s / 3600
         rows.append(SpotRow(workers=count, interval_s=interval_s, expected_s=expected_s, usd=usd))
     return rows
 
 
-def worth_it(rows: Sequence[SpotRow]) -> list[SpotRow]:
-    """The rows that no other one beats in both time and cost, the fastest first."""
-    front: list[SpotRow] = []
-    for row in sorted(rows, key=lambda row: (row.expected_s, row.usd)):
-        if not front or row.usd < front[-1].usd:
+def pareto_front(rows: Iterable[Row], cost: Callable[[Row], tuple[float, float]]) -> list[Row]:
+    """The rows that no other one beats in both numbers of `cost`, by the first; of equals, one.
+
+    >>> pareto_front([(3, 1), (2, 2), (3, 2)], lambda row: row)
+    [(2, 2), (3, 1)]
+    """
+    front: list[Row] = []
+    for row in sorted(rows, key=cost):
+        if not front or cost(row)[1] < cost(front[-1])[1]:
             front.append(row)
     return front

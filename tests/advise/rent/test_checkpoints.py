@@ -13,15 +13,16 @@ from simulated_failures import simulated_asynchronous_s, simulated_times_s
 
 from estimator.advise.rent.revocations import Revocations
 from estimator.advise.rent.transient import (
+    Spot,
     TransientCluster,
     Worker,
     best_interval_s,
     checkpoint_s,
     expected_time_s,
     goodput_ratio,
+    pareto_front,
     server_steps_per_s,
     spot_counts,
-    worth_it,
     young_interval_s,
 )
 from estimator.errors import WorkloadError
@@ -164,12 +165,11 @@ def test_more_spot_workers_are_worth_it_until_they_set_each_other_back() -> None
     rows = spot_counts(
         (1, 2, 4, 8, 64, 512),
         lambda count: 100 * HOUR / count**0.9,
+        spot=Spot(revocations=Revocations(per_hour=(0.05,)), checkpoint_s=120.0, restart_s=600.0),
         usd_per_hour=1.0,
-        revocations=Revocations(per_hour=(0.05,)),
-        checkpoint_s=120.0,
-        restart_s=600.0,
     )
-    assert [row.workers for row in worth_it(rows)] == [64, 8, 4, 2, 1]
+    front = pareto_front(rows, lambda row: (row.expected_s, row.usd))
+    assert [row.workers for row in front] == [64, 8, 4, 2, 1]
     # 512 workers lose one every 140 s: with restarts of 600 s little is trained.
     assert rows[-1].expected_s > rows[0].expected_s
 
@@ -214,6 +214,5 @@ def cluster_of(**other: float) -> TransientCluster:
 
 
 def counted(count: int, *, usd_per_hour: float = 1.0) -> object:
-    rare = Revocations(per_hour=(0.1,))
-    costs = {"checkpoint_s": 30.0, "restart_s": 300.0}
-    return spot_counts([count], float, usd_per_hour=usd_per_hour, revocations=rare, **costs)
+    rare = Spot(revocations=Revocations(per_hour=(0.1,)), checkpoint_s=30.0, restart_s=300.0)
+    return spot_counts([count], float, spot=rare, usd_per_hour=usd_per_hour)

@@ -12,9 +12,9 @@ import pytest
 
 import estimator as est
 from estimator import advise
-from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers, pareto_front
+from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers
 from estimator.advise.rent.revocations import Revocations
-from estimator.advise.rent.transient import Spot, best_interval_s
+from estimator.advise.rent.transient import Spot, best_interval_s, pareto_front
 from estimator.advise.scaling import elasticity, largest_batch
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
@@ -246,7 +246,9 @@ def test_what_cannot_be_told_apart_is_named() -> None:
     assert [each.allocation for each in found.as_cheap] == ["b"]
     assert found.as_fast == ()
     assert [each.allocation for each in found.front] == ["c", "b", "a"]
-    assert pareto_front([*every, made("worse", 8.5, 116)]) == list(found.front)
+    more = [*every, made("worse", 8.5, 116)]
+    front = pareto_front(more, lambda offer: (offer.duration_s, offer.usd))
+    assert front == list(found.front)
 
 
 def test_what_has_no_price_is_refused() -> None:
