@@ -6,12 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from estimator.graph.ir.columns import GraphColumns
-from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
-from estimator.graph.ir.ops import Op, Value
+from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
+from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure, unit_runs, value_roots
-from estimator.tensors import OpCall
 
 _GROUPED = "aten._grouped_mm.default"
 
@@ -24,7 +24,7 @@ def checkpointed(graph: OpGraph) -> OpGraph | None:
     if graph.is_summary or GraphStructure.of(graph).checkpoints.size:
         return None
     added = _Added(graph, _passes(graph))
-    return replace(added.graph(), checkpoint="full") if added.copies else None
+    return added.graph(checkpoint="full") if added.copies else None
 
 
 def with_recomputed(graph: OpGraph, modules: Sequence[str], layers: int) -> OpGraph:
@@ -103,7 +103,7 @@ def with_offloaded(graph: OpGraph, layers: int) -> OpGraph:
     It is moved there as it is made, and comes back while the block behind computes its gradients.
     """
     added = _Added(graph, _passes(graph)[: layers + 1], moves=True)
-    return replace(added.graph(), assumptions=(*graph.assumptions, _MOVED.format(layers)))
+    return added.graph(assumptions=(*graph.assumptions, _MOVED.format(layers)))
 
 
 _MOVED = "what {} layers save for gradients waits on the host, and is moved beside kernels"
@@ -139,7 +139,7 @@ class _RecomputedOps:
     loaded: Op | None = None
 
 
-class _Added:
+class _Added(GraphChanges):
     """A graph's values with those that there are again, and where: operators that `groups` list.
 
     With `moves` they come from the host, but for those of the last group.
@@ -148,8 +148,7 @@ class _Added:
     def __init__(
         self, graph: OpGraph, groups: Sequence[Sequence[int]], *, moves: bool = False
     ) -> None:
-        self._graph = graph
-        self.values: list[Value] = list(graph.values)
+        super().__init__(graph)
         self._maker: dict[int, int] = {}
         self._run_of: dict[int, int] = {}
         for number, ops in enumerate(groups):
@@ -199,23 +198,8 @@ class _Added:
                     values[view] = len(self.values)
                     self.values.append(replace(known[view], base=values[root]))
         loaded = tuple(values[root] for root in sorted(roots))
-        one, two = (
-            OpCall("te.reload.default", (), outputs=tuple(specs))
-            for specs in zip(
-                *((self.values[v].spec, self.values[v].other_spec) for v in loaded), strict=True
-            )
-        )
-        op = replace(
-            self._graph.ops[before],
-            name=f"reload_{loaded[0]}",
-            call=one,
-            other_call=two,
-            inputs=(),
-            outputs=loaded,
-            holds=(),
-            is_view=True,
-            enters_dtensor=False,
-        )
+        op = self._graph.ops[before]
+        op = self.kernel(op, "te.reload.default", (), loaded, is_view=True)
         return _RecomputedOps(before=before, ops=(), values=values, loaded=op)
 
     def _saved(self) -> dict[int, dict[int, list[int]]]:
@@ -251,21 +235,16 @@ class _Added:
                 self.values[number] = replace(self.values[number], base=numbers.get(base, base))
         return numbers
 
-    def graph(self) -> OpGraph:
-        graph = self._graph
-        before: defaultdict[int, list[_RecomputedOps]] = defaultdict(list)
+    def graph(self, **changes: Any) -> OpGraph:
+        ops = self._graph.ops
         for copy in self.copies.values():
-            before[copy.before].append(copy)
-        ops: list[Op] = []
-        place: list[int] = []
-        for index, op in enumerate(graph.ops):
-            for copy in before.get(index, ()):
-                ops.extend([] if copy.loaded is None else [copy.loaded])
-                ops.extend(self._again(graph.ops[number], copy.values) for number in copy.ops)
-            place.append(len(ops))
-            ops.append(self._reading(op) if op.phase == "backward" else op)
-        calls = graph.module_calls + self._module_calls()
-        return with_ops(graph, ops, self.values, place, module_calls=calls)
+            self.before[copy.before] += [] if copy.loaded is None else [copy.loaded]
+            self.before[copy.before] += [self._again(ops[index], copy.values) for index in copy.ops]
+        for index, op in enumerate(ops):
+            if op.phase == "backward":
+                self.instead[index] = self._reading(op)
+        calls = self._graph.module_calls + self._module_calls()
+        return super().graph(module_calls=calls, **changes)
 
     def _again(self, op: Op, numbers: dict[int, int]) -> Op:
         return replace(

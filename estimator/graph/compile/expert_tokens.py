@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from estimator.graph.compile.expert_biases import ExpertBiases, ExpertKernels
+from estimator.graph.compile.unfused_kernels import ExpertBiases
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.op_graph import OpGraph, with_ops
+from estimator.graph.ir.op_graph import GraphChanges, OpGraph
 from estimator.graph.ir.ops import Op, with_calls
 from estimator.graph.ir.structure import value_roots
-from estimator.tensors import OpCall, TensorSpec
+from estimator.tensors import TensorSpec
 from estimator.workload.recipe import Recipe
 
 GROUPED = "aten._grouped_mm.default"
@@ -41,32 +41,15 @@ def with_expert_tokens(graph: OpGraph, recipe: Recipe) -> OpGraph:
     return changed.graph()
 
 
-class _ExpertTokens:
+class _ExpertTokens(GraphChanges):
     """Which operators of a graph are left out, which stand in their place, which values differ."""
 
     def __init__(self, graph: OpGraph, recipe: Recipe) -> None:
-        self._graph, self._recipe = graph, recipe
-        self._roots = value_roots(graph)
-        self._changes = ExpertKernels(list(graph.values))
-        self._values, self._instead = self._changes.values, self._changes.instead
+        super().__init__(graph)
+        self._recipe, self._roots = recipe, value_roots(graph)
         self._of_module: dict[str, list[int]] = {}
         for index, op in enumerate(graph.ops):
             self._of_module.setdefault(op.module, []).append(index)
-
-    def graph(self) -> OpGraph:
-        ops: list[Op] = []
-        place = []
-        made = {v for index in self._instead for v in self._graph.ops[index].outputs}
-        added = [op for ops in self._changes.before.values() for op in ops]
-        made -= {v for op in (*self._instead.values(), *added) if op for v in op.outputs}
-        for index, op in enumerate(self._graph.ops):
-            ops += self._changes.before.get(index, ())
-            changed = self._instead.get(index, op)
-            if changed is not None:
-                kept = tuple([value for value in changed.holds if value not in made])
-                ops.append(replace(changed, holds=kept))
-            place.append(max(len(ops) - 1, 0))
-        return with_ops(self._graph, ops, self._values, place)
 
     # Experts
 
@@ -83,21 +66,21 @@ class _ExpertTokens:
         if copying is None or weighing is None:
             return
         weights = _WIDE if self._recipe.dispatch else ops[weighing].call.inputs[1].dtype
-        biases = ExpertBiases(ops, own, self._changes, weights)
+        biases = ExpertBiases(ops, own, self, weights)
         biases.change(fused=self._recipe.fused_grouped_mlp)
         copies = _rows(ops[copying].call.outputs[0]) // _rows(ops[copying].call.inputs[0])
         tokens = ops[copying].inputs[0]
-        self._put(copying, PERMUTE, tokens, ops[copying].call.inputs[0], ops[copying].outputs[:1])
+        self._put(copying, PERMUTE, tokens, ops[copying].outputs[:1])
         last = self._summed(weighing, forward)
-        self._put(last, UNPERMUTE, *_first(ops[weighing]), ops[last].outputs)
+        self._put(last, UNPERMUTE, ops[weighing].inputs[0], ops[last].outputs)
         sent = {ops[copying].outputs[0]: (copying, tokens)}
         added = {ops[weighing].inputs[0]: last}
         if copied := self._gradients_copied(backward):
             sent[copied[0]] = copied[1:]
         for index in backward:
-            if index not in self._instead and self._adds_rows(ops[index]):
+            if index not in self.instead and self._adds_rows(ops[index]):
                 values = ops[index].inputs[2]
-                self._put(index, UNPERMUTE, values, ops[index].call.inputs[2], ops[index].outputs)
+                self._put(index, UNPERMUTE, values, ops[index].outputs)
                 added[values] = index
                 self._leave_out_zeros(ops[index].inputs[0], backward)
         self._exchanged(own, sent, added, copies)
@@ -108,7 +91,7 @@ class _ExpertTokens:
         if op.call.target != "aten.index.Tensor" or len(op.inputs) != 2:
             return False
         source, out = op.call.inputs[0], op.call.outputs[0]
-        is_weight = self._values[self._roots[op.inputs[0]]].kind == "parameter"
+        is_weight = self.values[self._roots[op.inputs[0]]].kind == "parameter"
         return len(source.shape) == len(out.shape) == 2 and not is_weight
 
     def _weighs(self, index: int) -> bool:
@@ -123,7 +106,7 @@ class _ExpertTokens:
         """Leave out all from the weighing to the sum of each token, which is the last of them."""
         ops, last = self._graph.ops, weighing
         made, rows = set(ops[weighing].outputs), _rows(ops[weighing].call.outputs[0])
-        self._instead[weighing] = None
+        self.instead[weighing] = None
         for index in (index for index in forward if index > weighing):
             op = ops[index]
             if made.isdisjoint(op.inputs):
@@ -131,7 +114,7 @@ class _ExpertTokens:
             is_summed = _rows(ops[last].call.outputs[0]) < rows and not ops[last].is_view
             if is_collective(op.call) or (is_summed and op.call.target != "aten._to_copy.default"):
                 break
-            self._instead[index] = None
+            self.instead[index] = None
             made.update(op.outputs)
             last = index
         return last
@@ -159,14 +142,14 @@ class _ExpertTokens:
             for value in op.inputs
         }
         outer = [value for value in made if value in read]
-        wide = [v for v in outer if _is_rows(self._values[v].spec)]
+        wide = [v for v in outer if _is_rows(self.values[v].spec)]
         if len(wide) != 1:
             return None
         place = made[wide[0]]
         for index in region:
             if not ops[index].is_view or self._roots[ops[index].outputs[0]] not in outer:
-                self._instead[index] = None
-        self._put(place, PERMUTE, *_first(first), (*wide, *(v for v in outer if v not in wide)))
+                self.instead[index] = None
+        self._put(place, PERMUTE, first.inputs[0], (*wide, *(v for v in outer if v not in wide)))
         return wide[0], place, first.inputs[0]
 
     def _adds_rows(self, op: Op) -> bool:
@@ -179,7 +162,7 @@ class _ExpertTokens:
         for index in backward:
             op = self._graph.ops[index]
             if op.outputs == (value,) and op.call.target.startswith("aten.new_zeros"):
-                self._instead[index] = None
+                self.instead[index] = None
 
     def _exchanged(
         self,
@@ -203,51 +186,48 @@ class _ExpertTokens:
         for index in own:
             op = ops[index]
             if op.call.target == "aten.clone.default" and about & {*op.inputs, *op.outputs}:
-                self._put(index, PERMUTE, *_first(op), op.outputs)
+                self._put(index, PERMUTE, op.inputs[0], op.outputs)
         found: dict[str, Any] = {"overlaps": "micro-batch"} if recipe.expert_overlap else {}
         found |= {"copies": copies} if recipe.dispatch else {}
         keywords = tuple(found.items())
         for index in exchanges:
             op = ops[index]
-            calls = [replace(call, keywords=keywords) for call in (op.call, op.other_call)]
-            self._instead[index] = op = replace(op, call=calls[0], other_call=calls[1])
+            op = with_calls(op, [replace(call, keywords=keywords) for call in op.calls])
+            self.instead[index] = op
             if recipe.dispatch is None:
                 continue
             if op.inputs[0] in sent:
                 # The copy's other results, gradients of weights, come with what is received.
                 place, value = sent[op.inputs[0]]
-                copy = self._instead[place]
+                copy = self.instead[place]
                 if copy is not None:
-                    self._instead[place] = None
+                    self.instead[place] = None
                     outputs = (*op.outputs, *copy.outputs[1:])
-                    self._instead[index] = self._with(op, (value,), copy, op, outputs)
+                    self.instead[index] = self._with(op, (value,), copy, op, outputs)
                     self._leave_out_views(op.inputs[0], own)
             elif op.outputs[0] in added:
                 place = added[op.outputs[0]]
-                summed = self._instead[place]
+                summed = self.instead[place]
                 if summed is not None:
-                    self._instead[place] = None
-                    self._instead[index] = self._with(op, op.inputs, op, summed, summed.outputs)
+                    self.instead[place] = None
+                    self.instead[index] = self._with(op, op.inputs, op, summed, summed.outputs)
 
     def _leave_out_views(self, value: int, own: Sequence[int]) -> None:
         for index in own:
             op = self._graph.ops[index]
             if op.is_view and value in op.inputs and not is_collective(op.call):
-                self._instead[index] = None
+                self.instead[index] = None
 
     def _with(
         self, op: Op, inputs: tuple[int, ...], giving: Op, taking: Op, outputs: tuple[int, ...]
     ) -> Op:
         """An exchange from what one operator reads to what another one makes."""
         calls = []
-        for mine, given, taken in (
-            (op.call, giving.call, taking.call),
-            (op.other_call, giving.other_call, taking.other_call),
-        ):
-            specs = tuple(self._values[v].spec for v in outputs[len(taken.outputs) :])
+        for mine, given, taken in zip(op.calls, giving.calls, taking.calls, strict=True):
+            specs = tuple(self.values[v].spec for v in outputs[len(taken.outputs) :])
             arguments = (given.inputs[0], *mine.arguments[1:])
             calls.append(replace(mine, arguments=arguments, outputs=(*taken.outputs, *specs)))
-        return replace(op, call=calls[0], other_call=calls[1], inputs=inputs, outputs=outputs)
+        return with_calls(op, calls, inputs=inputs, outputs=outputs)
 
     # Routers
 
@@ -267,12 +247,12 @@ class _ExpertTokens:
         for op, index in self._of_routers():
             root = self._roots[op.inputs[0]] if op.inputs else -1
             if op.outputs and op.outputs[0] in narrow:
-                self._instead[index] = None
+                self.instead[index] = None
             elif op.is_view and root in narrow:
-                self._instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
+                self.instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
                 self._narrow_view(op.outputs[0], narrow[root])
             elif _is_product(op) and any(self._roots[v] in narrow for v in op.inputs):
-                self._instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
+                self.instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
             elif op.call.target == "aten._to_copy.default" and root in wide:
                 self._narrow_result(index, wide[root], reads)
 
@@ -286,44 +266,26 @@ class _ExpertTokens:
         return all(op.is_view or _is_product(op) for op in readers)
 
     def _narrow_view(self, view: int, base: int) -> None:
-        one, two = (
-            replace(spec, dtype=_NARROW)
-            for spec in (self._values[view].spec, self._values[view].other_spec)
-        )
-        self._values[view] = replace(
-            self._values[view], spec=one, other_spec=two, base=self._roots[base]
-        )
+        known = self.values[view]
+        one, two = (replace(spec, dtype=_NARROW) for spec in known.specs)
+        self.values[view] = replace(known, spec=one, other_spec=two, base=self._roots[base])
 
     def _narrow_result(self, index: int, product: int, reads: dict[int, list[int]]) -> None:
         """Let a product give at once the bf16 result that one operator copies it to."""
-        made = self._instead.get(product, self._graph.ops[product])
+        made = self.instead.get(product, self._graph.ops[product])
         copy = self._graph.ops[index]
         if made is None or copy.inputs != made.outputs or len(reads[made.outputs[0]]) != 1:
             return
         calls = [
-            replace(call, outputs=(replace(call.outputs[0], dtype=_NARROW),))
-            for call in (made.call, made.other_call)
+            replace(call, outputs=(replace(call.outputs[0], dtype=_NARROW),)) for call in made.calls
         ]
-        self._instead[index] = None
-        self._instead[product] = replace(
-            made, call=calls[0], other_call=calls[1], outputs=copy.outputs
-        )
+        self.instead[index] = None
+        self.instead[product] = with_calls(made, calls, outputs=copy.outputs)
 
-    def _put(
-        self, index: int, target: str, value: int, spec: TensorSpec, outputs: tuple[int, ...]
-    ) -> None:
+    def _put(self, index: int, target: str, value: int, outputs: tuple[int, ...]) -> None:
         """Have a kernel that reads one tensor stand in the place of an operator."""
         op = self._graph.ops[index]
-        known = self._values[value]
-        pairs = [(spec, [self._values[v].spec for v in outputs])]
-        pairs.append((known.other_spec, [self._values[v].other_spec for v in outputs]))
-        calls = [OpCall(target, (given,), (), tuple(made)) for given, made in pairs]
-        new = replace(op, inputs=(value,), outputs=outputs, is_view=False)
-        self._instead[index] = with_calls(new, calls)
-
-
-def _first(op: Op) -> tuple[int, TensorSpec]:
-    return op.inputs[0], op.call.inputs[0]
+        self.instead[index] = self.kernel(op, target, (value,), outputs, holds=op.holds)
 
 
 def _rows(spec: TensorSpec) -> int:
@@ -341,7 +303,7 @@ def _is_product(op: Op) -> bool:
 def _narrowed(op: Op, inputs: tuple[int, ...]) -> Op:
     """An operator with bf16 arguments; a view of these is bf16 too."""
     calls = []
-    for call in (op.call, op.other_call):
+    for call in op.calls:
         arguments = tuple(
             replace(a, dtype=_NARROW) if isinstance(a, TensorSpec) else a for a in call.arguments
         )
@@ -349,4 +311,4 @@ def _narrowed(op: Op, inputs: tuple[int, ...]) -> Op:
         if op.is_view:
             outputs = tuple(replace(spec, dtype=_NARROW) for spec in outputs)
         calls.append(replace(call, arguments=arguments, outputs=outputs))
-    return replace(op, call=calls[0], other_call=calls[1], inputs=inputs)
+    return with_calls(op, calls, inputs=inputs)

@@ -13,11 +13,10 @@ sizes that 16 does not divide too. Parameters are gathered as they are.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
-from estimator.graph.ir.ops import Op, Value, with_calls
+from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
+from estimator.graph.ir.ops import Op, with_calls
 from estimator.tensors import OpCall, TensorSpec
 
 RECIPES = ("tensorwise", "rowwise")
@@ -42,69 +41,48 @@ def with_float8(graph: OpGraph, recipe: str) -> OpGraph:
             "--compile-blocks"
         )
     changed = _Changed(graph, recipe)
-    if changed.products == 0:
+    if not changed.instead:
         raise ModelError(
             f"{graph.name} has no linear layers in repeated blocks of sizes that 16 divides; leave "
             "out float8"
         )
-    return with_ops(
-        graph,
-        changed.ops,
-        changed.values,
-        changed.place,
-        float8=recipe,
-        assumptions=(*graph.assumptions, FLOAT8_ASSUMPTION.format(recipe=recipe)),
-    )
+    said = FLOAT8_ASSUMPTION.format(recipe=recipe)
+    return changed.graph(float8=recipe, assumptions=(*graph.assumptions, said))
 
 
-class _Changed:
-    """The operators and values of a graph with float8 products, and where each old op stands."""
+class _Changed(GraphChanges):
+    """A graph with float8 products."""
 
     def __init__(self, graph: OpGraph, recipe: str) -> None:
-        self.ops: list[Op] = []
-        self.values = list(graph.values)
-        self.place: list[int] = []
-        self.products = 0
+        super().__init__(graph)
         self._recipe = recipe
         # (phase, tensor, how) → its cast, and its largest: the compiler makes nothing twice, by
         # whichever views two products read it.
         self._casts: dict[tuple[str, int, bool], int] = {}
         self._scales: set[tuple[str, int, bool]] = set()
-        for op in graph.ops:
+        for index, op in enumerate(graph.ops):
             if _is_linear(op):
-                self._product(op)
-            else:
-                self.ops.append(op)
-            self.place.append(len(self.ops) - 1)
+                self._product(index, op)
 
-    def _product(self, op: Op) -> None:
-        self.products += 1
-        positions = _FACTORS[op.call.target]
+    def _product(self, index: int, op: Op) -> None:
+        positions, kernels = _FACTORS[op.call.target], self.before[index]
         # The inner dimension of the left factor is its last one, of the right one its first.
-        cast = [self._cast(op, place, number == 1) for number, place in enumerate(positions)]
+        cast = [
+            self._cast(op, place, number == 1, kernels) for number, place in enumerate(positions)
+        ]
         rest = [i for place, i in enumerate(op.inputs) if place not in positions]
-        product = with_calls(
-            op, [_scaled(call) for call in _calls(op)], inputs=(*cast, *rest), outputs=op.outputs
-        )
-        self.ops.append(product)
+        product = with_calls(op, map(_scaled, op.calls), inputs=(*cast, *rest))
         if self._recipe == "rowwise" and op.phase == "backward":
-            self._rescale(product)
+            # It writes another value, from which a pass makes its own by the scales.
+            raw = self.add(self.values[op.outputs[0]].specs)
+            kernels.append(replace(product, outputs=(raw,)))
+            product = self.kernel(op, "aten.mul.Tensor", (raw,), op.outputs, holds=op.holds)
+        self.instead[index] = product
 
-    def _rescale(self, product: Op) -> None:
-        """Let a product write another value, from which a pass makes its own by the scales."""
-        (made,) = product.outputs
-        raw = len(self.values)
-        self.values.append(replace(self.values[made], kind="activation"))
-        self.ops[-1] = replace(product, outputs=(raw,))
-        specs = [call.outputs[0] for call in _calls(product)]
-        calls = [OpCall("aten.mul.Tensor", (spec,), (), (spec,)) for spec in specs]
-        rescaled = with_calls(product, calls, inputs=(raw,), outputs=(made,))
-        self.ops.append(replace(rescaled, name=f"mul_{made}"))
-
-    def _cast(self, op: Op, place: int, along_columns: bool) -> int:
+    def _cast(self, op: Op, place: int, along_columns: bool, kernels: list[Op]) -> int:
         """The float8 value of a factor, cast before the product unless it is there already."""
         value = op.inputs[place]
-        specs = [call.arguments[place] for call in _calls(op)]
+        specs = [call.arguments[place] for call in op.calls]
         is_turned, base = _is_transposed(specs[0]), self.values[value].base
         is_whole = base is not None and self.values[base].spec.numel == specs[0].numel
         tensor = base if base is not None and is_whole else value
@@ -115,25 +93,13 @@ class _Changed:
         largest = op.phase, tensor, by_row and key[-1]
         if key not in self._casts:
             if largest not in self._scales and (not by_row or key[-1]):
-                self._add(op, "aten.amax.default", value, specs, [_scale(spec) for spec in specs])
+                scales = self.add(TensorSpec(spec.shape[:1], "float32") for spec in specs)
+                kernels.append(self.kernel(op, "aten.amax.default", (value,), (scales,)))
                 self._scales.add(largest)
-            narrow = [replace(spec, dtype=FLOAT8) for spec in specs]
-            self._casts[key] = self._add(op, "aten._to_copy.default", value, specs, narrow)
+            self._casts[key] = self.add(replace(spec, dtype=FLOAT8) for spec in specs)
+            made = (self._casts[key],)
+            kernels.append(self.kernel(op, "aten._to_copy.default", (value,), made))
         return self._casts[key]
-
-    def _add(
-        self, op: Op, target: str, value: int, specs: list[Any], made: list[TensorSpec]
-    ) -> int:
-        out = len(self.values)
-        self.values.append(Value(spec=made[0], other_spec=made[1], kind="activation"))
-        calls = [OpCall(target, (spec,), (), (to,)) for spec, to in zip(specs, made, strict=True)]
-        cast = with_calls(op, calls, inputs=(value,), outputs=(out,))
-        self.ops.append(replace(cast, name=f"{target.split('.')[1]}_{out}"))
-        return out
-
-
-def _calls(op: Op) -> tuple[OpCall, OpCall]:
-    return op.call, op.other_call
 
 
 def _scaled(call: OpCall) -> OpCall:
@@ -155,7 +121,3 @@ def _is_linear(op: Op) -> bool:
 
 def _is_transposed(spec: TensorSpec) -> bool:
     return spec.strides is not None and spec.strides[0] == 1 and spec.strides[1] != 1
-
-
-def _scale(spec: TensorSpec) -> TensorSpec:
-    return TensorSpec((spec.shape[0],), "float32")

@@ -22,7 +22,6 @@ and write bf16, but where experts' products do all (fused_grouped_mlp): they wri
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from estimator.errors import ModelError
 from estimator.graph.compile.added_checkpoints import (
@@ -33,12 +32,12 @@ from estimator.graph.compile.added_checkpoints import (
 from estimator.graph.compile.expert_tokens import with_expert_tokens
 from estimator.graph.compile.float8 import FLOAT8, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
-from estimator.graph.compile.unfused_rotary import with_unfused_rotary
+from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.columns import GraphColumns
-from estimator.graph.ir.op_graph import OpGraph, unit_path, with_ops
-from estimator.graph.ir.ops import Op, Value, ValueKind, with_calls
+from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
+from estimator.graph.ir.ops import Op, with_calls
 from estimator.graph.ir.structure import owners
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
@@ -121,12 +120,8 @@ def _by_cudnn(op: Op, recipe: Recipe) -> Op:
     if not any(kind in op.call.target for kind in _FUSED_ATTENTION):
         return op
     variant = "fp8" * recipe.fp8_attention + "deterministic" * recipe.deterministic
-
-    def renamed(call: OpCall) -> OpCall:
-        name = call.target.split(".")[1]
-        return replace(call, target=f"te.{name}.{variant or 'default'}")
-
-    return replace(op, call=renamed(op.call), other_call=renamed(op.other_call))
+    target = f"te.{op.call.target.split('.')[1]}.{variant or 'default'}"
+    return with_calls(op, [replace(call, target=target) for call in op.calls])
 
 
 def _exchanged(op: Op, recipe: Recipe) -> Op:
@@ -139,34 +134,29 @@ def _exchanged(op: Op, recipe: Recipe) -> Op:
         return op
     narrow = recipe.fp8 not in (None, "nvfp4") and name == "all_gather"
     keywords = (("overlaps", "ring"), *((("share", 0.5),) if narrow else ()))
-    one, two = (replace(call, keywords=keywords) for call in (op.call, op.other_call))
-    return replace(op, call=one, other_call=two)
+    return with_calls(op, [replace(call, keywords=keywords) for call in op.calls])
 
 
-class _Cast:
-    """The operators and values of a graph with FP8 products, and where each old op stands."""
+class _Cast(GraphChanges):
+    """A graph with FP8 products."""
 
     def __init__(self, graph: OpGraph, recipe: Recipe) -> None:
-        self._graph, self._scaling = graph, recipe.fp8
+        super().__init__(graph)
+        self._scaling = recipe.fp8
         self._narrow = FLOAT4 if recipe.fp8 == "nvfp4" else FLOAT8
         grouped = {op.module for op in graph.ops if "grouped" in op.call.target}
         # Modules whose products apply activations.
         self._applying = grouped if recipe.fused_grouped_mlp else set[str]()
-        flow = GraphColumns.of(graph)
-        self._roots = owners(flow.base).tolist()
+        self._roots = owners(GraphColumns.of(graph).base).tolist()
         self._maker = {self._roots[v]: op for op in reversed(graph.ops) for v in op.outputs}
-        self._ops: list[Op] = []
-        self._values = list(graph.values)
-        self._place: list[int] = []
         # Root → its values in FP8, by rows and by columns.
         self._casts: dict[int, tuple[int, int]] = {}
-
-    def graph(self) -> OpGraph:
-        for op in self._graph.ops:
-            op = replace(op, holds=tuple([self._saved(value) for value in op.holds]))
-            self._ops.append(self._product(op) if self._is_cast(op) else op)
-            self._place.append(len(self._ops) - 1)
-        return with_ops(self._graph, self._ops, self._values, self._place)
+        for index, op in enumerate(graph.ops):
+            held = tuple([self._saved(value) for value in op.holds])
+            if self._is_cast(op):
+                self.instead[index] = self._product(replace(op, holds=held), self.before[index])
+            elif held != op.holds:
+                self.instead[index] = replace(op, holds=held)
 
     def _saved(self, value: int) -> int:
         """What is held for gradients instead of a tensor that was cast."""
@@ -184,16 +174,16 @@ class _Cast:
             for spec in factors
         ) and not op.module.endswith((".router", ".gate"))
 
-    def _product(self, op: Op) -> Op:
+    def _product(self, op: Op, kernels: list[Op]) -> Op:
         places = _FACTORS[op.call.target]
         is_gradient = op.phase == "backward" and not self._has_weight(op)
         inputs = list(op.inputs)
         for place in places:
-            inputs[place] = self._factor(op, place, by_columns=is_gradient)
+            inputs[place] = self._factor(op, place, kernels, by_columns=is_gradient)
         if places[0]:
             # The bias comes after the factors.
             inputs = [*(inputs[place] for place in places), inputs[0]]
-        calls = [self._scaled(call, places) for call in (op.call, op.other_call)]
+        calls = [self._scaled(call, places) for call in op.calls]
         return with_calls(op, calls, inputs=tuple(inputs))
 
     def _has_weight(self, op: Op) -> bool:
@@ -210,23 +200,18 @@ class _Cast:
             arguments = [*(arguments[place] for place in places), arguments[0]]
         return replace(call, target=target, arguments=tuple(arguments))
 
-    def _factor(self, op: Op, place: int, *, by_columns: bool) -> int:
-        value = op.inputs[place]
-        root = self._roots[value]
-        specs = [call.arguments[place] for call in (op.call, op.other_call)]
+    def _factor(self, op: Op, place: int, kernels: list[Op], *, by_columns: bool) -> int:
+        root = self._roots[op.inputs[place]]
+        narrow = [replace(call.arguments[place], dtype=self._narrow) for call in op.calls]
         if self._graph.values[root].kind == "parameter":
-            return self._added(specs, base=root)
+            return self.add(narrow, base=root, kind="parameter")
         if root not in self._casts:
-            self._casts[root] = self._cast(op, value, specs)
+            self._casts[root] = self._cast(op, op.inputs[place], narrow, kernels)
         return self._casts[root][by_columns]
 
-    def _added(self, specs: list[TensorSpec], base: int | None = None) -> int:
-        one, two = (replace(spec, dtype=self._narrow) for spec in specs)
-        kind: ValueKind = "activation" if base is None else "parameter"
-        self._values.append(Value(spec=one, other_spec=two, kind=kind, base=base))
-        return len(self._values) - 1
-
-    def _cast(self, op: Op, value: int, specs: list[TensorSpec]) -> tuple[int, int]:
+    def _cast(
+        self, op: Op, value: int, narrow: list[TensorSpec], kernels: list[Op]
+    ) -> tuple[int, int]:
         """A tensor by rows and by columns in FP8, after the kernels that make them."""
         maker = self._maker.get(self._roots[value])
         fused = maker.call.target.removeprefix(FUSED) if maker is not None else ""
@@ -234,51 +219,11 @@ class _Cast:
         is_norm = op.phase == "forward" and fused.startswith(("normalization", "reduction"))
         is_activation = fused.startswith("elementwise") and op.module in self._applying
         if self._scaling in _NEEDS_LARGEST and not (is_norm and self._scaling == "current"):
-            scales = [TensorSpec((1,), "float32") for _ in specs]
-            out = self._new(scales)
-            self._add(op, "aten.amax.default", (value,), specs, (out,), [scales])
-        rows, columns = self._added(specs), self._added(specs)
-        narrow = [self._values[rows].spec, self._values[rows].other_spec]
+            largest = self.add([TensorSpec((1,), "float32")] * 2)
+            kernels.append(self.kernel(op, "aten.amax.default", (value,), (largest,)))
+        rows, columns = self.add(narrow), self.add(narrow)
         writes_itself = is_activation or (is_norm and self._scaling in _FUSED_NORMS)
         read = () if writes_itself else (value,)
-        if self._scaling == "nvfp4":
-            self._add(op, f"{QUANTIZE}.default", (value,), specs, (rows,), [narrow])
-            self._add(op, f"{QUANTIZE}.default", (value,), specs, (columns,), [narrow])
-        else:
-            both = (rows, columns), [narrow, narrow]
-            self._add(op, f"{QUANTIZE}.default", read, specs, *both)
+        made = ((rows,), (columns,)) if self._scaling == "nvfp4" else ((rows, columns),)
+        kernels += [self.kernel(op, f"{QUANTIZE}.default", read, some) for some in made]
         return rows, columns
-
-    def _new(self, specs: list[TensorSpec]) -> int:
-        self._values.append(Value(spec=specs[0], other_spec=specs[1], kind="activation"))
-        return len(self._values) - 1
-
-    def _add(
-        self,
-        op: Op,
-        target: str,
-        inputs: tuple[int, ...],
-        specs: Any,
-        outputs: tuple[int, ...],
-        made: list[list[TensorSpec]],
-    ) -> None:
-        calls = [
-            OpCall(
-                target,
-                (specs[side],) if inputs else (),
-                outputs=tuple(each[side] for each in made),
-            )
-            for side in (0, 1)
-        ]
-        self._ops.append(
-            with_calls(
-                op,
-                calls,
-                name=f"{target.split('.')[1]}_{outputs[0]}",
-                inputs=inputs,
-                outputs=outputs,
-                is_view=False,
-                holds=(),
-                enters_dtensor=False,
-            )
-        )

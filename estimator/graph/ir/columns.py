@@ -84,8 +84,8 @@ class GraphColumns:
             and ops.columns is values.columns
         ):
             return ops.columns
-        calls, call_of = _numbered([(op.call, op.other_call) for op in ops])
-        specs, spec_of = _numbered([(value.spec, value.other_spec) for value in values])
+        calls, call_of = _numbered([op.calls for op in ops])
+        specs, spec_of = _numbered([value.specs for value in values])
         inputs = _array(len(op.inputs) for op in ops)
         outputs = _array(len(op.outputs) for op in ops)
         modules: dict[str, int] = {}

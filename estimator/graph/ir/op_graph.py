@@ -9,17 +9,27 @@ from __future__ import annotations
 import hashlib
 import pickle
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
 from estimator.graph.files import read_graph, write_graph
-from estimator.graph.ir.ops import Execution, GraphInput, Op, OpTiming, Parameter, Value
+from estimator.graph.ir.ops import (
+    Execution,
+    GraphInput,
+    Op,
+    OpTiming,
+    Parameter,
+    Value,
+    ValueKind,
+    with_calls,
+)
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import MOST_ELEMENTS, OpCall, TensorSpec
 
@@ -167,8 +177,8 @@ class OpGraph:
         return BoundGraph(
             graph=self,
             batch=self.batch if batch is None else batch,
-            calls=tuple([line.call(op.call, op.other_call) for op in self.ops]),
-            specs=tuple([line.spec(value.spec, value.other_spec) for value in self.values]),
+            calls=tuple([line.call(*op.calls) for op in self.ops]),
+            specs=tuple([line.spec(*value.specs) for value in self.values]),
         )
 
     def line(self, batch: int | None) -> BatchLine:
@@ -325,7 +335,7 @@ def job_content(graph: OpGraph) -> JobContent:
     about = (graph.target, graph.mode, graph.optimizer, graph.frozen_parameter_bytes)
     digest.update(repr((*about, graph.buffer_bytes, graph.timed_on)).encode())
     for op in graph.ops:
-        digest.update(f"{op.phase}{lines.call(op.call, op.other_call)}".encode())
+        digest.update(f"{op.phase}{lines.call(*op.calls)}".encode())
     for parameter in graph.parameters:
         own = (parameter.optimizer, parameter.updates)
         text = f"{parameter.spec.shape}{parameter.spec.dtype}{own if own != (None, 1) else ''}"
@@ -370,17 +380,69 @@ class _Lines:
         return f"{one - slope * self.first:.{_DIGITS + 3}g}+{slope:.{_DIGITS + 3}g}b"
 
 
-def with_ops(
-    graph: OpGraph, ops: Iterable[Op], values: Iterable[Value], place: Sequence[int], **changes: Any
-) -> OpGraph:
-    """The graph with other operators and values; `place` says where each of its own stands now."""
-    parameters = [
-        p if p.ready_after is None else replace(p, ready_after=place[p.ready_after])
-        for p in graph.parameters
-    ]
-    return replace(
-        graph, ops=tuple(ops), values=tuple(values), parameters=tuple(parameters), **changes
-    )
+class GraphChanges:
+    """A graph with other values, operators `instead` of its own (None: left out) or `before` them.
+
+    What no operator makes any longer is not held either.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._graph = graph
+        self.values = list(graph.values)
+        self.instead: dict[int, Op | None] = {}
+        self.before: defaultdict[int, list[Op]] = defaultdict(list)
+
+    def graph(self, **changes: Any) -> OpGraph:
+        """The changed graph, with other fields too."""
+        own = self._graph.ops
+        lost = {value for index in self.instead for value in own[index].outputs}
+        added = (*self.instead.values(), *chain(*self.before.values()))
+        lost -= {value for op in added if op for value in op.outputs}
+        ops: list[Op] = []
+        place = []
+        for index, op in enumerate(own):
+            ops += self.before.get(index, ())
+            changed = self.instead.get(index, op)
+            if changed is not None:
+                if not lost.isdisjoint(changed.holds):
+                    kept = tuple([value for value in changed.holds if value not in lost])
+                    changed = replace(changed, holds=kept)
+                ops.append(changed)
+            place.append(max(len(ops) - 1, 0))
+        parameters = [
+            p if p.ready_after is None else replace(p, ready_after=place[p.ready_after])
+            for p in self._graph.parameters
+        ]
+        changes |= {"values": tuple(self.values), "parameters": tuple(parameters)}
+        return replace(self._graph, ops=tuple(ops), **changes)
+
+    def add(
+        self, specs: Iterable[TensorSpec], base: int | None = None, kind: ValueKind = "activation"
+    ) -> int:
+        """A new value."""
+        one, two = specs
+        self.values.append(Value(spec=one, other_spec=two, kind=kind, base=base))
+        return len(self.values) - 1
+
+    def new(self, like: int, dtype: str | None = None) -> int:
+        """A tensor as large as another one."""
+        specs = self.values[like].specs
+        return self.add(replace(spec, dtype=dtype or spec.dtype, strides=None) for spec in specs)
+
+    def kernel(
+        self, op: Op, target: str, inputs: Sequence[int], outputs: Sequence[int], **changes: Any
+    ) -> Op:
+        """A call beside an operator that reads and writes values."""
+        keywords = tuple(changes.pop("keywords", {}).items())
+        calls = []
+        for side in (0, 1):
+            given, made = (
+                tuple(self.values[v].specs[side] for v in ends) for ends in (inputs, outputs)
+            )
+            calls.append(OpCall(target, given, keywords, made))
+        changes = {"name": f"{target.split('.')[1]}_{outputs[0]}", "holds": (), **changes}
+        changes = {"is_view": False, "enters_dtensor": False, **changes}
+        return with_calls(op, calls, inputs=tuple(inputs), outputs=tuple(outputs), **changes)
 
 
 @lru_cache(maxsize=1 << 16)

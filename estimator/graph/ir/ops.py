@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -82,6 +82,11 @@ class Value:
     kind: ValueKind
     base: int | None = None
 
+    @property
+    def specs(self) -> tuple[TensorSpec, TensorSpec]:
+        """The shapes at both traced batch sizes."""
+        return self.spec, self.other_spec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -110,8 +115,13 @@ class Op:
     holds: tuple[int, ...] = ()
     enters_dtensor: bool = False
 
+    @property
+    def calls(self) -> tuple[OpCall, OpCall]:
+        """The calls at both traced batch sizes."""
+        return self.call, self.other_call
 
-def with_calls(op: Op, calls: Sequence[OpCall], **changes: Any) -> Op:
+
+def with_calls(op: Op, calls: Iterable[OpCall], **changes: Any) -> Op:
     """An op of the same module and phase that makes these calls, at each of the two batches."""
     one, two = calls
     return replace(op, call=one, other_call=one if one == two else two, **changes)

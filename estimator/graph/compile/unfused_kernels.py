@@ -1,85 +1,72 @@
-"""Run biases and clamps of experts as Megatron-Core does, outside of its fused kernels.
+"""Run what Megatron-Core does outside of its fused kernels in kernels of its own.
+
+Each of them reads and writes whole tensors. So run biases and clamps of experts:
 
 Transformer Engine's grouped linear layer adds the bias of the first product, and sums its gradient,
-in the product itself or in the cast of its gradient (module/grouped_linear.py). All else runs in
-kernels of its own, each of which reads and writes whole tensors of rows (megatron/core,
-fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl; transformer/moe/experts.py,
-TEGroupedMLP._apply_bias):
+in the product itself or in the cast of its gradient (module/grouped_linear.py). All else is
+unfused (megatron/core, fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl;
+transformer/moe/experts.py, TEGroupedMLP._apply_bias):
 
 - The halves of the first product are clamped one by one and put together again for the fused
   activation. Gradients of clamps read what was clamped, and are put together likewise.
 - The bias of the second product is multiplied by each row's weight of routing and added, expert by
   expert; rows are put together and cast back. Weights of routing are in fp32 where DeepEP or
   HybridEP brings them (fused_a2a.py), and then all of that is.
+
+Rotary embeddings too, where a model scales cosines and sines (YaRN's mscale is not 1): Transformer
+Engine's fused one knows no such factor (megatron/core/models/common/embeddings/rope_utils.py,
+apply_rotary_pos_emb and _apply_rotary_pos_emb_bshd). Forward it negates a half, puts halves
+together, multiplies by cosines and sines, adds, and puts what is turned beside an empty rest;
+gradients go the same way back, and are added to those of the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from estimator.graph.ir.ops import Op, Value, with_calls
-from estimator.tensors import OpCall, TensorSpec
+from estimator.graph.ir.op_graph import GraphChanges, OpGraph
+from estimator.graph.ir.ops import Op
+from estimator.graph.ir.structure import value_roots
 
 # Kernels that no compiler fuses, and how many of them one operator stands for.
 EAGER, PIECES = "eager", "pieces"
 _CLAMP = "aten.clamp."
 _GROUPED = "aten._grouped_mm.default"
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
+_TURNING = (*_SUMS, "aten.neg.default", "aten.mul.Tensor")
 
 
-@dataclass(slots=True)
-class ExpertKernels:
-    """Values of a graph, operators left out (None) or put in a place, and operators put before."""
+class Unfused:
+    """Kernels that no compiler fuses, one after the other, beside an operator of a graph."""
 
-    values: list[Value]
-    instead: dict[int, Op | None] = field(default_factory=dict)
-    before: dict[int, list[Op]] = field(default_factory=dict)
+    def __init__(self, changes: GraphChanges, op: Op) -> None:
+        self._changes, self._op = changes, op
+        self.kernels: list[Op] = []
 
-    def new(self, like: int, dtype: str | None = None) -> int:
-        """A tensor as large as another one."""
-        known = self.values[like]
-        one, two = (
-            replace(spec, dtype=dtype or spec.dtype, strides=None)
-            for spec in (known.spec, known.other_spec)
-        )
-        self.values.append(Value(spec=one, other_spec=two, kind="activation"))
-        return len(self.values) - 1
-
-    def column(self, like: int) -> int:
-        """One number for each row of another tensor."""
-        made = self.new(like)
-        one, two = (
-            replace(spec, shape=(*spec.shape[:-1], 1))
-            for spec in (self.values[made].spec, self.values[made].other_spec)
-        )
-        self.values[made] = replace(self.values[made], spec=one, other_spec=two)
-        return made
-
-    def kernel(
-        self, op: Op, target: str, inputs: Sequence[int], outputs: Sequence[int], **changes: Any
-    ) -> Op:
-        """A call beside an operator that reads and writes values."""
-        keywords = tuple(changes.pop("keywords", {}).items())
-        one, two = (
-            OpCall(target, given, keywords, made)
-            for given, made in zip(self._specs(inputs), self._specs(outputs), strict=True)
-        )
-        name = f"{target.split('.')[1]}_{outputs[0]}"
-        changes = {"name": name, "is_view": False, "holds": (), **changes}
-        ends = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
-        return with_calls(op, (one, two), **changes, **ends)
-
-    def _specs(self, values: Sequence[int]) -> tuple[tuple[TensorSpec, ...], ...]:
-        known = [self.values[value] for value in values]
-        return tuple(v.spec for v in known), tuple(v.other_spec for v in known)
+    def run(
+        self,
+        name: str,
+        *read: int,
+        like: int = 0,
+        dtype: str | None = None,
+        to: Sequence[int] = (),
+        pieces: int = 0,
+    ) -> int:
+        """Add a kernel that writes some values, or else a new one as large as another; gives it."""
+        made = tuple(to) or (self._changes.new(like, dtype),)
+        keywords = {PIECES: pieces} if pieces else {}
+        target = f"{EAGER}.{name}.default"
+        self.kernels.append(self._changes.kernel(self._op, target, read, made, keywords=keywords))
+        return made[0]
 
 
 class ExpertBiases:
     """The kernels around the two products of one module of experts that have biases."""
 
     def __init__(
-        self, ops: Sequence[Op], own: Sequence[int], changes: ExpertKernels, weights: str
+        self, ops: Sequence[Op], own: Sequence[int], changes: GraphChanges, weights: str
     ) -> None:
         self._ops, self._changes, self._weights = ops, changes, weights
         self._forward = [index for index in own if ops[index].phase == "forward"]
@@ -148,19 +135,17 @@ class ExpertBiases:
         wheres = [i for i in self._backward if self._is_clamped_gradient(i, halves)]
         if len(clamps) != 2 or len(wheres) != 2 or clamps[1] - clamps[0] != 1:
             return
-        whole = changes.new(ops[first].outputs[0])
-        clamped = [changes.new(value) for value in halves]
-        kernels = [
-            changes.kernel(ops[index], f"{EAGER}.clamp.default", ops[index].inputs[:1], (made,))
-            for index, made in zip(clamps, clamped, strict=True)
+        unfused = Unfused(changes, ops[clamps[0]])
+        clamped = [
+            unfused.run("clamp", ops[index].inputs[0], like=half)
+            for index, half in zip(clamps, halves, strict=True)
         ]
-        last = ops[clamps[1]]
-        kernels.append(changes.kernel(last, f"{EAGER}.cat.default", clamped, (whole,)))
+        whole = unfused.run("cat", *clamped, like=ops[first].outputs[0])
         for index, half in zip(clamps, halves, strict=True):
             changes.values[half] = replace(changes.values[half], base=whole)
             self._view(index, whole)
         # Both halves are views of what the last of these kernels makes.
-        changes.before[clamps[0]] = kernels
+        changes.before[clamps[0]] = unfused.kernels
         self._gradients_clamped(wheres)
 
     def _is_clamped_gradient(self, index: int, halves: Sequence[int]) -> bool:
@@ -207,34 +192,23 @@ class ExpertBiases:
         ops, changes = self._ops, self._changes
         taken, added, summed = bias
         (result,) = ops[product].outputs
-        parameter = ops[taken].inputs[0]
-        experts = {"keywords": {PIECES: ops[taken].call.inputs[0].shape[0]}}
-        rows, weighted, sums = (
-            changes.new(result, dtype) for dtype in (None, self._weights, self._weights)
-        )
+        parameter, experts = ops[taken].inputs[0], ops[taken].call.inputs[0].shape[0]
+        rows = changes.new(result)
         changes.instead[product] = replace(ops[product], outputs=(rows,))
         changes.instead[taken] = None
         self._view(added, result)
-        op = ops[added]
-        changes.before[added] = [
-            changes.kernel(op, f"{EAGER}.mul.default", (parameter,), (weighted,), **experts),
-            changes.kernel(op, f"{EAGER}.add.default", (rows, weighted), (sums,), **experts),
-            *self._put_together(op, sums, result),
-        ]
-        self._weighted_gradients(summed, parameter, experts)
+        unfused = Unfused(changes, ops[added])
+        like: dict[str, Any] = {"like": result, "dtype": self._weights}
+        weighted = unfused.run("mul", parameter, **like, pieces=experts)
+        sums = unfused.run("add", rows, weighted, **like, pieces=experts)
+        if changes.values[sums].spec.dtype == changes.values[result].spec.dtype:
+            unfused.run("cat", sums, to=(result,))
+        else:
+            unfused.run("copy", unfused.run("cat", sums, like=sums), to=(result,))
+        changes.before[added] = unfused.kernels
+        self._weighted_gradients(summed, experts)
 
-    def _put_together(self, op: Op, pieces: int, result: int) -> list[Op]:
-        """Join rows of all experts in the dtype of a result."""
-        changes = self._changes
-        if changes.values[pieces].spec.dtype == changes.values[result].spec.dtype:
-            return [changes.kernel(op, f"{EAGER}.cat.default", (pieces,), (result,))]
-        joined = changes.new(pieces)
-        return [
-            changes.kernel(op, f"{EAGER}.cat.default", (pieces,), (joined,)),
-            changes.kernel(op, f"{EAGER}.copy.default", (joined,), (result,)),
-        ]
-
-    def _weighted_gradients(self, summed: int, parameter: int, experts: dict[str, Any]) -> None:
+    def _weighted_gradients(self, summed: int, experts: int) -> None:
         """Gradients of rows, of the bias and of the weights, from those of the sums."""
         ops, changes = self._ops, self._changes
         op = ops[summed]
@@ -242,28 +216,85 @@ class ExpertBiases:
         products = [
             i for i in self._backward if ops[i].call.target == _GROUPED and given in ops[i].inputs
         ]
-        kernels, wide = [], given
+        unfused, wide, narrow = Unfused(changes, op), given, given
         if changes.values[given].spec.dtype != self._weights:
-            wide = changes.new(given, self._weights)
-            kernels = [changes.kernel(op, f"{EAGER}.copy.default", (given,), (wide,))]
-        narrow, rows = wide, changes.new(given)
-        if wide != given:
-            narrow = changes.new(given)
-            kernels.append(
-                changes.kernel(op, f"{EAGER}.copy.default", (wide,), (narrow,), **experts)
-            )
-        kernels.append(changes.kernel(op, f"{EAGER}.cat.default", (narrow,), (rows,)))
-        of_bias, of_weights = changes.new(wide), changes.new(wide)
-        total = changes.column(wide)
-        kernels += [
-            changes.kernel(op, f"{EAGER}.mul.default", (wide,), (of_weights,), **experts),
-            changes.kernel(op, f"{EAGER}.sum.default", (of_weights,), (total,), **experts),
-            changes.kernel(op, f"{EAGER}.mul.default", (wide,), (of_bias,), **experts),
-            changes.kernel(op, f"{EAGER}.sum.default", (of_bias,), op.outputs, **experts),
-        ]
-        changes.before[products[0]] = kernels
+            wide = unfused.run("copy", given, like=given, dtype=self._weights)
+            narrow = unfused.run("copy", wide, like=given, pieces=experts)
+        rows = unfused.run("cat", narrow, like=given)
+        of_weights = unfused.run("mul", wide, like=wide, pieces=experts)
+        # One number for each row.
+        column = (replace(spec, shape=(*spec.shape[:-1], 1)) for spec in changes.values[wide].specs)
+        unfused.run("sum", of_weights, to=(changes.add(column),), pieces=experts)
+        of_bias = unfused.run("mul", wide, like=wide, pieces=experts)
+        unfused.run("sum", of_bias, to=op.outputs, pieces=experts)
+        changes.before[products[0]] = unfused.kernels
         for index in products:
             reading = tuple(rows if value == given else value for value in ops[index].inputs)
             changes.instead[index] = replace(ops[index], inputs=reading)
         changes.instead[summed] = None
         self._leave_out_zeros(summed)
+
+
+def with_unfused_rotary(graph: OpGraph) -> OpGraph:
+    """The eager graph with Megatron-Core's kernels where its rotary embedding is scaled."""
+    if not any(_scales(op) for op in graph.ops):
+        return graph
+    changes = GraphChanges(graph)
+    roots = value_roots(graph)
+    maker = {value: index for index, op in enumerate(graph.ops) for value in op.outputs}
+    for index, op in enumerate(graph.ops):
+        turning = _turning(graph.ops, index, maker)
+        if not turning:
+            continue
+        changes.instead |= dict.fromkeys(turning)
+        read = (graph.ops[i].inputs[0] for i in turning)
+        half = next(value for value in read if maker.get(value) not in turning)
+        changes.before[index] = _turned(op, roots[half], half, changes)
+    return changes.graph()
+
+
+def _scales(op: Op) -> bool:
+    """Whether an operator scales cosines or sines."""
+    if op.call.target != "aten.mul.Tensor" or "rotary" not in op.module:
+        return False
+    return any(isinstance(factor, float) and factor != 1.0 for factor in op.call.arguments)
+
+
+def _turning(ops: Sequence[Op], index: int, maker: dict[int, int]) -> list[int]:
+    """The operators that turn halves, by the one that puts these together; none for another."""
+    op = ops[index]
+    if op.call.target != "aten.cat.default" or len(op.inputs) != 2 or "attn" not in op.module:
+        return []
+    found, ahead = [index], list(op.inputs)
+    for value in ahead:
+        made = maker.get(value, index)
+        target = ops[made].call.target
+        if ops[made].module == op.module and target in _TURNING:
+            found.append(made)
+            # Sines and cosines are read second.
+            ahead += ops[made].inputs[: 2 if target in _SUMS else 1]
+    products = [made for made in found if ops[made].call.target == "aten.mul.Tensor"]
+    return sorted(found) if len(products) == 4 else []
+
+
+def _turned(op: Op, source: int, half: int, changes: GraphChanges) -> list[Op]:
+    """The kernels that turn halves, or their gradients back."""
+    unfused, (like,) = Unfused(changes, op), op.outputs
+    if op.phase == "forward":
+        negative = unfused.run("neg", half, like=half)
+        turned = unfused.run("cat", negative, half, like=like)
+        by_cosine = unfused.run("mul", source, like=like)
+        by_sine = unfused.run("mul", turned, like=like)
+        total = unfused.run("add", by_cosine, by_sine, like=like)
+        unfused.run("cat", total, to=op.outputs)
+        return unfused.kernels
+    by_cosine, _ = (unfused.run("mul", source, like=like) for _ in range(2))
+    negative = unfused.run("neg", half, like=half)
+    turned = unfused.run("cat", negative, half, like=like)
+    total = unfused.run("add", by_cosine, turned, like=like)
+    # A slice's gradient is put into zeros.
+    unfused.run("fill", like=like)
+    copied = unfused.run("copy", total, like=like)
+    rest = unfused.run("fill", like=like)
+    unfused.run("add", copied, rest, to=op.outputs)
+    return unfused.kernels
