@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs.call_costs import Features, StepPart, family_of, features_of, known_peak
-from estimator.graph.ir.columns import Gathered, GraphColumns, by_first, first_places
 from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
-from estimator.graph.ir.ops import OpTiming
+from estimator.graph.ir.ops import GraphColumns, Numbered, OpTiming, by_first, first_places
 from estimator.graph.ir.structure import GraphStructure
 from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
 from estimator.kernels.fits import KernelFits, ProbedKernels
@@ -329,7 +328,7 @@ def _kernel_seconds(
     return KernelSeconds(
         alone_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
-        sources=Gathered(sources, np.where(is_view, 0, call_of + 1)),
+        sources=Numbered(tuple(sources), np.where(is_view, 0, call_of + 1)).gathered(),
         in_grid=in_grid[call_of] & ~is_view,
         shared_error=fits.shared_error,
         cached_bytes=cached_bytes,

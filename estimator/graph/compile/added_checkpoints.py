@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
-from estimator.graph.ir.ops import Op
+from estimator.graph.ir.ops import GraphColumns, Op
 from estimator.graph.ir.structure import GraphStructure, unit_runs, value_roots
 
 _GROUPED = "aten._grouped_mm.default"

@@ -35,9 +35,8 @@ from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
 from estimator.graph.ir.collectives import is_collective
-from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
-from estimator.graph.ir.ops import Op, with_calls
+from estimator.graph.ir.ops import GraphColumns, Op, with_calls
 from estimator.graph.ir.structure import owners
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe

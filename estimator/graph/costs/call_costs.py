@@ -19,8 +19,7 @@ from estimator.errors import WorkloadError, printable
 from estimator.graph.costs import matmuls, memory_bound
 from estimator.graph.costs.matmuls import is_channels_last, matmul_layout, whole_attention_flops
 from estimator.graph.costs.registry import Family, Formula, cost_of, formula_of, written
-from estimator.graph.ir.columns import GraphColumns
-from estimator.graph.ir.ops import OpCost
+from estimator.graph.ir.ops import GraphColumns, OpCost
 from estimator.machines.profile import Device
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import TF32_BY_DEFAULT, peak_dtype

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
-from estimator.graph.ir.ops import Op, Phase
+from estimator.graph.ir.ops import GraphColumns, Op, Phase
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from estimator.elementwise import Flags, Indices, Sizes
 from estimator.errors import WorkloadError
-from estimator.graph.ir.columns import ACTIVATION, KINDS, Gathered, GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
-from estimator.graph.ir.ops import gives_views
+from estimator.graph.ir.ops import ACTIVATION, KINDS, GraphColumns, Numbered, gives_views
 from estimator.tensors import OpCall, TensorSpec
 
 
@@ -326,8 +325,8 @@ class GraphStructure:
         return BoundGraph(
             graph=self.graph,
             batch=self.graph.batch if batch is None else batch,
-            calls=Gathered(calls, columns.call_of),
-            specs=Gathered(specs, columns.spec_of),
+            calls=Numbered(tuple(calls), columns.call_of).gathered(),
+            specs=Numbered(tuple(specs), columns.spec_of).gathered(),
         )
 
     def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.elementwise import Flags, Indices
-from estimator.graph.ir.columns import GraphColumns, by_first
 from estimator.graph.ir.op_graph import OpGraph, unit_path
-from estimator.graph.ir.ops import Parameter
+from estimator.graph.ir.ops import GraphColumns, Parameter, by_first
 
 # What is left out is worth the search from so many blocks on.
 _LEAST_BLOCKS = 3
@@ -75,10 +74,6 @@ def _slots(begins: Indices, ops: Indices) -> Indices:
     counts = begins[ops + 1] - begins[ops]
     ends = np.cumsum(counts)
     return np.arange(int(counts.sum())) + np.repeat(begins[ops] - ends + counts, counts)
-
-
-def _held_begins(columns: GraphColumns) -> Indices:
-    return np.asarray(np.searchsorted(columns.held_by, np.arange(len(columns.call_of) + 1)))
 
 
 def _are_alike(columns: GraphColumns, one: Indices, two: Indices, units: tuple[str, str]) -> bool:
@@ -191,7 +186,7 @@ def _block_images(columns: GraphColumns, blocks: Sequence[RepeatedBlock]) -> Ind
 
 
 def _ops_images(columns: GraphColumns, here: Indices, there: Indices) -> Indices | None:
-    held = _held_begins(columns)
+    held = columns.held_begins
     one, two = (
         np.concatenate(
             [columns.touched[_slots(columns.begins, ops)], columns.held[_slots(held, ops)]]
@@ -365,18 +360,10 @@ class _Short:
             return None
         number = self._number = np.cumsum(stays) - 1
         ops, own_touch = np.flatnonzero(~is_out), ~is_out[columns.touched_by]
-        return GraphColumns(
-            names=columns.names[ops],
-            calls=columns.calls,
-            call_of=columns.call_of[ops],
-            specs=columns.specs,
+        return replace(
+            columns,
+            **columns.of_ops(ops),
             spec_of=columns.spec_of[stays],
-            modules=columns.modules,
-            module_of=columns.module_of[ops],
-            is_forward=columns.is_forward[ops],
-            is_repeated=columns.is_repeated[ops],
-            is_view=columns.is_view[ops],
-            enters_dtensor=columns.enters_dtensor[ops],
             touched=number[touched],
             touched_by=self._place[columns.touched_by[own_touch]],
             is_made=columns.is_made[own_touch],
@@ -417,28 +404,18 @@ class _Copies:
         self._columns, self._pattern, self._repeats = columns, pattern, repeats
         self.count = len(repeats.units)
         one, first = pattern.one, np.arange(len(columns.call_of))
-        forward, backward = (np.arange(part.start, part.stop) for part in one)
-        ends = one.forward.stop, one.backward.start
-        self._order = np.concatenate(
-            [
-                *(first[: ends[0]], np.tile(forward, self.count), first[ends[0] : ends[1]]),
-                *(np.tile(backward, self.count), first[ends[1] :]),
-            ]
-        )
+
+        def spread(of_ops: Indices, forward: Indices, backward: Indices) -> Indices:
+            parts = np.split(of_ops, [one.forward.stop, one.backward.start])
+            return np.concatenate([parts[0], forward, parts[1], backward, parts[2]])
+
+        self._order = spread(first, *(np.tile(first[part], self.count) for part in one))
         # The copy that an op is of: that of the block itself is 0, that of its equal the last.
         copy = np.zeros(len(first), dtype=np.intp)
         for part in pattern.two:
             copy[part] = self.count + 1
-        numbers = np.arange(1, self.count + 1)
-        self._copy = np.concatenate(
-            [
-                copy[: ends[0]],
-                np.repeat(numbers, len(forward)),
-                copy[ends[0] : ends[1]],
-                np.repeat(numbers[::-1], len(backward)),
-                copy[ends[1] :],
-            ]
-        )
+        numbers, (forward, backward) = np.arange(1, self.count + 1), one.lengths
+        self._copy = spread(copy, np.repeat(numbers, forward), np.repeat(numbers[::-1], backward))
         own, values = len(pattern.own), len(columns.spec_of)
         more = values + np.arange(self.count * own).reshape(self.count, own)
         self._values = np.concatenate([pattern.own[None], more, pattern.other[None]])
@@ -448,7 +425,7 @@ class _Copies:
     def columns(self) -> GraphColumns:
         """All that the graph with its copies has."""
         columns, order = self._columns, self._order
-        held_begins = _held_begins(columns)
+        held_begins = columns.held_begins
         touched, holds = _slots(columns.begins, order), _slots(held_begins, order)
         by, held_by = (
             np.repeat(np.arange(len(order)), begins[order + 1] - begins[order])
@@ -456,29 +433,18 @@ class _Copies:
         )
         own, count = self._pattern.own, self.count
         modules, module_of = self._modules()
-        bases = np.concatenate(
-            [
-                columns.base,
-                *(self._moved(columns.base[own], np.full(len(own), n + 1)) for n in range(count)),
-            ]
+        other, base = self._pattern.other, columns.base
+        of_own, *of_copies = (
+            self._moved(base[own], np.full(len(own), copy)) for copy in range(count + 1)
         )
-        other = self._pattern.other
-        bases[own] = self._moved(columns.base[own], np.zeros(len(own), dtype=np.intp))
-        bases[other] = self._moved(
-            columns.base[own], np.full(len(own), count + 1), of=columns.base[other]
-        )
-        return GraphColumns(
-            names=self._names(),
-            calls=columns.calls,
-            call_of=columns.call_of[order],
-            specs=columns.specs,
-            spec_of=np.concatenate([columns.spec_of, np.tile(columns.spec_of[own], count)]),
+        bases = np.concatenate([base, *of_copies])
+        bases[own] = of_own
+        bases[other] = self._moved(base[own], np.full(len(own), count + 1), of=base[other])
+        return replace(
+            columns,
+            **columns.of_ops(order) | {"names": self._names(), "module_of": module_of},
             modules=modules,
-            module_of=module_of,
-            is_forward=columns.is_forward[order],
-            is_repeated=columns.is_repeated[order],
-            is_view=columns.is_view[order],
-            enters_dtensor=columns.enters_dtensor[order],
+            spec_of=np.concatenate([columns.spec_of, np.tile(columns.spec_of[own], count)]),
             touched=self._taken(columns.touched, touched, by, columns.begins),
             touched_by=by,
             is_made=columns.is_made[touched],
@@ -559,15 +525,10 @@ class _Copies:
             yield replace(like, name=parameter.name, gradient=gradient, ready_after=ready)
 
 
-_SAME: tuple[str, ...] = (
-    "call_of",
-    "is_forward",
-    "is_repeated",
-    "is_view",
-    "enters_dtensor",
-    "touched_by",
+_SAME = (
+    *("call_of", "is_forward", "is_repeated", "is_view", "enters_dtensor", "names"),
+    *("touched_by", "is_made", "held_by"),
 )
-_SAME += ("is_made", "held_by", "names")
 
 
 def _is_same(again: OpGraph, graph: OpGraph, columns: GraphColumns) -> bool:

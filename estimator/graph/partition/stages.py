@@ -17,9 +17,8 @@ import numpy as np
 
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError, quoted
-from estimator.graph.ir.columns import ACTIVATION, INPUT, KINDS, GraphColumns, by_first
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, unit_path
-from estimator.graph.ir.ops import Parameter
+from estimator.graph.ir.ops import ACTIVATION, INPUT, KINDS, GraphColumns, Parameter, by_first
 from estimator.graph.ir.structure import GraphStructure, owners
 from estimator.graph.memory.sizes import block_bytes
 
@@ -136,17 +135,11 @@ class Cutting:
         specs, spec_of = by_first(flow.spec_of[values], len(flow.specs))
         modules, module_of = by_first(flow.module_of[ops], len(flow.modules))
         return GraphColumns(
-            names=flow.names[ops],
+            **flow.of_ops(ops) | {"call_of": call_of, "module_of": module_of},
             calls=tuple([flow.calls[number] for number in calls.tolist()]),
-            call_of=call_of,
             specs=tuple([flow.specs[number] for number in specs.tolist()]),
             spec_of=spec_of,
             modules=tuple([flow.modules[number] for number in modules.tolist()]),
-            module_of=module_of,
-            is_forward=flow.is_forward[ops],
-            is_repeated=flow.is_repeated[ops],
-            is_view=flow.is_view[ops],
-            enters_dtensor=flow.enters_dtensor[ops],
             touched=self._number[self._touched],
             touched_by=self._by,
             is_made=self._is_made,

@@ -23,13 +23,13 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, maximum, where
 from estimator.errors import ProfileError, WorkloadError
-from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import (
     BoundGraph,
     OpGraph,
     frozen_unit_bytes,
     parameter_unit,
 )
+from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.ir.structure import UnitRun, unit_runs
 from estimator.kernels.durations import columns_of
 from estimator.machines.profile import MachineProfile

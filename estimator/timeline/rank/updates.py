@@ -13,9 +13,8 @@ from estimator.cache import Cache
 from estimator.elementwise import Array
 from estimator.errors import ProfileError, StrategyError
 from estimator.graph.costs.call_costs import features_of
-from estimator.graph.ir.columns import GraphColumns
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
-from estimator.graph.ir.ops import Parameter
+from estimator.graph.ir.ops import GraphColumns, Parameter
 from estimator.graph.memory.sizes import trained_tensors, update_call
 from estimator.kernels.contention import Eviction, slowdown_curve, slowdown_ratio
 from estimator.kernels.durations import columns_of, kernel_fits

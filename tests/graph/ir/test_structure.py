@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.ir.columns import GraphColumns
+from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.partition.stages import split_points, stage_graphs
 from tests.graph.partition.test_stages import traced

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from estimator import OpGraph
 from estimator.estimates.engine import Engine
-from estimator.graph.ir.columns import GraphColumns
+from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.repeats import Repeats
 from estimator.graph.trace.trace import trace_graph
