@@ -27,7 +27,7 @@ from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, OpCost, Phase, Value, gives_views
 from estimator.graph.ir.structure import value_roots
-from estimator.tensors import OpCall, TensorSpec
+from estimator.tensors import TensorSpec
 
 PartKind = Literal["pointwise", "row", "across", "whole"]
 Sizes = tuple[int, int]
@@ -175,23 +175,19 @@ def _name(op: Op) -> str:
     return op.call.target.split(".")[1].rstrip("_")
 
 
-def _calls(op: Op) -> tuple[OpCall, OpCall]:
-    return op.call, op.other_call
-
-
 def _flops(op: Op, share_ratio: float = 1.0) -> tuple[float, float]:
-    one, two = (op_cost(call) or OpCost() for call in _calls(op))
+    one, two = (op_cost(call) or OpCost() for call in op.calls)
     return share_ratio * one.flops, share_ratio * two.flops
 
 
 def _most(op: Op) -> Sizes:
     """Elements of the largest tensor that a call writes or reads."""
-    one, two = (max(s.numel for s in (*call.outputs, *call.inputs)) for call in _calls(op))
+    one, two = (max(s.numel for s in (*call.outputs, *call.inputs)) for call in op.calls)
     return one, two
 
 
 def _written(op: Op) -> Sizes:
-    one, two = (max(spec.numel for spec in call.outputs) for call in _calls(op))
+    one, two = (max(spec.numel for spec in call.outputs) for call in op.calls)
     return one, two
 
 
@@ -229,7 +225,7 @@ def _dropout(whole: KernelPart, op: Op) -> list[KernelPart]:
 
 
 def _lookup(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
-    rows = tuple(sum(spec.nbytes for spec in call.outputs) for call in _calls(op))
+    rows = tuple(sum(spec.nbytes for spec in call.outputs) for call in op.calls)
     return [
         replace(
             whole,
@@ -279,7 +275,7 @@ def _softmax(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
 
 def _rows(op: Op) -> Sizes:
     formula = formula_of(op.call.target)
-    dims = [formula.dims(call) if formula else (1.0,) for call in _calls(op)]
+    dims = [formula.dims(call) if formula else (1.0,) for call in op.calls]
     return round(dims[0][0]), round(dims[1][0])
 
 

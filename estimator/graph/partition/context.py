@@ -240,13 +240,9 @@ class _TokenSplitter(Partitioner):
             return True
         return name == "add" and before == (PARTIAL, PARTIAL)
 
-    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
-        gradient = parameter.gradient
-        if gradient is not None:
-            gradient = self.moved.get(gradient, gradient)
-            if isinstance(self.at[gradient], Shard):
-                gradient = self._met(gradient, None, op)
-        return replace(parameter, gradient=gradient, ready_after=len(self.ops) - 1)
+    def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
+        is_part = isinstance(self.at[gradient], Shard)
+        return {"gradient": self._met(gradient, None, op)} if is_part else {}
 
     # Attention
 
@@ -261,18 +257,15 @@ class _TokenSplitter(Partitioner):
         inputs = [self._met(self._current(value, op), want, op) for value, want in given]
         known = {f"in{number}": value for number, value in enumerate(inputs)}
         known |= {f"out{number}": value for number, value in enumerate(op.outputs)}
-        calls = (self._localized(call, placed) for call in (op.call, op.other_call))
+        calls = (self._localized(call, placed) for call in op.calls)
         both = (attention_steps(call, self.axis, self.degree, ring=self.ring) for call in calls)
         for one, two in zip(*both, strict=True):
             for name, spec, other in zip(
                 one.outputs, one.call.outputs, two.call.outputs, strict=True
             ):
                 if name not in known:
-                    known[name] = len(self.values)
                     value = Value(spec=spec, other_spec=other, kind="activation")
-                    self.values.append(value)
-                    self.at.append(None)
-                    self.made_in[known[name]] = op.module
+                    known[name] = self._added(value, None, module=op.module)
             self.ops.append(
                 replace(
                     op,

@@ -9,6 +9,7 @@ the ranks of a tensor-parallel group are among those that share experts, as ``Al
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from estimator.errors import StrategyError
 from estimator.graph.costs.call_costs import family_of
@@ -18,7 +19,6 @@ from estimator.graph.ir.ops import Op, Parameter, with_calls
 from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
 from estimator.graph.partition.plan import divided_experts
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Routed, Shard
-from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 EXPERT_DP = "expert_dp"
@@ -144,7 +144,7 @@ class ExpertSplitter(Partitioner):
 
     def _placed_op(self, op: Op, inputs: list[int], found: Placed) -> None:
         given = [self._met(v, want, op) for v, want in zip(inputs, found.wants, strict=True)]
-        calls = [self._localized(call, found) for call in (op.call, op.other_call)]
+        calls = [self._localized(call, found) for call in op.calls]
         holds = tuple([self._held(value, op) for value in op.holds])
         self.ops.append(with_calls(op, calls, inputs=tuple(given), holds=holds))
         self._mark(op, found.outputs)
@@ -189,27 +189,15 @@ class ExpertSplitter(Partitioner):
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         return op_name(op) in KEEP_PARTIAL or before == (PARTIAL, PARTIAL)
 
-    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
-        gradient = parameter.gradient
-        if gradient is None:
-            return replace(parameter, ready_after=len(self.ops) - 1)
-        gradient = self.moved.get(gradient, gradient)
-        at = self.at[gradient]
+    def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
+        at, known = self.at[gradient], self.values[gradient]
         if not isinstance(at, Shard):
-            return replace(parameter, gradient=gradient, ready_after=len(self.ops) - 1)
-        known = self.values[gradient]
-        specs = [self._spec(spec, at) for spec in (known.spec, known.other_spec)]
+            return {}
+        specs = [self._spec(spec, at) for spec in known.specs]
         calls = [collective_call("all_reduce", EXPERT_DP, spec, spec) for spec in specs]
-        reduced = self._added(known, at)
-        self.values[reduced] = replace(self.values[reduced], base=gradient)
+        reduced = self._added(known, at, base=gradient)
         self._issue("all_reduce", calls, op, (gradient,), (reduced,))
-        return replace(
-            parameter,
-            spec=self._spec(parameter.spec, at),
-            gradient=gradient,
-            ready_after=len(self.ops) - 1,
-            expert_parts=self.parts,
-        )
+        return {"spec": self._spec(parameter.spec, at), "expert_parts": self.parts}
 
     # Tokens to their experts and back
 
@@ -226,21 +214,15 @@ class ExpertSplitter(Partitioner):
             return self.dispatched[value]
         if value in self.straight:
             rows = self._dispatched(self.straight[value], Routed(0, self.imbalance), op)
-            new = self._added(self.values[value], want)
-            self.values[new] = replace(self.values[new], base=rows)
-            calls = [
-                OpCall(
-                    "aten.transpose.int",
-                    (self._spec(spec_of_rows, self.at[rows]), 0, 1),
-                    (),
-                    (self._spec(spec, want),),
-                )
-                for spec_of_rows, spec in zip(_specs(self, rows), _specs(self, value), strict=True)
-            ]
+            new = self._added(self.values[value], want, base=rows)
+            calls = []
+            for pair in zip(self.values[rows].specs, self.values[value].specs, strict=True):
+                given, made = map(self._spec, pair, (self.at[rows], want))
+                calls.append(OpCall("aten.transpose.int", (given, 0, 1), (), (made,)))
             self._add(f"ep_transpose_{new}", calls, op, (rows,), (new,))
         else:
             self._tell_counts(op)
-            sent = self._all_to_all(value, want, op)
+            sent = self._collective("all_to_all", value, want, op)
             # Rows come rank by rank, and are put in the order of experts.
             new = self._copied(sent, op)
         self.dispatched[value] = new
@@ -249,19 +231,10 @@ class ExpertSplitter(Partitioner):
     def _combined(self, value: int, op: Op) -> int:
         found = self.combined.get(value)
         if found is None:
-            found = self.combined[value] = self._all_to_all(self._copied(value, op), None, op)
+            found = self.combined[value] = self._collective(
+                "all_to_all", self._copied(value, op), None, op
+            )
         return found
-
-    def _all_to_all(self, value: int, want: Placement, op: Op) -> int:
-        known, have = self.values[value], self.at[value]
-        new = self._added(known, want)
-        kind: CollectiveName = "all_to_all"
-        calls = [
-            collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
-            for spec in (known.spec, known.other_spec)
-        ]
-        self._issue(kind, calls, op, (value,), (new,))
-        return new
 
     def _tell_counts(self, op: Op) -> None:
         """How many tokens each expert gets from each rank, once a layer."""
@@ -270,10 +243,6 @@ class ExpertSplitter(Partitioner):
             counts = TensorSpec((self.experts,), "int64")
             calls = [collective_call("all_to_all", self.axis, counts, counts)] * 2
             self._issue("all_to_all", calls, op, (), ())
-
-
-def _specs(walk: Partitioner, value: int) -> tuple[TensorSpec, TensorSpec]:
-    return walk.values[value].spec, walk.values[value].other_spec
 
 
 # What routes tokens to experts: every rank does so for its own.
@@ -349,15 +318,7 @@ class _Slices(Partitioner):
                     f"{self.axis}={self.degree} does not divide the {self.tokens} tokens of module "
                     f"'{op.module}'; choose a divisor"
                 )
-            shard = Shard.along(known.spec, 0)
-            base = value if known.base is None else known.base
-            new = self.gathered[key] = self._added(known, shard, base=base, module=key[0])
-            parts = [(spec, self._spec(spec, shard)) for spec in (known.spec, known.other_spec)]
-            calls = [
-                OpCall("aten.slice.Tensor", (spec, 0, 0, part.shape[0]), (), (part,))
-                for spec, part in parts
-            ]
-            self._add(f"{self.axis}_tokens_{new}", calls, op, (value,), (new,))
+            self._sliced(value, Shard.along(known.spec, 0), op, key[0])
         return self.gathered[key]
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
@@ -383,14 +344,9 @@ class _Slices(Partitioner):
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         return False
 
-    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
+    def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
         # The ranks with slices are among those that share experts.
-        return replace(
-            parameter,
-            gradient=self.moved.get(parameter.gradient or -1, parameter.gradient),
-            ready_after=len(self.ops) - 1,
-            expert_parts=parameter.expert_parts // self.degree,
-        )
+        return {"expert_parts": parameter.expert_parts // self.degree}
 
 
 class _Sums(ExpertSplitter):
@@ -429,6 +385,6 @@ class _Sums(ExpertSplitter):
         self._placed_op(op, inputs, self._grouped(op, tuple([self.at[v] for v in inputs])))
 
     def _placed_op(self, op: Op, inputs: list[int], found: Placed) -> None:
-        calls = [self._localized(call, found) for call in (op.call, op.other_call)]
-        self.ops.append(replace(op, inputs=tuple(inputs), call=calls[0], other_call=calls[1]))
+        calls = [self._localized(call, found) for call in op.calls]
+        self.ops.append(with_calls(op, calls, inputs=tuple(inputs)))
         self._mark(op, [None if isinstance(at, Routed) else at for at in found.outputs])

@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 from estimator.graph.costs.call_costs import FUSED, FusedKernel
@@ -69,7 +70,12 @@ class Partitioner(ABC):
         for index, op in enumerate(self.graph.ops):
             self._op(op)
             for number in final.get(index, ()):
-                parameters[number] = self._trained(parameters[number], op)
+                trained, gradient = parameters[number], parameters[number].gradient
+                changes: dict[str, Any] = {}
+                if gradient is not None:
+                    gradient = self.moved.get(gradient, gradient)
+                    changes = {"gradient": gradient, **self._trained(trained, gradient, op)}
+                parameters[number] = replace(trained, ready_after=len(self.ops) - 1, **changes)
         return self._finished(tuple(parameters))
 
     # What an axis says
@@ -80,8 +86,8 @@ class Partitioner(ABC):
         """What the split takes for granted."""
 
     @abstractmethod
-    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
-        """A parameter whose gradient is final: what of it a rank holds, and what it reduces."""
+    def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
+        """What a rank holds of a parameter whose gradient is final; adds what it reduces."""
 
     @abstractmethod
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
@@ -170,7 +176,7 @@ class Partitioner(ABC):
             for value in op.outputs:
                 known = self.values[value]
                 if known.base is not None and known.base != op.inputs[0]:
-                    self.values[value] = _viewed(known, op.inputs[0])
+                    self.values[value] = replace(known, base=op.inputs[0])
         self.ops.append(op)
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
@@ -222,22 +228,45 @@ class Partitioner(ABC):
         have, overlaps = self.at[value], self._overlaps(kind, value, op)
         if self.copies and (kind == "all_reduce" or (isinstance(want, Shard) and want.dim)):
             value = self._copied(value, op)
-        known = self.values[value]
-        new = self._added(known, want)
-        calls = [
-            collective_call(
-                kind, self.axis, self._spec(spec, have), self._spec(spec, want), overlaps=overlaps
-            )
-            for spec in (known.spec, known.other_spec)
-        ]
-        self._issue(kind, calls, op, (value,), (new,))
+        new = self._collective(kind, value, want, op, overlaps)
         in_order = not self.copies or not isinstance(have, Shard) or not have.dim
         return new if in_order else self._copied(new, op)
+
+    def _collective(
+        self,
+        kind: CollectiveName,
+        value: int,
+        want: Placement,
+        op: Op,
+        overlaps: Overlapped | None = None,
+    ) -> int:
+        """Add a collective of a value before an operator; gives what it makes."""
+        known, have = self.values[value], self.at[value]
+        new = self._added(known, want)
+        calls = []
+        for spec in known.specs:
+            given, made = self._spec(spec, have), self._spec(spec, want)
+            calls.append(collective_call(kind, self.axis, given, made, overlaps=overlaps))
+        self._issue(kind, calls, op, (value,), (new,))
+        return new
+
+    def _sliced(self, value: int, shard: Shard, op: Op, scope: str) -> int:
+        """The rank's part of what every rank holds whole, a view of it, for a scope."""
+        known = self.values[value]
+        base = value if known.base is None else known.base
+        new = self.gathered[scope, value] = self._added(known, shard, base=base, module=scope)
+        calls = []
+        for spec in known.specs:
+            part = self._spec(spec, shard)
+            arguments = (spec, shard.dim, 0, part.shape[shard.dim])
+            calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
+        self._add(f"{self.axis}_slice_{new}", calls, op, (value,), (new,))
+        return new
 
     def _copied(self, value: int, op: Op) -> int:
         known, at = self.values[value], self.at[value]
         new = self._added(known, at)
-        specs = [self._spec(spec, at) for spec in (known.spec, known.other_spec)]
+        specs = [self._spec(spec, at) for spec in known.specs]
         calls = [OpCall("aten.clone.default", (spec,), (), (spec,)) for spec in specs]
         name = f"{self.axis}_copy_{new}"
         self._add(name, calls, op, (value,), (new,), is_view=False)
@@ -335,11 +364,10 @@ class Partitioner(ABC):
     def _finished(self, parameters: tuple[Parameter, ...]) -> OpGraph:
         values = tuple(
             [
-                Value(
+                replace(
+                    value,
                     spec=self._spec(value.spec, at),
                     other_spec=self._spec(value.other_spec, at),
-                    kind=value.kind,
-                    base=value.base,
                 )
                 if isinstance(at, (Shard, Routed))
                 else value
@@ -371,33 +399,13 @@ class Partitioner(ABC):
         )
 
 
-def _changed(
-    op: Op,
-    *,
-    inputs: tuple[int, ...] | None = None,
-    call: OpCall | None = None,
-    other_call: OpCall | None = None,
-    holds: tuple[int, ...] | None = None,
-    enters_dtensor: bool | None = None,
-) -> Op:
-    """What `replace` gives, which takes several times as long."""
-    return Op(
-        name=op.name,
-        call=op.call if call is None else call,
-        other_call=op.other_call if other_call is None else other_call,
-        phase=op.phase,
-        module=op.module,
-        inputs=op.inputs if inputs is None else inputs,
-        outputs=op.outputs,
-        is_view=op.is_view,
-        is_repeated=op.is_repeated,
-        holds=op.holds if holds is None else holds,
-        enters_dtensor=op.enters_dtensor if enters_dtensor is None else enters_dtensor,
-    )
+_FIELDS = tuple(field.name for field in fields(Op))
+_values_of = attrgetter(*_FIELDS)
 
 
-def _viewed(value: Value, base: int) -> Value:
-    return Value(spec=value.spec, other_spec=value.other_spec, kind=value.kind, base=base)
+def _changed(op: Op, **changes: Any) -> Op:
+    """What `replace` gives, which takes twice as long."""
+    return Op(**dict(zip(_FIELDS, _values_of(op), strict=True)) | changes)
 
 
 def op_name(op: Op) -> str:
@@ -485,15 +493,7 @@ class _TensorSplitter(Partitioner):
         shard = Shard.along(known.spec, -1)
         gathered = self.gathered.get((op.module, value), -1)
         if gathered < 0:
-            base = value if known.base is None else known.base
-            gathered = self._added(known, shard, base=base, module=op.module)
-            self.gathered[op.module, value] = gathered
-            calls = []
-            for spec in (known.spec, known.other_spec):
-                part = self._spec(spec, shard)
-                arguments = (spec, shard.dim, 0, part.shape[shard.dim])
-                calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
-            self._add(f"{self.axis}_slice_{gathered}", calls, op, (value,), (gathered,))
+            gathered = self._sliced(value, shard, op, op.module)
         return gathered
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
@@ -513,26 +513,16 @@ class _TensorSplitter(Partitioner):
         return op.module.rpartition(".")[0] if self.plan.reduces_once else op.module
 
     def _has_samples(self, value: int) -> bool:
-        one, two = self.values[value].spec.shape, self.values[value].other_spec.shape
+        one, two = (spec.shape for spec in self.values[value].specs)
         batch, other = self.graph.batch, self.graph.other_batch
         return one[1] % self.degree == 0 and (other is None or (one[0], two[0]) == (batch, other))
 
-    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
-        """A parameter whose gradient is final: what of it a rank holds, and what it reduces."""
-        gradient = parameter.gradient
-        if gradient is None:
-            return replace(parameter, ready_after=len(self.ops) - 1)
-        gradient = self.moved.get(gradient, gradient)
+    def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
         divides = self.styles[op.module] not in (None, "replicate", "sequence")
         if self.at[gradient] == PARTIAL or (self.at[gradient] is not None and not divides):
             gradient = self._met(gradient, None, op)
-        return replace(
-            parameter,
-            spec=self._spec(parameter.spec, self.at[gradient]),
-            gradient=gradient,
-            ready_after=len(self.ops) - 1,
-            is_dtensor=op.module in self.dtensors,
-        )
+        spec = self._spec(parameter.spec, self.at[gradient])
+        return {"spec": spec, "gradient": gradient, "is_dtensor": op.module in self.dtensors}
 
 
 class _MegatronSplitter(_TensorSplitter):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from estimator.graph.ir.collectives import WORLD, collective_call_of
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.ops import Op
+from estimator.graph.ir.ops import Op, with_calls
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
 from estimator.workload import check_count
@@ -119,19 +119,15 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
 def _as_collective(op: Op, ranks: int) -> Op:
     name = op.call.target.rpartition(".")[0]
     if name == _WAIT:
-        calls = [OpCall("aten.alias.default", call.inputs, (), call.outputs) for call in _both(op)]
-        return replace(op, call=calls[0], other_call=calls[1], is_view=True)
+        calls = [OpCall("aten.alias.default", call.inputs, (), call.outputs) for call in op.calls]
+        return with_calls(op, calls, is_view=True)
     if name not in _OPERATORS:
         return op
     kind, given, got = _OPERATORS[name]
-    calls = [collective_call_of(kind, WORLD, call, given=given, ranks=ranks) for call in _both(op)]
+    calls = [collective_call_of(kind, WORLD, call, given=given, ranks=ranks) for call in op.calls]
     # What a rank gives stands first.
     inputs = op.inputs
     if given > got:
         first = len(OpCall("", (op.call.arguments[got],), (), ()).inputs)
         inputs = (*inputs[first:], *inputs[:first])
-    return replace(op, call=calls[0], other_call=calls[1], inputs=inputs, is_view=True)
-
-
-def _both(op: Op) -> tuple[OpCall, OpCall]:
-    return op.call, op.other_call
+    return with_calls(op, calls, inputs=inputs, is_view=True)
