@@ -103,7 +103,7 @@ def cold_ratios(
     is_cold = np.where(touches.is_read, eviction.at(distance + size), written_cold)
     calls = known.distinct_calls(bound)
     scratch = np.array([float(workspace_bytes(call, threads=threads)) for call in calls])
-    scratch_bytes = np.where(known.is_view, 0.0, scratch[known.call_of])
+    scratch_bytes = np.where(known.columns.is_view, 0.0, scratch[known.columns.call_of])
     moved = per_op + scratch_bytes
     touched_cold = np.bincount(touches.op, weights=size * is_cold, minlength=ops)
     cold_bytes = touched_cold + scratch_bytes * new_is_cold
@@ -111,7 +111,7 @@ def cold_ratios(
     if blocks is not None:
         ratios[touches.op[is_shared]] = 0.0
     unsized = np.array([_has_unsized_scratch(call, graph.target) for call in calls])
-    return np.where(unsized[known.call_of] & ~known.is_view, new_is_cold, ratios)
+    return np.where(unsized[known.columns.call_of] & ~known.columns.is_view, new_is_cold, ratios)
 
 
 def _before(per_op: Array, blocks: Indices) -> Array:

@@ -114,7 +114,7 @@ class CallCosts:
     def of(cls, bound: BoundGraph, structure: GraphStructure) -> CallCosts:
         calls = structure.distinct_calls(bound)
         runs = np.zeros(len(calls), dtype=np.bool_)
-        runs[structure.call_of[~structure.is_view]] = True
+        runs[structure.columns.call_of[~structure.columns.is_view]] = True
         features = tuple(
             [features_of(call) if run else None for call, run in zip(calls, runs, strict=True)]
         )
@@ -219,7 +219,7 @@ def op_durations(
                 else compiled_host_seconds(bound.graph, host)
             ),
         ),
-        device_s=kernels.alone_s * slowdown[structure.call_of],
+        device_s=kernels.alone_s * slowdown[structure.columns.call_of],
         sources=kernels.sources,
         relative_errors=kernels.relative_errors,
         in_grid=kernels.in_grid,
@@ -243,14 +243,14 @@ def least_device_s(
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     cached_bytes = _cached_bytes(profile, fits)
     timed = _timed(graph, costs, fits, profile)
-    call_of = structure.call_of
+    call_of = structure.columns.call_of
     eviction = _eviction(profile, cached_bytes)
     cold = _cold_ratios(bound, structure, costs, fits, eviction, blocks)
     warm_s = np.array([prediction.warm_s for prediction in timed])[call_of]
     more_s = np.array([prediction.cold_s for prediction in timed])[call_of] - warm_s
     seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
     slowdown = _slowdowns(costs, profile, devices_busy, cached_bytes)
-    return np.where(structure.is_view, 0.0, seconds * slowdown[call_of])
+    return np.where(structure.columns.is_view, 0.0, seconds * slowdown[call_of])
 
 
 def _slowdowns(
@@ -291,7 +291,7 @@ def _cold_ratios(
     cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
     if isinstance(fits, Roofline):
         return cold
-    return eviction.beyond_repeated(cold, costs.moved_bytes[structure.call_of])
+    return eviction.beyond_repeated(cold, costs.moved_bytes[structure.columns.call_of])
 
 
 def _private_bytes(profile: MachineProfile) -> float:
@@ -314,7 +314,7 @@ def _kernel_seconds(
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     cached_bytes = _cached_bytes(profile, fits)
     eviction = _eviction(profile, cached_bytes)
-    call_of, is_view = structure.call_of, structure.is_view
+    call_of, is_view = structure.columns.call_of, structure.columns.is_view
     cold = _cold_ratios(bound, structure, costs, fits, eviction)
     timed = _timed(graph, costs, fits, profile)
     seconds = _blend(timed, call_of, cold)
@@ -408,7 +408,7 @@ def _measured_ratios(
         traced.append(
             fitted or KernelPrediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source="")
         )
-    call_of = structure.call_of
+    call_of = structure.columns.call_of
     return measured_s[call_of] / _blend(traced, call_of, cold), left[call_of]
 
 
@@ -434,7 +434,8 @@ def kernel_groups(structure: GraphStructure, sources: Sequence[str]) -> KernelGr
     families = [family_of(call.target) for call, _ in structure.columns.calls]
     numbers: dict[tuple[str, str], int] = {}
     # Ops of a call are views all or none, and their seconds come from one source.
-    kinds, kind_of = by_first(2 * structure.call_of + structure.is_view, 2 * len(families))
+    columns = structure.columns
+    kinds, kind_of = by_first(2 * columns.call_of + columns.is_view, 2 * len(families))
     firsts = first_places(kind_of, len(kinds)).tolist()
     group_of = [
         0

@@ -69,8 +69,8 @@ def eager_host_seconds(
     not. On CPUs what the kernel before touched has evicted the host's code from `private_bytes` of
     cache, or has not.
     """
-    graph = structure.graph
-    moved = np.where(structure.is_view, 0.0, moved_bytes[structure.call_of])
+    graph, columns = structure.graph, structure.columns
+    moved = np.where(columns.is_view, 0.0, moved_bytes[columns.call_of])
     before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
     cold = Eviction.of_size(private_bytes).at(before) if private_bytes else np.ones(len(moved))
     op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
@@ -79,14 +79,13 @@ def eager_host_seconds(
     # What a CPU's kernel takes includes its bare call.
     ratios, launch_s = np.ones(len(op_s)), np.zeros(len(op_s))
     if graph.target == "cuda":
-        ratios, launch_s = (
-            given[structure.call_of] for given in _launches(calls, host.bare_op_s, issued_s)
-        )
-    forward_s = np.where(structure.is_view, view_s, op_s * ratios + launch_s)
+        launches = _launches(calls, host.bare_op_s, issued_s)
+        ratios, launch_s = (given[columns.call_of] for given in launches)
+    forward_s = np.where(columns.is_view, view_s, op_s * ratios + launch_s)
     backward_s = np.where(
-        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, node_s * ratios + launch_s
+        columns.is_view, _BACKWARD_VIEW_RATIO * view_s, node_s * ratios + launch_s
     )
-    by_python = structure.is_forward | structure.is_run_again
+    by_python = columns.is_forward | structure.is_run_again
     per_op = np.where(by_python, forward_s, backward_s)
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
@@ -103,13 +102,14 @@ def _dtensor_seconds(structure: GraphStructure, calls: Sequence[OpCall], host: H
 
     Where ranks divide layers without it, as Megatron-LM's do, they exchange without it, too.
     """
-    has_dtensors = structure.enters_dtensor.any()
+    columns = structure.columns
+    has_dtensors = columns.enters_dtensor.any()
     exchanges = [
         is_collective(call) and (has_dtensors or call.arguments[1] != "tp") for call in calls
     ]
-    module_s = np.where(structure.is_forward, host.dtensor_forward_s, host.dtensor_backward_s)
+    module_s = np.where(columns.is_forward, host.dtensor_forward_s, host.dtensor_backward_s)
     exchange_s = host.dtensor_exchange_s * np.array(exchanges, dtype=np.float64)
-    return np.asarray(structure.enters_dtensor * module_s + exchange_s[structure.call_of])
+    return np.asarray(columns.enters_dtensor * module_s + exchange_s[columns.call_of])
 
 
 def _launches(
@@ -130,7 +130,7 @@ def _launches(
 
 def _python_calls(structure: GraphStructure, by_python: Flags) -> Array:
     """What Python does around each op, in calls of a module: these come between all its ops."""
-    graph, is_forward = structure.graph, structure.is_forward
+    graph, is_forward = structure.graph, structure.columns.is_forward
     calls = np.zeros(len(by_python))
     calls[structure.checkpoints] = _CHECKPOINT_CALLS
     functions = _FUNCTION_CALLS * graph.function_calls / max(is_forward.sum(), 1)

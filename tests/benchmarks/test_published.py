@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from known_answers import is_right_of_memory, memory_figures
 from known_layouts import known_layout_rows
@@ -32,7 +33,7 @@ from zoo.megatron import megatron_gpt
 import estimator as est
 from estimator.errors import StrategyError
 from estimator.graph.costs.call_costs import FusedKernel, features_of, op_cost, step_flops
-from estimator.graph.ir.structure import storages
+from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import found_plan
@@ -465,17 +466,12 @@ def test_a_layer_of_megatron_keeps_what_its_paper_says() -> None:
         )  # fmt: skip
         whole = est.trace_model(model, tokens, loss=loss, target="cuda", precision="fp16")
         rank = split_by_layout(whole, Layout.parse(f"tp={tp},sp,vocab,megatron,dp=*"))
-        found = storages(rank)
-        bound = rank.at()
+        known, bound = GraphStructure.of(rank), rank.at()
         begin = sum(op.phase == "forward" for op in rank.ops)
-        of_blocks = (
-            each
-            for each in found
-            if each.kind == "activation"
-            and each.born < begin <= each.dies
-            and len(bound.specs[each.root].shape) >= 2
-        )
-        return sum(max(bound.specs[value].nbytes for value in each.values) for each in of_blocks)
+        ranks = np.array([len(bound.specs[root].shape) for root in known.roots])
+        of_blocks = (known.kinds == "activation") & (ranks >= 2)
+        of_blocks &= (known.born < begin) & (known.dies >= begin)
+        return int(known.storage_bytes(bound)[of_blocks].sum())
 
     assert kept(3) - kept(2) == pytest.approx(34 * length * batch * width / tp, rel=0.03)
 

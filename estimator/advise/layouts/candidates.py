@@ -255,7 +255,7 @@ class BlockCosts(NamedTuple):
     ) -> BlockCosts:
         """The costs by `seconds` of each op."""
         graph, owner, count = bound.graph, blocks.owner, len(blocks.points)
-        is_forward = structure.is_forward
+        is_forward = structure.columns.is_forward
         parameters, states = np.zeros(count), np.zeros(count)
         trained = [p for p in graph.parameters if p.gradient is not None]
         optimizer = check_optimizer(graph.optimizer)
@@ -284,7 +284,7 @@ class BlockCosts(NamedTuple):
 
 def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:
     """Bytes that wait in each block for its own backward pass, and that its forward pass knows."""
-    begin, owner, touches = int(structure.is_forward.sum()), blocks.owner, structure.touches
+    begin, owner, touches = int(structure.columns.is_forward.sum()), blocks.owner, structure.touches
     activation = structure.kinds == "activation"
     waits = activation & (structure.born < begin) & (structure.dies >= begin)
     reader = owner[np.minimum(structure.dies, len(owner) - 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,76 +44,9 @@ def unit_runs(columns: GraphColumns, paths: Container[str], is_of_phase: Flags) 
     ]
 
 
-StorageKind = Literal["parameter", "buffer", "input", "constant", "activation", "gradient"]
-
 BEFORE_STEP = -1
-_KINDS: tuple[StorageKind, ...] = (*KINDS, "gradient")
+_KINDS = (*KINDS, "gradient")
 _ADD = "aten.add.Tensor"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
-    """One piece of memory and the values that share it.
-
-    `root` is the value that owns it. It is held from the start of op `born` (-1: from before the
-    step) to the end of op `dies` (the number of ops: to the end of backward and beyond).
-    """
-
-    values: tuple[int, ...]
-    root: int
-    born: int
-    dies: int
-    kind: StorageKind
-
-
-class Stored(NamedTuple):
-    """Every piece of memory of a step in order of birth, in arrays; see `Storage`.
-
-    `storage_of` is the number of each value's storage.
-    """
-
-    storage_of: Indices
-    roots: Indices
-    born: Indices
-    dies: Indices
-    kinds: NDArray[np.str_]
-
-    @classmethod
-    def of(cls, graph: OpGraph, columns: GraphColumns) -> Stored:
-        """Those of a graph.
-
-        A value and all its views and in-place results share one storage, held until the last op
-        that uses any of them or is known to hold one. Parameters, buffers, inputs and constants are
-        held throughout, gradients of parameters from their birth to the end.
-        """
-        root, ops = _roots(graph, columns), len(graph.ops)
-        kinds = np.array(_KINDS)[columns.kind]
-        trained = [p.gradient for p in graph.parameters if p.gradient is not None]
-        of_gradients = root[trained]
-        of_gradients = of_gradients[kinds[of_gradients] == "activation"]
-        born, last_use = _uses(columns, root)
-        is_activation = kinds == "activation"
-        start = np.where(is_activation, born, BEFORE_STEP)
-        end = np.where(is_activation, np.maximum(start, last_use), ops)
-        kinds[of_gradients], end[of_gradients] = "gradient", ops
-        roots = np.flatnonzero(root == np.arange(len(root)))
-        roots = roots[np.argsort(start[roots], kind="stable")]
-        number = np.zeros(len(root), dtype=np.intp)
-        number[roots] = np.arange(len(roots))
-        return cls(number[root], roots, start[roots], end[roots], kinds[roots])
-
-
-def storages(graph: OpGraph) -> tuple[Storage, ...]:
-    """Every piece of memory of the step with its lifetime, in order of birth."""
-    stored = Stored.of(graph, GraphColumns.of(graph))
-    values: list[list[int]] = [[] for _ in stored.roots]
-    for value, number in enumerate(stored.storage_of.tolist()):
-        values[number].append(value)
-    columns = (column.tolist() for column in (stored.roots, stored.born, stored.dies, stored.kinds))
-    return tuple(
-        Storage(values=tuple(own), root=root, born=born, dies=dies, kind=kind)
-        for own, root, born, dies, kind in zip(values, *columns, strict=True)
-    )
 
 
 def value_roots(graph: OpGraph) -> list[int]:
@@ -268,18 +200,18 @@ class Touches:
 class GraphStructure:
     """What a graph is at any batch size, in arrays.
 
-    `call_of` gives each op the number of its call: equal at both traced batch sizes is equal at
-    all. `storage_of` is the number of each value's storage, `roots` and `kinds` are
-    the values that own them and what they are for; storages are held from the start of op `born` to
-    the end of op `dies`, and after op `ready` the last gradient in one is final, where there
-    are any. Python issues the ops of the forward pass and those that a checkpoint runs again;
-    `checkpoints` are the first ones that each checkpoint does. An op `enters_dtensor` where it is
-    the first of a module's call that DTensor runs.
+    A value and all its views and in-place results share one storage: `storage_of` is the number of
+    each value's, in order of birth, `roots` and `kinds` are the values that own them and what they
+    are for. A storage is held from the start of op `born` (-1: from before the step) to the end of
+    op `dies`, the last that uses any of them or is known to hold one (the number of ops: to the end
+    of backward and beyond). Parameters, buffers, inputs and constants are held throughout,
+    gradients of parameters from their birth to the end; after op `ready` the last gradient in one
+    is final, where there are any. Python issues the ops of the forward pass and those that a
+    checkpoint runs again; `checkpoints` are the first ones that each checkpoint does.
     """
 
     graph: OpGraph
     columns: GraphColumns
-    call_of: Indices
     storage_of: Indices
     roots: Indices
     kinds: NDArray[np.str_]
@@ -287,34 +219,41 @@ class GraphStructure:
     dies: Indices
     ready: Indices
     touches: Touches
-    is_view: Flags
-    is_forward: Flags
     is_run_again: Flags
     checkpoints: Indices
-    enters_dtensor: Flags
 
     @classmethod
     def of(cls, graph: OpGraph, columns: GraphColumns | None = None) -> GraphStructure:
         """That of a graph; `columns` are its own where they are at hand."""
         columns = columns or GraphColumns.of(graph)
-        stored = Stored.of(graph, columns)
+        root, ops = _roots(graph, columns), len(graph.ops)
+        kinds = np.array(_KINDS)[columns.kind]
+        trained = [p.gradient for p in graph.parameters if p.gradient is not None]
+        of_gradients = root[trained]
+        of_gradients = of_gradients[kinds[of_gradients] == "activation"]
+        born, last_use = _uses(columns, root)
+        is_activation = kinds == "activation"
+        start = np.where(is_activation, born, BEFORE_STEP)
+        end = np.where(is_activation, np.maximum(start, last_use), ops)
+        kinds[of_gradients], end[of_gradients] = "gradient", ops
+        roots = np.flatnonzero(root == np.arange(len(root)))
+        roots = roots[np.argsort(start[roots], kind="stable")]
+        number = np.zeros(len(root), dtype=np.intp)
+        number[roots] = np.arange(len(roots))
+        storage_of, dies = number[root], end[roots]
         is_run_again = _is_run_again(columns)
         return cls(
             graph=graph,
             columns=columns,
-            call_of=columns.call_of,
-            storage_of=stored.storage_of,
-            roots=stored.roots,
-            kinds=stored.kinds,
-            born=stored.born,
-            dies=stored.dies,
-            ready=_ready(graph, stored.storage_of, stored.dies),
-            touches=_touches(columns, stored.storage_of, columns.is_view),
-            is_view=columns.is_view,
-            is_forward=columns.is_forward,
+            storage_of=storage_of,
+            roots=roots,
+            kinds=kinds[roots],
+            born=start[roots],
+            dies=dies,
+            ready=_ready(graph, storage_of, dies),
+            touches=_touches(columns, storage_of),
             is_run_again=is_run_again,
             checkpoints=_checkpoints(columns, is_run_again & ~columns.is_view),
-            enters_dtensor=columns.enters_dtensor,
         )
 
     def at(self, batch: int | None) -> BoundGraph:
@@ -367,8 +306,8 @@ def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:
     return ready
 
 
-def _touches(columns: GraphColumns, storage_of: Indices, is_view: Flags) -> Touches:
-    counts = ~is_view[columns.touched_by]
+def _touches(columns: GraphColumns, storage_of: Indices) -> Touches:
+    counts = ~columns.is_view[columns.touched_by]
     every = int(storage_of.max(initial=0)) + 1
     pairs = columns.touched_by[counts] * every + storage_of[columns.touched[counts]]
     distinct, place = np.unique(pairs, return_inverse=True)

@@ -213,7 +213,7 @@ class LiveTensor:
 
 def is_saved(structure: GraphStructure) -> Flags:
     """Which storages are made in the forward pass and used in the backward pass."""
-    forward = np.append(structure.is_forward, False)
+    forward = np.append(structure.columns.is_forward, False)
     return np.asarray(forward[np.maximum(structure.born, 0)] & ~forward[structure.dies])
 
 

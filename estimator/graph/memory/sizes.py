@@ -179,7 +179,7 @@ class StorageSizes:
             of_call = [
                 workspace_bytes(call, threads=threads) for call in structure.distinct_calls(bound)
             ]
-            workspaces = np.array(of_call, dtype=np.int64)[structure.call_of]
+            workspaces = np.array(of_call, dtype=np.int64)[structure.columns.call_of]
         return cls(
             size_bytes=sizes,
             activations=np.flatnonzero(kinds == "activation"),

@@ -10,8 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any
 
 from estimator.graph.costs.call_costs import FUSED, FusedKernel
@@ -117,12 +116,12 @@ class Partitioner(ABC):
 
     def _op(self, op: Op) -> None:
         if op.holds:
-            op = _changed(op, holds=tuple([self._held(value, op) for value in op.holds]))
+            op = replace(op, holds=tuple([self._held(value, op) for value in op.holds]))
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._makes_parts(op):
             if inputs != list(op.inputs) or op.module in self.dtensors:
-                op = _changed(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
+                op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
             self._append(op)
             self._mark(op, (None,) * len(op.outputs))
             return
@@ -143,7 +142,7 @@ class Partitioner(ABC):
                 calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
                 self._issue("all_reduce", calls, op, (), ())
         self._append(
-            _changed(
+            replace(
                 op,
                 inputs=tuple(inputs),
                 call=self._localized(op.call, laid),
@@ -397,15 +396,6 @@ class Partitioner(ABC):
             frozen_parameter_bytes=max(frozen_bytes - max(left_bytes - trained_bytes, 0), 0),
             assumptions=(*self.graph.assumptions, *assumptions),
         )
-
-
-_FIELDS = tuple(field.name for field in fields(Op))
-_values_of = attrgetter(*_FIELDS)
-
-
-def _changed(op: Op, **changes: Any) -> Op:
-    """What `replace` gives, which takes twice as long."""
-    return Op(**dict(zip(_FIELDS, _values_of(op), strict=True)) | changes)
 
 
 def op_name(op: Op) -> str:

@@ -261,7 +261,7 @@ def held_between_passes(
     Gradients that other stages give to that pass have not come yet. `outputs` are held as well: a
     stage of torch.distributed.pipelining keeps what it has sent.
     """
-    begin = int(known.is_forward.sum())
+    begin = int(known.columns.is_forward.sum())
     waits = (known.born < begin) & (known.dies >= begin)
     kinds = known.kinds
     has_come = np.zeros(len(kinds), dtype=np.bool_)

@@ -598,7 +598,7 @@ def _passes_s(kind: RankClass, stage: Stage, cache: Cache) -> tuple[float, float
     def made() -> tuple[float, float, float]:
         lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
         before, own = lanes.ends_s(0), lanes.ends_s(1)
-        is_forward = structure_of(stage.graph, cache).is_forward
+        is_forward = structure_of(stage.graph, cache).columns.is_forward
         ended_s = float(own[is_forward.sum() - 1])
         backward_s = float(own[-1]) - ended_s
         spent = lanes.device_s + lanes.host_s

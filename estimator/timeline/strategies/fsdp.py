@@ -584,7 +584,7 @@ def _held_units(
     graph, ops, gradients = tensors.graph, tensors.ops, tensors.gradients
     gathered, buffers = Ledger(ops), Ledger(ops)
     forward, backward = [*passes.forward_runs], passes.backward_runs
-    turn = int(np.append(tensors.structure.is_forward, False).argmin())
+    turn = int(np.append(tensors.structure.columns.is_forward, False).argmin())
     if "" in units:
         # The rest of the model is gathered once for both phases.
         gathered.hold(at(0, COPY_OUT), at(ops, RESHARD), units[""])

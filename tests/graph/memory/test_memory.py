@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from estimator.cache import Cache
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
-from estimator.graph.ir.structure import GraphStructure, storages
+from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.peak import PeakMemory
 from estimator.graph.memory.sizes import StepTensors, workspace_bytes
 from estimator.graph.memory.step import MemoryOverStep, memory_alone
@@ -120,6 +122,23 @@ def peak(graph: OpGraph, text: str | None = None, optimizer: str = "sgd") -> Pea
     graph = replace(graph, optimizer=optimizer)
     found = over_step(graph, text) if text else memory_alone(graph.at())
     return found.peaks().peak(1)
+
+
+class Storage(NamedTuple):
+    values: tuple[int, ...]
+    root: int
+    born: int
+    dies: int
+    kind: str
+
+
+def storages(graph: OpGraph) -> list[Storage]:
+    known = GraphStructure.of(graph)
+    columns = (known.roots, known.born, known.dies, known.kinds)
+    return [
+        Storage(tuple(np.flatnonzero(known.storage_of == number).tolist()), *row)
+        for number, row in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+    ]
 
 
 def test_a_storage_lives_to_the_last_use_of_any_of_its_views() -> None:
