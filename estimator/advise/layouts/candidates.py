@@ -6,9 +6,10 @@ pipeline share the operators of a micro-batch however it is cut: one of them has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +162,8 @@ NO_BUCKETS = Buckets(0.0, hold_gradients=False)
 class Stages(NamedTuple):
     """What the stages of a pipeline take at least: seconds of a micro-batch, bytes.
 
-    `kept_bytes` wait between the passes of a micro-batch.
+    `kept_bytes` wait between the passes of a micro-batch; with what its backward pass makes, that
+    holds `passing_bytes`.
     """
 
     forward_s: Array
@@ -169,6 +171,7 @@ class Stages(NamedTuple):
     kept_bytes: Array
     parameters_bytes: Array
     states_bytes: Array
+    passing_bytes: Array
 
     def step_s(
         self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
@@ -183,15 +186,13 @@ class Stages(NamedTuple):
         both_s = self.forward_s + self.backward_s
         before_s = np.concatenate([[0.0], np.cumsum(self.forward_s)])
         around_s = np.concatenate([[0.0], np.cumsum(both_s)])
-        least_s, first_s, passes = [], 0.0, schedule.passes_of(micro_batches)
-        for rank in range(ranks):
-            own = self._held(schedule, rank, ranks)
-            passes_s = passes * float(both_s[own].sum())
-            least_s.append(float(before_s[own].min()) + passes_s * (1 + spread_ratio))
-            first_s = first_s or passes_s * spread_ratio
-            if schedule.backward_is_whole:
-                least_s.append(float(around_s[own[0]]) + passes_s + first_s)
-        return max(least_s)
+        own = self._held(schedule, ranks)
+        passes_s = schedule.passes_of(micro_batches) * both_s[own].sum(axis=1)
+        least_s = before_s[own].min(axis=1) + passes_s * (1 + spread_ratio)
+        if schedule.backward_is_whole:
+            first_s = passes_s[0] * spread_ratio
+            least_s = np.maximum(least_s, around_s[own[:, 0]] + passes_s + first_s)
+        return float(least_s.max())
 
     def simulated_s(
         self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
@@ -206,44 +207,51 @@ class Stages(NamedTuple):
         seconds = zip(self.forward_s.tolist(), self.backward_s.tolist(), strict=True)
         costs = [StageCosts(forward_s, backward_s, 0.0) for forward_s, backward_s in seconds]
         spread_ratio *= schedule.passes_of(micro_batches)
-        return max(
-            end_s + spread_ratio * float(both_s[self._held(schedule, rank, ranks)].sum())
-            for rank, end_s in enumerate(last_ends_s(schedule, ranks, micro_batches, costs))
-        )
+        own_s = both_s[self._held(schedule, ranks)].sum(axis=1)
+        ends_s = last_ends_s(schedule, ranks, micro_batches, costs)
+        return float((np.array(ends_s) + spread_ratio * own_s).max())
 
     def memory_bytes(
         self,
         schedule: Schedule,
         ranks: int,
         micro_batches: int,
-        state_shards: int,
-        parameter_shards: int = 1,
+        state_shards: float,
+        parameter_shards: float = 1,
         buckets: Buckets = NO_BUCKETS,
     ) -> float:
         """Bytes of the fullest rank at least; so many share the optimizer's state, parameters."""
         parameters_bytes = self.parameters_bytes / parameter_shards
         fixed = parameters_bytes * (1 + buckets.ratio) + self.states_bytes / state_shards
-        most = 0.0
-        for rank in range(ranks):
-            own = self._held(schedule, rank, ranks)
-            held = schedule.held_at_least(rank, ranks, micro_batches)
-            waiting = float(np.dot(held, self.kept_bytes[own]))
-            if len(own) == 1 and not buckets.hold_gradients:
-                # The last micro-batch whose backward pass ends leaves gradients in its place.
-                left = float(parameters_bytes[own[0]] - self.kept_bytes[own[0]])
-                waiting += max(left, 0.0)
-            most = max(most, float(fixed[own].sum()) + waiting)
-        return most
+        own, held = self._held(schedule, ranks), _held_at_least(schedule, ranks, micro_batches)
+        kept, passing = self.kept_bytes[own], self.passing_bytes[own]
+        if own.shape[1] == 1 and not buckets.hold_gradients:
+            # The last micro-batch whose backward pass ends leaves gradients in its place.
+            passing = np.maximum(passing, parameters_bytes[own])
+        # Of stages that all hold one, some stage goes back through its own.
+        beside = np.where(held.min(axis=1) > 0, passing.max(axis=1) - kept.max(axis=1), 0.0)
+        return float((fixed[own].sum(axis=1) + (held * kept).sum(axis=1) + beside).max())
 
-    def _held(self, schedule: Schedule, rank: int, ranks: int) -> list[int]:
-        """The stages of the model that a rank holds, of both copies where it has two."""
-        return [number % len(self.forward_s) for number in schedule.stages_of(rank, ranks)]
+    def _held(self, schedule: Schedule, ranks: int) -> Indices:
+        """The stages of the model that each rank holds, of both copies where it has two."""
+        return _stages_of_ranks(schedule, ranks) % len(self.forward_s)
+
+
+@lru_cache(maxsize=1024)
+def _stages_of_ranks(schedule: Schedule, ranks: int) -> Indices:
+    return np.array([schedule.stages_of(rank, ranks) for rank in range(ranks)])
+
+
+@lru_cache(maxsize=4096)
+def _held_at_least(schedule: Schedule, ranks: int, micro_batches: int) -> Indices:
+    return np.array([schedule.held_at_least(rank, ranks, micro_batches) for rank in range(ranks)])
 
 
 class BlockCosts(NamedTuple):
     """The same of each block of a graph at one batch, as if it were a stage.
 
-    All are at most those of the stage that holds the block, beside what its other blocks have.
+    All are at most those of the stage that holds the block, beside what its other blocks have;
+    `passing_bytes` beside what those before it in the stage keep.
     """
 
     blocks: Blocks
@@ -266,36 +274,55 @@ class BlockCosts(NamedTuple):
                 states[block] += sum(state_sizes(optimizer, tensor))
         forward_s = _by(owner, np.where(is_forward, seconds, 0.0), count)
         backward_s = _by(owner, np.where(is_forward, 0.0, seconds), count)
-        kept = _kept(bound, structure, blocks)
-        return cls(blocks, Stages(forward_s, backward_s, kept, parameters, states))
+        kept, passing = _kept_and_passing(bound, structure, blocks)
+        return cls(blocks, Stages(forward_s, backward_s, kept, parameters, states, passing))
 
     def stages(self, points: Sequence[str]) -> Stages:
         """The sums of the stages that begin with the model and at these blocks."""
         number = {point: place for place, point in enumerate(self.blocks.points)}
-        begins = [0, *(number[point] for point in points), len(number)]
-
-        return Stages(
-            *(
-                np.array([values[begin:end].sum() for begin, end in pairwise(begins)])
-                for values in self.each
-            )
-        )
+        begins = [0, *(number[point] for point in points)]
+        sums = Stages(*(np.add.reduceat(values, begins) for values in self.each))
+        before = np.cumsum(self.each.kept_bytes) - self.each.kept_bytes
+        passing = np.maximum.reduceat(before + self.each.passing_bytes, begins) - before[begins]
+        return sums._replace(passing_bytes=np.maximum(passing, sums.kept_bytes))
 
 
-def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:
-    """Bytes that wait in each block for its own backward pass, and that its forward pass knows."""
+def _kept_and_passing(
+    bound: BoundGraph, structure: GraphStructure, blocks: Blocks
+) -> tuple[Array, Array]:
+    """(bytes that wait in each block for its own backward pass, and that its forward pass knows;
+    most that no other block touches during its backward pass).
+
+    The latter is 0 where not all that earlier blocks keep is there still.
+    """
     begin, owner, touches = int(structure.columns.is_forward.sum()), blocks.owner, structure.touches
+    count, born, dies = len(blocks.points), structure.born, structure.dies
+    block = block_bytes(bound.graph)
+    sizes = (-(-structure.storage_bytes(bound) // block) * block).astype(np.float64)
     activation = structure.kinds == "activation"
-    waits = activation & (structure.born < begin) & (structure.dies >= begin)
-    reader = owner[np.minimum(structure.dies, len(owner) - 1)]
-    known = np.zeros(len(waits), dtype=np.bool_)
+    reader = owner[np.minimum(dies, len(owner) - 1)]
+    known = np.zeros(len(born), dtype=np.bool_)
     forward = touches.op < begin
     storage = touches.storage[forward]
     known[storage[owner[touches.op[forward]] == reader[storage]]] = True
-    counts = np.flatnonzero(waits & known)
-    block = block_bytes(bound.graph)
-    sizes = -(-structure.storage_bytes(bound)[counts] // block) * block
-    return _by(reader[counts], sizes.astype(np.float64), len(blocks.points))
+    waits = np.flatnonzero(activation & (born < begin) & (dies >= begin) & known)
+    kept = _by(reader[waits], sizes[waits], count)
+    gone = np.full(count, len(owner))
+    np.minimum.at(gone, reader[waits], dies[waits])
+
+    inner = activation & (born >= 0)
+    inner[touches.storage[owner[touches.op] != reader[touches.storage]]] = False
+    own = np.flatnonzero(inner)
+    # What is freed before an op goes first; the changes of a block sum to nothing.
+    ops, changes = np.append(dies[own] + 1, born[own]), np.append(-sizes[own], sizes[own])
+    of_block = np.tile(reader[own], 2)
+    order = np.lexsort((changes, ops, of_block))
+    levels = np.cumsum(changes[order])
+    passing = np.zeros(count)
+    there = np.append(len(owner), np.minimum.accumulate(gone)[:-1])[of_block[order]]
+    counts = (changes[order] > 0) & (ops[order] >= begin) & (ops[order] <= there)
+    np.maximum.at(passing, of_block[order][counts], levels[counts])
+    return kept, passing
 
 
 def _by(owner: Indices, values: Array, count: int) -> Array:
@@ -316,11 +343,14 @@ class _NoBuckets:
 
 
 class Held(NamedTuple):
-    """Bytes of all parameters and buffers, of gradients and of optimizer state."""
+    """Bytes of all parameters and buffers, of gradients, of optimizer state, and that the update
+    makes of all parameters together.
+    """
 
     parameters: int
     gradients: int
     states: int
+    temporaries: int
 
 
 class LayoutBounds:
@@ -355,27 +385,33 @@ class LayoutBounds:
 
     def memory_ratio(self, candidate: Candidate) -> float:
         """The share of a device's memory that the fullest rank needs at least."""
-        _, layout, strategy, batch, micro_batches = candidate
+        one = self._micro_batch(candidate.layout, candidate.batch)
+        return self._ratio(candidate, one, one.kept_bytes)
+
+    def _ratio(self, candidate: Candidate, one: _MicroBatch, passing_bytes: float) -> float:
+        """The same where the activations of a micro-batch take so many bytes at once."""
+        _, layout, strategy, _, micro_batches = candidate
         dp = (layout.dp or 1) * layout.cp
         part = self._engine.split(self._graph, layout)
         held = self._held.get(id(part))
         if held is None:
             held = self._held[id(part)] = _held(part)
-        shards = strategy.shard_ranks or dp
-        states = held.states / (dp if strategy.keeps.state == "shard" else 1)
+        shards = _shards(strategy, strategy.shard_ranks or dp)
+        of_states: float = dp if strategy.keeps.state == "shard" else 1
         gradients = held.gradients / (shards if strategy.keeps.gradients == "shard" else 1)
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
         if strategy.keeps.parameters == "shard":
-            states = held.states / shards
-        one, buckets = self._micro_batch(layout, batch), self._buckets_of(part, strategy, dp)
-        kept = one.kept_bytes
+            of_states = shards
+        buckets = self._buckets_of(part, strategy, dp)
         if layout.pp > 1 and layout.schedule.name == "gpipe":
-            kept *= micro_batches
-        passing = kept if buckets.hold_gradients else max(gradients, kept)
-        own = parameters + states + buckets.ratio * held.gradients
+            passing_bytes *= micro_batches
+        updating = held.temporaries / of_states
+        if not buckets.hold_gradients:
+            updating += gradients
+        own = parameters + held.states / of_states + buckets.ratio * held.gradients
         if layout.pp > 1 and layout.schedule.is_two_way:
             own *= 2
-        rank_bytes = (own + passing) / layout.pp
+        rank_bytes = (own + max(passing_bytes, updating)) / layout.pp
         return max(rank_bytes, one.touched_bytes) / self._usable_bytes
 
     def closer(self, candidate: Candidate) -> tuple[float, float]:
@@ -386,14 +422,17 @@ class LayoutBounds:
         """
         _, layout, strategy, batch, micro_batches = candidate
         if layout.pp == 1:
-            return self._exchanged_s(candidate), 0.0
+            one, passing = self._micro_batch(layout, batch), self._blocks(layout, batch).stages(())
+            ratio = self._ratio(candidate, one, float(passing.passing_bytes[0]))
+            return self._exchanged_s(candidate), ratio
         stages = self._stages_of(layout, batch)
-        shards = (layout.dp or 1) * layout.cp if strategy.keeps.state == "shard" else 1
+        dp = (layout.dp or 1) * layout.cp
+        shards = _shards(strategy, dp) if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
         unsharded = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
         part = self._engine.split(self._graph, layout)
-        buckets = self._buckets_of(part, strategy, (layout.dp or 1) * layout.cp)
+        buckets = self._buckets_of(part, strategy, dp)
         held = stages.memory_bytes(*pipeline, shards, unsharded, buckets)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
 
@@ -513,10 +552,17 @@ class _MicroBatch(NamedTuple):
     touched_bytes: float
 
 
+def _shards(strategy: Strategy, ranks: int) -> float:
+    """How many share what is sharded; without end where the host holds it, and no device."""
+    return math.inf if strategy.updates_on_host else ranks
+
+
 def _held(graph: OpGraph) -> Held:
     trained = [parameter for parameter in graph.parameters if parameter.gradient is not None]
+    optimizer = optimizer_memory(graph)
     return Held(
         parameters=graph.parameter_bytes + graph.frozen_parameter_bytes + graph.buffer_bytes,
         gradients=sum(parameter.spec.nbytes for parameter in trained),
-        states=optimizer_memory(graph).state_bytes,
+        states=optimizer.state_bytes,
+        temporaries=optimizer.together_bytes,
     )

@@ -683,17 +683,15 @@ def _pair_s(
 
     owners = placement.cluster, *placement.kinds
     key = placement.allocation, mesh.link_ratio, count, one, other
-    group, node = cache.get("pair", owners, slowest, *key)
-    costs = cache.get(
-        "pairs",
-        (node.profile, mesh.placement.cluster),
-        lambda: CollectiveCosts(
-            (node.profile,), op, node.profile.kind, mesh.placement.cluster, cache
-        ),
-        op,
-    )
-    model = costs.model(group)
-    if model.unknown:
-        raise without_cost(node.profile, op)
-    sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
-    return float(sized.time_s(model))
+
+    def seconds() -> float:
+        group, node = cache.get("pair", owners, slowest, *key)
+        profile, cluster = node.profile, placement.cluster
+        costs = CollectiveCosts((profile,), op, profile.kind, cluster, cache)
+        model = costs.model(group)
+        if model.unknown:
+            raise without_cost(profile, op)
+        sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
+        return float(sized.time_s(model))
+
+    return cache.get("pair seconds", owners, seconds, *key, op, size_bytes)

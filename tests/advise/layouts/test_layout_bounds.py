@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.advise.layouts.candidates import Buckets, Candidate, LayoutBounds, Stages
+import estimator as est
+from estimator.advise.layouts.candidates import (
+    Buckets,
+    Candidate,
+    LayoutBounds,
+    Stages,
+    candidates,
+)
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
+from estimator.graph.ir.op_graph import OpGraph
 from estimator.timeline.pipelines.simulation import _held_at_once
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
-from tests.advise.layouts.test_layouts import graphs, machine
+from tests.advise.layouts.test_layouts import Wide, graphs, machine
 from tests.budgets import examples
 
+HALVED = Layout(tp=2)
 NAMES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev", "dualpipe")
 
 
@@ -35,7 +46,12 @@ def test_what_a_rank_holds_at_least_it_holds_at_once(name: str, ranks: int, coun
         assert any(all(a <= b for a, b in zip(least, one, strict=True)) for one in held)
 
 
-def stages(forward: list[float], backward: list[float], kept: list[float]) -> Stages:
+def stages(
+    forward: list[float],
+    backward: list[float],
+    kept: list[float],
+    passing: list[float] | None = None,
+) -> Stages:
     count = len(forward)
     return Stages(
         forward_s=np.array(forward),
@@ -43,6 +59,7 @@ def stages(forward: list[float], backward: list[float], kept: list[float]) -> St
         kept_bytes=np.array(kept),
         parameters_bytes=np.full(count, 10.0),
         states_bytes=np.full(count, 20.0),
+        passing_bytes=np.array(passing or kept),
     )
 
 
@@ -79,6 +96,89 @@ def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks()
     # Once it has gone back through one of them, gradients of 10 bytes stand in the place of 5.
     assert found.memory_bytes(Schedule.parse("1f1b"), 2, 8, 1) == 10 + 20 + 5 + 10
     assert found.memory_bytes(Schedule.parse("gpipe"), 2, 8, 4) == 10 + 20 / 4 + 7 * 7 + 10
+
+
+def test_a_backward_pass_makes_more_than_waits_for_it() -> None:
+    found = stages([1.0] * 4, [1.0] * 4, [5.0] * 4, [5.0, 9.0, 40.0, 9.0])
+    # Rank 0 of two holds stages 0 and 2, each with two micro-batches: of one, 40 bytes for 5.
+    interleaved = Schedule.parse("interleaved:2")
+    held = interleaved.held_at_least(0, 2, 4)
+    assert found.memory_bytes(interleaved, 2, 4, 1) == 2 * 30 + 5 * sum(held) + 40 - 5
+    # Of 1F1B, gradients stand in its place only where they are more.
+    assert found.memory_bytes(Schedule.parse("1f1b"), 4, 1, 1) == 30 + 40
+
+
+def test_stages_hold_what_blocks_before_the_widest_keep() -> None:
+    placement = Engine().place("1x4:m", profile=machine())
+    bounds = LayoutBounds(graphs()[1], placement, Engine())
+    costs = bounds._blocks(Layout(dp=4), 8)
+    kept, passing = costs.each.kept_bytes, costs.each.passing_bytes
+    found = costs.stages(costs.blocks.points[2:3])
+    # Checkpointed blocks compute again: that is more than they keep.
+    assert (passing > kept).all()
+    assert found.passing_bytes[0] == max(passing[0], kept[0] + passing[1])
+    assert found.kept_bytes.tolist() == [kept[:2].sum(), kept[2:].sum()]
+
+
+@cache
+def on_gpus() -> tuple[OpGraph, OpGraph]:
+    tokens = torch.zeros(8, 10, dtype=torch.long)
+    return tuple(  # type: ignore[return-value]
+        est.trace_model(Wide(), tokens, checkpoint=form, target="cuda") for form in (None, "full")
+    )
+
+
+_STRATEGIES = ["ddp", "ddp:view", "zero1", "zero2", "distributed-optimizer", "fsdp:shard=2"]
+_STRATEGIES += ["fsdp", "fsdp:no_reshard", "fsdp:offload"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [(Layout(dp=2), "fsdp:offload"), (Layout(tp=2, pp=2, dp=2), "fsdp:offload,no_reshard")],
+)
+def test_what_the_host_holds_takes_no_room_on_devices(layout: Layout, strategy: str) -> None:
+    engine, graph = Engine(), on_gpus()[0]
+    placement = engine.place(f"1x{layout.tp * layout.pp * 2}:h100-sxm")
+    asked = {"layout": layout, "batch_per_gpu": 4, "accumulation_steps": 2, "strategy": strategy}
+    answer = engine.estimate(EstimateRequest.of(graph, placement, **asked))
+    bounds = LayoutBounds(graph, placement, engine)
+    candidate = Candidate(0, layout, Strategy.parse(strategy), 4, 2)
+    usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
+    ratio = max(bounds.memory_ratio(candidate), bounds.closer(candidate)[1])
+    assert 0 < ratio * usable <= answer.peak_memory_bytes
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.data(), st.booleans(), st.sampled_from([16, 24]), st.sampled_from([Layout(), HALVED]))
+def test_no_candidate_on_gpus_needs_less_than_its_bounds(
+    data: st.DataObject, checkpointed: bool, global_batch: int, shared: Layout
+) -> None:
+    graph, engine = on_gpus()[checkpointed], Engine()
+    placement = engine.place("1x8:h100-sxm")
+    schedules = [Schedule.parse(name) for name in NAMES]
+    strategies = [Strategy.parse(text) for text in _STRATEGIES]
+    several = list(candidates(graph, placement, global_batch, strategies, schedules, [shared]))
+    candidate = data.draw(st.sampled_from(several))
+    _, layout, strategy, batch, micro_batches = candidate
+    request = EstimateRequest.of(
+        graph,
+        placement,
+        layout=layout,
+        batch_per_gpu=batch,
+        accumulation_steps=micro_batches,
+        strategy=strategy,
+    )
+    try:
+        answer = engine.estimate(request)
+    except EstimatorError:
+        return
+    bounds = LayoutBounds(graph, placement, engine)
+    usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
+    most = answer.peak_memory_bytes * (1 + 1e-9)
+    step_s, ratio = bounds.closer(candidate)
+    assert bounds.memory_ratio(candidate) * usable <= most
+    assert ratio * usable <= most
+    assert max(step_s, bounds.step_s(candidate)) <= answer.step_time_s * (1 + 1e-9)
 
 
 @settings(max_examples=examples(10), deadline=None)
