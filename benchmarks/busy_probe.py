@@ -25,7 +25,7 @@ from records import say
 
 import estimator as est
 from estimator.errors import ProbeError
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.machines.comparison import (
     Compared,
     compare_profiles,

@@ -147,7 +147,7 @@ def _transformers(
     """A type's default head, with the fields of its configuration that it has scaled."""
     from transformers.models.auto import configuration_auto
 
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     configuration = configuration_auto.CONFIG_MAPPING[kind]()
     settings = "".join(

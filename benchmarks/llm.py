@@ -29,7 +29,7 @@ import estimator
 from estimator.api import with_recipe
 from estimator.errors import EstimatorError
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.workload.layouts import layers_of
 
 SEED = 20261126

@@ -57,7 +57,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
 
     import estimator
     from estimator.graph.ir.op_graph import OpGraph
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
     from estimator.probe.ops import measure_ops
 
     torch.set_num_threads(1)
@@ -169,7 +169,7 @@ def measure_all(
 
 def import_models(cases: Sequence[Case]) -> None:
     """Build each model once here: ranks then start with what that has imported."""
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     for text in {case.model_text for case in cases}:
         # A model that cannot be built fails again, and is noted, when it is to be trained.

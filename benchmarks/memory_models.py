@@ -115,7 +115,7 @@ def size_of(name: str) -> int:
     if suite == "timm":
         model = build_timm(rest)
     else:
-        from estimator.graph.models.model_text import load_model
+        from estimator.graph.models import load_model
 
         length = min(LENGTH, positions_of(rest))
         model = load_model(f"hf:{rest}", batch=1, seq_len=length, weights=False)[0]
@@ -137,7 +137,7 @@ def build(name: str, batch: int, *, again: bool) -> Built:
             model.set_grad_checkpointing()
         size = model.default_cfg.get("input_size") or (3, 224, 224)
         return model, torch.randn(batch, *size), lambda output, _batch: output.mean()
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     length = min(LENGTH, positions_of(rest))
     model, given, loss, _ = load_model(

@@ -20,7 +20,7 @@ from summary import percent
 from zoo.language import decoder
 
 import estimator as est
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.machines.typical import FRAGMENTATION_RATIO
 from estimator.workload import Strategy
 

@@ -115,7 +115,7 @@ def resident_bytes() -> int:
 
 def traced(model: str, batch: int | None = None, length: int | None = None, **how: Any) -> Any:
     """The graph of a MODEL text, built without weights, for GPUs."""
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
     from estimator.graph.trace.trace import trace_graph
 
     built, example, loss, _ = load_model(model, batch=batch, seq_len=length, weights=False)
@@ -129,7 +129,7 @@ def look_at_gpt2(options: Options) -> Found:
     """GPT-2-small: the whole look beside a bare fake forward and backward, interleaved."""
     import torch
 
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
     from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def look_at_llama(_options: Options) -> Found:
     """Llama-70B built without memory: seconds and resident memory of the whole process."""
     import torch
 
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
     from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)

@@ -175,7 +175,7 @@ class ModelBench(Bench):
         if case.is_paced:
             return paced_graph(case.model)
         import estimator
-        from estimator.graph.models.model_text import load_model
+        from estimator.graph.models import load_model
 
         model, batch, loss, name = load_model(f"{MODELS}:{case.model}")
         return estimator.trace_model(model, batch, loss=loss, optimizer="adamw", name=name)

@@ -247,7 +247,7 @@ def build_timm(name: str, **settings: Any) -> Any:
 def look_at_transformers(kind: str) -> dict[str, Any]:
     """Trace a transformers type with its default head and configuration."""
     from estimator.errors import ModelError, TraceError
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     length = min(LENGTH, positions_of(kind))
     try:

@@ -92,6 +92,11 @@ class OpCall:
     outputs: tuple[TensorSpec, ...] = ()
 
     @property
+    def name(self) -> str:
+        """The bare name of the operator: ``addmm``."""
+        return self.target.split(".")[1]
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Every tensor among the arguments, in order."""
         tensors: list[TensorSpec] = []

@@ -437,7 +437,7 @@ def test_a_saved_graph_with_flipped_bytes_is_read_or_refused(
 def saved_graph(given_file: Callable[..., Path]) -> bytes:
     """The bytes of a saved graph of the tiny model."""
     from estimator import trace_model
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     model, batch, loss, name = load_model(f"{given_file('model.py', TINY)}:mlp")
     path = given_file("whole.graph", b"")

@@ -122,9 +122,7 @@ class Request:
         if is_summary_file(self.model):
             return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model
-        from estimator.graph.models.model_text import (
-            load_model,  # imports torch: a saved graph needs none
-        )
+        from estimator.graph.models import load_model  # needs torch, a saved graph none
 
         model, batch, loss, name = load_model(
             self.model,

@@ -217,15 +217,15 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
             spec=_at(specs, spec),
             other_spec=_at(specs, other),
             kind=_one_of(ValueKind, kind),
-            base=_index(base, len(data["values"]), optional=True),
+            base=_index_or_none(base, len(data["values"])),
         )
         for spec, other, kind, base in data["values"]
     )
     for spec, other in {(row[0], row[1]) for row in data["values"]}:
-        _check_alike(specs[spec], specs[other])
+        check_alike(specs[spec], specs[other])
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
-        _check_alike(one, two)
+        check_alike(one, two)
     if data.get("execution", "eager") == "eager" and any(len(row) == 8 for row in data["ops"]):
         # Written before the package told them apart.
         ops = with_repeated(ops, values)
@@ -245,7 +245,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
             _decode_parameter(row, specs, len(values), len(ops)) for row in data["parameters"]
         ),
         "inputs": tuple(
-            GraphInput(name=_text(name), value=_required(value, len(values)), low=low, high=high)
+            GraphInput(name=_text(name), value=_index(value, len(values)), low=low, high=high)
             for name, value, low, high in data["inputs"]
         ),
         "timings": {
@@ -267,8 +267,8 @@ def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) 
     return Parameter(
         name=_text(name),
         spec=_at(specs, spec),
-        gradient=_index(gradient, values, optional=True),
-        ready_after=_index(ready_after, ops, optional=True),
+        gradient=_index_or_none(gradient, values),
+        ready_after=_index_or_none(ready_after, ops),
         is_dtensor=bool(is_dtensor),
         optimizer=None if optimizer is None else check_optimizer(_text(optimizer)),
         updates=updates,
@@ -286,11 +286,11 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
         other_call=_at(calls, other),
         phase=_one_of(Phase, phase),
         module=_text(module),
-        inputs=tuple(_required(index, values) for index in inputs),
-        outputs=tuple(_required(index, values) for index in outputs),
+        inputs=tuple(_index(index, values) for index in inputs),
+        outputs=tuple(_index(index, values) for index in outputs),
         is_view=bool(is_view),
         is_repeated=bool(is_repeated),
-        holds=tuple(_required(index, values) for index in holds),
+        holds=tuple(_index(index, values) for index in holds),
         enters_dtensor=bool(enters),
     )
     if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
@@ -304,7 +304,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _check_alike(one: Any, two: Any) -> None:
+def check_alike(one: Any, two: Any) -> None:
     """Raise ValueError where a call or an argument at two batch sizes differs in more than size."""
     if one is two or one == two:
         return
@@ -312,7 +312,7 @@ def _check_alike(one: Any, two: Any) -> None:
         if one.target != two.target or len(one.keywords) != len(two.keywords):
             raise ValueError(f"{one.target[:60]} is another operator at the second batch")
         for name in ("arguments", "keywords", "outputs"):
-            _check_alike(getattr(one, name), getattr(two, name))
+            check_alike(getattr(one, name), getattr(two, name))
     elif isinstance(one, TensorSpec) and isinstance(two, TensorSpec):
         if len(one.shape) != len(two.shape) or (one.strides is None) != (two.strides is None):
             raise ValueError("a tensor has other dimensions at the second batch")
@@ -320,30 +320,25 @@ def _check_alike(one: Any, two: Any) -> None:
             raise ValueError("a tensor has elements of another type at the second batch")
     elif isinstance(one, tuple) and isinstance(two, tuple):
         for first, second in zip(one, two, strict=True):
-            _check_alike(first, second)
+            check_alike(first, second)
     elif type(one) is not type(two):
         raise ValueError("an argument is of another kind at the second batch")
     elif not isinstance(one, int | float) or isinstance(one, bool):
         raise ValueError("an argument that is no number differs at the second batch")
 
 
-def _index(value: Any, size: int, *, optional: bool = False) -> int | None:
-    if value is None and optional:
-        return None
+def _index(value: Any, size: int) -> int:
     if type(value) is not int or not 0 <= value < size:
         raise ValueError(f"index {quoted(value)} is outside a table of {size}")
     return value
 
 
-def _required(value: Any, size: int) -> int:
-    number = _index(value, size)
-    if number is None:
-        raise ValueError("an index is missing")
-    return number
+def _index_or_none(value: Any, size: int) -> int | None:
+    return None if value is None else _index(value, size)
 
 
 def _at(table: list[Any], index: Any) -> Any:
-    return table[_required(index, len(table))]
+    return table[_index(index, len(table))]
 
 
 def _one_of(kinds: Any, value: Any) -> Any:

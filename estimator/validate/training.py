@@ -165,7 +165,7 @@ def train(
             timeout_s=timeout_s,
             world=len(devices) > 1,
             imported=(
-                "estimator.graph.models.model_text",
+                "estimator.graph.models.functions",
                 "estimator.graph.trace.trace",
                 *transformers_modules(),
             ),
@@ -251,7 +251,7 @@ class Training:
     def __init__(self, arguments: Mapping[str, Any], world_size: int) -> None:
         import torch
 
-        from estimator.graph.models.model_text import load_model
+        from estimator.graph.models import load_model
         from estimator.graph.trace.training_call import TrainingCall
 
         self.torch: Any = torch

@@ -346,7 +346,7 @@ def test_a_saved_graph_is_estimated_as_its_model_is(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:
     from estimator import trace_model
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     model, batch, loss, name = load_model(tiny)
     trace_model(model, batch, loss=loss, name=name).save(tmp_path / "tiny.graph")
@@ -724,7 +724,7 @@ def test_a_saved_graph_stands_for_its_model_under_other_options(
     store: Path, tiny: str, command: Command, tmp_path: Path, words: str, traced_as: bool | None
 ) -> None:
     from estimator.api import trace_model, with_recipe
-    from estimator.graph.models.model_text import load_model
+    from estimator.graph.models import load_model
 
     model, batch, loss, name = load_model(tiny)
     path = tmp_path / "net.graph"

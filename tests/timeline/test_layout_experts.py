@@ -10,7 +10,7 @@ import estimator as est
 from estimator.errors import StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.collectives import collectives_of
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.graph.partition.experts import split_experts
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.workload.layouts import Layout

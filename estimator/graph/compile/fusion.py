@@ -430,7 +430,7 @@ def _op(split: SplitGraph, grouping: Grouping, number: int, names: Counter[str])
     kernel = grouping.kernels[number]
     source = split.graph.ops[kernel.placed[kernel.last].op]
     if kernel.kind == "whole":
-        kind = source.call.target.split(".")[1]
+        kind = source.call.name
         names[kind] += 1
         return replace(source, name=f"{kind}_{names[kind]}")
     inputs, read_bytes = _inputs(split, kernel)

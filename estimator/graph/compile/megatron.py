@@ -125,7 +125,7 @@ def _by_cudnn(op: Op, recipe: Recipe) -> Op:
 
 def _exchanged(op: Op, recipe: Recipe) -> Op:
     """A tensor-parallel exchange in pieces beside products; FP8 is gathered as it is."""
-    name = op.call.target.split(".")[1]
+    name = op.call.name
     is_ring = is_collective(op.call) and name in ("all_gather", "reduce_scatter")
     if not recipe.tp_overlap or not is_ring or op.call.arguments[1] != "tp":
         return op

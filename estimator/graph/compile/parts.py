@@ -172,7 +172,7 @@ def _parts(split: SplitGraph, index: int, op: Op) -> list[KernelPart]:
 
 
 def _name(op: Op) -> str:
-    return op.call.target.split(".")[1].rstrip("_")
+    return op.call.name.rstrip("_")
 
 
 def _flops(op: Op, share_ratio: float = 1.0) -> tuple[float, float]:

@@ -66,7 +66,7 @@ class FusedKernel:
     def of(cls, call: OpCall) -> FusedKernel:
         """The kernel that a call stands for; raises ValueError or TypeError for any other call."""
         flops, read_bytes, rows, row_length, members = call.arguments[len(call.inputs) :]
-        family = next((f for f in _FAMILIES if f == call.target.split(".")[1]), None)
+        family = next((f for f in _FAMILIES if f == call.name), None)
         if family is None:
             raise ValueError(f"'{call.target}' is no fused kernel")
         if any(type(number) is not int for number in (flops, read_bytes, rows, row_length)):

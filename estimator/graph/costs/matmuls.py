@@ -41,7 +41,7 @@ def factors(call: OpCall) -> tuple[TensorSpec, TensorSpec]:
 def matmul_dims(call: OpCall) -> tuple[float, ...]:
     """(batch, m, n, k) of a matmul (batch, m, k) x (batch, k, n)."""
     left, right = factors(call)
-    name = call.target.split(".")[1]
+    name = call.name
     if name in ("linear", "mkldnn_linear"):
         return (
             1.0,
@@ -287,7 +287,7 @@ def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
     GPUs, 2016).
     """
     image, rest = call.arguments[0], call.arguments[1:]
-    name = call.target.split(".")[1]
+    name = call.name
     one_layer = name.startswith("mkldnn_rnn_layer")
     # mkldnn takes one layer's tensors one by one, and (steps, batch, features) whatever its
     # batch_first says; the others take a list of the weights of all layers.

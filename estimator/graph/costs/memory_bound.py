@@ -157,7 +157,7 @@ def _softmax_backward(call: OpCall) -> OpCost:
 
 def _normalized(call: OpCall) -> tuple[float, ...]:
     """One row is what one mean is taken over."""
-    name = call.target.split(".")[1]
+    name = call.name
     source = call.arguments[0]
     if "group_norm" in name:
         count, _, _, groups = call.arguments[5 if "backward" in name else 3 :][:4]
@@ -215,7 +215,7 @@ def _normalization_backward(call: OpCall) -> OpCost:
 )
 def _copy(call: OpCall) -> OpCost:
     """A copy reads what it writes; `copy_` does not read the tensor it fills."""
-    into = call.target.split(".")[1] == "copy_"
+    into = call.name == "copy_"
     read = call.inputs[1:2] if into else call.inputs
     output_bytes = written(call)
     if len(read) == 1 and call.outputs and read[0].numel > elements_written(call):
@@ -549,7 +549,7 @@ def _index_of(call: OpCall) -> TensorSpec:
 
 
 def _in_place(call: OpCall) -> bool:
-    return call.target.split(".")[1].endswith("_")
+    return call.name.endswith("_")
 
 
 def _read_rows(call: OpCall, indices: Any, table: TensorSpec, elements: float) -> OpCost:

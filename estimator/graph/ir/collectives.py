@@ -228,7 +228,7 @@ def _facts(call: OpCall) -> dict[str, Any]:
     made = call.outputs if call.arguments[1] == WORLD else call.outputs[:1]
     size_bytes = max(sum(spec.nbytes for spec in some) for some in (given, made))
     keywords = dict(call.keywords)
-    name, share = call.target.split(".")[1], float(keywords.get("share", 1.0))
+    name, share = call.name, float(keywords.get("share", 1.0))
     if call.target == _RING:
         # The hops of a ring of n ranks, n - 1 of them, gather what all have.
         degree = call.arguments[2]

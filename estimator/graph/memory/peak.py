@@ -8,7 +8,7 @@ from typing import Literal, get_args, overload
 
 import numpy as np
 
-from estimator.elementwise import Flags, Sizes
+from estimator.elementwise import Flags, Indices, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import StorageSizes, block_bytes, rounded_bytes
@@ -250,13 +250,17 @@ def tensors_of(
         )
         for parameter in graph.parameters
     ]
-    for numbers, kind in ((sizes.activations, "activations"), (sizes.gradients, "gradients")):
+    of_kind: dict[MemoryKind, Indices] = {
+        "activations": sizes.activations,
+        "gradients": sizes.gradients,
+    }
+    for kind, numbers in of_kind.items():
         for number in numbers.tolist():
             born = int(known.born[number])
             op = graph.ops[born] if born >= 0 else None
             tensors.append(
                 LiveTensor(
-                    kind=_kind(kind, bool(saved[number])),
+                    kind="temporaries" if kind == "activations" and not saved[number] else kind,
                     op=op.call.target if op else "",
                     module=op.module if op else "",
                     size_bytes=int(sizes.size_bytes[number]),
@@ -265,12 +269,6 @@ def tensors_of(
                 )
             )
     return tuple(tensors)
-
-
-def _kind(kind: str, is_saved: bool) -> MemoryKind:
-    if kind == "gradients":
-        return "gradients"
-    return "activations" if is_saved else "temporaries"
 
 
 def by_module(tensors: Sequence[LiveTensor], depth: int = 2) -> dict[str, int]:

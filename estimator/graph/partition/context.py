@@ -18,7 +18,7 @@ from estimator.graph.costs.registry import argument
 from estimator.graph.ir.collectives import Overlapped, collective_call, ring_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
-from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
+from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Shard, attention_names
 from estimator.tensors import OpCall, TensorSpec
 
@@ -192,22 +192,22 @@ class _TokenSplitter(Partitioner):
 
     def _makes_parts(self, op: Op) -> bool:
         # Every rank looks up its own tokens.
-        is_lookup = op_name(op) == "embedding" and op.phase == "forward"
+        is_lookup = op.call.name == "embedding" and op.phase == "forward"
         return is_lookup and len(op.call.inputs[1].shape) == 2
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
         if self._makes_parts(op):
             own = self._tokens(op.call.inputs[1], op.module)
             return Placed((None, own), (Shard.along(op.call.outputs[0], 1),))
-        if op_name(op) in _PRODUCTS and any(isinstance(at, Shard) and at.dim for at in before):
+        if op.call.name in _PRODUCTS and any(isinstance(at, Shard) and at.dim for at in before):
             raise StrategyError(
                 f"cp={self.degree} divides fused attention alone, but module '{op.module}' "
                 "multiplies tokens with each other; use scaled_dot_product_attention"
             )
-        if op_name(op) in _ROUTING:
+        if op.call.name in _ROUTING:
             inputs = tuple(map(self._rows, op.call.inputs))
             return Placed(inputs, tuple(map(self._rows, op.call.outputs)))
-        if op_name(op) == "_grouped_mm":
+        if op.call.name == "_grouped_mm":
             left, right, *_ = op.call.inputs
             if len(right.shape) == 2:
                 rows = self._rows(right)
@@ -224,7 +224,7 @@ class _TokenSplitter(Partitioner):
         return Shard(0, length, rows // (samples * length)) if is_batch else None
 
     def _op(self, op: Op) -> None:
-        if op_name(op) in _ATTENTION and any(self.at[value] for value in op.inputs):
+        if op.call.name in _ATTENTION and any(self.at[value] for value in op.inputs):
             self._attend(op)
             return
         super()._op(op)
@@ -235,7 +235,7 @@ class _TokenSplitter(Partitioner):
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         # Gradients of weights are summed with those of other samples, when all are there.
-        name = op_name(op)
+        name = op.call.name
         if name in KEEP_PARTIAL or name == "all_reduce":
             return True
         return name == "add" and before == (PARTIAL, PARTIAL)

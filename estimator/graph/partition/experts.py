@@ -16,7 +16,7 @@ from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, with_calls
-from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner, op_name
+from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner
 from estimator.graph.partition.plan import divided_experts
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Routed, Shard
 from estimator.tensors import OpCall, TensorSpec
@@ -31,7 +31,7 @@ _LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
 
 def has_experts(graph: OpGraph) -> bool:
     """Whether a graph has experts that ranks can divide."""
-    return any(op_name(op) == GROUPED for op in graph.ops)
+    return any(op.call.name == GROUPED for op in graph.ops)
 
 
 def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph:
@@ -75,13 +75,13 @@ class ExpertSplitter(Partitioner):
     def _divided(self) -> int:
         """Mark the weights of experts; how many there are in a layer."""
         weights = {n: n for n, value in enumerate(self.graph.values) if value.kind == "parameter"}
-        grouped = {op.module for op in self.graph.ops if op_name(op) == GROUPED}
+        grouped = {op.module for op in self.graph.ops if op.call.name == GROUPED}
         self.named = divided_experts(self.graph.ep_plan, grouped)
         count = 0
         for op in self.graph.ops:
             if op.phase != "forward":
                 break
-            if op_name(op) in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
+            if op.call.name in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
                 weights[op.outputs[0]] = weights[op.inputs[0]]
             elif self._divides(op) and op.inputs[1] in weights:
                 weight = weights[op.inputs[1]]
@@ -93,7 +93,7 @@ class ExpertSplitter(Partitioner):
                     )
                 self.at[weight] = Shard.along(self.graph.values[weight].spec, 0)
         for op in self.graph.ops:
-            bias = op.inputs[0] if op_name(op) == "index" and op.module in grouped else -1
+            bias = op.inputs[0] if op.call.name == "index" and op.module in grouped else -1
             if bias in weights and op.call.inputs[0].shape[0] == count:
                 self.at[bias] = Shard.along(op.call.inputs[0], 0)
                 self.numbers.add(op.inputs[1])
@@ -106,14 +106,14 @@ class ExpertSplitter(Partitioner):
 
     def _divides(self, op: Op) -> bool:
         """Whether an operator is of divided experts: all are where no plan names them."""
-        return op_name(op) == GROUPED and (self.named is None or op.module in self.named)
+        return op.call.name == GROUPED and (self.named is None or op.module in self.named)
 
     # What the walk asks
 
     def _op(self, op: Op) -> None:
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
-        name = op_name(op)
+        name = op.call.name
         if self._divides(op) and any(before):
             self._placed_op(op, inputs, self._grouped(op, before))
         elif name in ("index", "index_put") and op.inputs[1] in self.numbers:
@@ -162,7 +162,7 @@ class ExpertSplitter(Partitioner):
     def _of_biases(self, op: Op) -> Placed:
         """The bias of each token's expert, or the sum of tokens' gradients of it."""
         rows, divided = Routed(0, self.imbalance), Shard.along(op.call.inputs[0], 0)
-        if op_name(op) == "index":
+        if op.call.name == "index":
             return Placed((divided, None), (rows,))
         return Placed((divided, None, rows), (divided,))
 
@@ -170,7 +170,7 @@ class ExpertSplitter(Partitioner):
         """Work on tokens where their experts are; None for what mixes them with others."""
         pairs = zip(op.call.inputs, before, strict=True)
         first, routed = next((spec, at) for spec, at in pairs if isinstance(at, Routed))
-        name = op_name(op)
+        name = op.call.name
         if any(isinstance(at, Routed) and at != routed for at in before):
             return None
         if name in _TRANSPOSES and len(first.shape) == 2:
@@ -187,7 +187,7 @@ class ExpertSplitter(Partitioner):
         return Placed(before, (routed,) * len(op.call.outputs))
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
-        return op_name(op) in KEEP_PARTIAL or before == (PARTIAL, PARTIAL)
+        return op.call.name in KEEP_PARTIAL or before == (PARTIAL, PARTIAL)
 
     def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
         at, known = self.at[gradient], self.values[gradient]
@@ -269,7 +269,7 @@ class _Modules:
     """The modules of divided experts: those with grouped matmuls, and what is below them."""
 
     def __init__(self, graph: OpGraph) -> None:
-        grouped = {op.module for op in graph.ops if op_name(op) == GROUPED}
+        grouped = {op.module for op in graph.ops if op.call.name == GROUPED}
         self._own = divided_experts(graph.ep_plan, grouped) or grouped
         self._known: dict[str, str | None] = {}
 
@@ -322,7 +322,7 @@ class _Slices(Partitioner):
         return self.gathered[key]
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
-        name, specs = op_name(op), op.call.inputs
+        name, specs = op.call.name, op.call.inputs
         if name == "histc":
             return Placed(before, (None,))
         if name in _ROUTING:

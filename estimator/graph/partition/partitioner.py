@@ -398,11 +398,6 @@ class Partitioner(ABC):
         )
 
 
-def op_name(op: Op) -> str:
-    """The bare name of an operator."""
-    return op.call.target.split(".")[1]
-
-
 def split(graph: OpGraph, plan: Plan, *, tp: int, megatron: bool = False) -> OpGraph:
     """The graph of one of `tp` tensor-parallel ranks, its collectives among the operators.
 
@@ -434,7 +429,7 @@ class _TensorSplitter(Partitioner):
     def assumptions(self) -> tuple[str, ...]:
         listed = [f"{self.axis}={self.degree} divides layers by {self.plan.source}; {self._manner}"]
         divided = any(parameter.is_expert for parameter in self.graph.parameters)
-        if not divided and any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
+        if not divided and any(op.call.name == "_grouped_mm" for op in self.graph.ops):
             listed.append(f"experts are whole on every rank: {self.axis} does not divide them")
         return tuple(listed)
 
@@ -446,7 +441,7 @@ class _TensorSplitter(Partitioner):
     def _makes_parts(self, op: Op) -> bool:
         # The gradient of an embedding's divided rows, from all tokens'.
         divides = self.styles[op.module] == "vocabulary"
-        return divides and op_name(op) == "embedding_dense_backward"
+        return divides and op.call.name == "embedding_dense_backward"
 
     def _current(self, value: int, op: Op) -> int:
         """What now stands for a value, gathered at the edge of a module that needs it whole."""
@@ -463,7 +458,7 @@ class _TensorSplitter(Partitioner):
             return value
         if self.made_in.get(value) == op.module or style in ("sequence", "vocabulary"):
             return value
-        if op.phase == "backward" and op_name(op) == "add":
+        if op.phase == "backward" and op.call.name == "add":
             # Autograd adds gradients up where the last of them is made, outside of the module.
             return value
         last = at.dim == len(self.values[value].spec.shape) - 1
@@ -487,7 +482,7 @@ class _TensorSplitter(Partitioner):
         return gathered
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
-        name = op_name(op)
+        name = op.call.name
         if name in KEEP_PARTIAL:
             return self.made_in.get(self.moved.get(op.inputs[0], op.inputs[0])) == op.module
         sums = name == "add" and len(before) == 2 and op.phase == "backward"

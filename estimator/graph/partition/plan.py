@@ -237,7 +237,7 @@ def divided_weights(
     for op in graph.ops:
         if op.phase != "forward":
             break
-        name = _name(op)
+        name = op.call.name
         if name in _REMAKES and op.inputs[0] in weights:
             weight, swapped = weights[op.inputs[0]]
             weights[op.outputs[0]] = weight, swapped != (name != "_to_copy")
@@ -265,14 +265,14 @@ def dtensor_modules(graph: OpGraph, styles: dict[str, Style | None], *, sequence
 def _divided(op: Op, style: Style, weights: dict[int, tuple[int, bool]]) -> list[tuple[int, int]]:
     """(weight, dimension that is divided) of the weight and the bias of an operator."""
     by_output = style in ("column", "gather")
-    if _name(op) == "embedding":
+    if op.call.name == "embedding":
         # torch's RowwiseParallel and transformers' embedding_rowwise divide the vocabulary.
         return [(weights[op.inputs[0]][0], int(by_output))]
     if op.inputs[-1] not in weights:
         return []
     weight, swapped = weights[op.inputs[-1]]
     divided = [(weight, int(by_output != swapped))]
-    if _name(op) == "addmm" and by_output and op.inputs[0] in weights:
+    if op.call.name == "addmm" and by_output and op.inputs[0] in weights:
         divided.append((weights[op.inputs[0]][0], 0))
     return divided
 
@@ -286,10 +286,6 @@ def _check(
             f"{axis}={degree} does not divide the {spec.shape[dim]} features of module "
             f"'{module}'; choose a divisor"
         )
-
-
-def _name(op: Op) -> str:
-    return op.call.target.split(".")[1]
 
 
 _LINEAR = ("mm", "addmm")
@@ -349,11 +345,11 @@ class _StyleSearch:
                 break
             for value in op.inputs:
                 self.consumers.setdefault(value, []).append(index)
-            if _is_view(op) and (
+            if op.call.name in _REMAKES and (
                 op.inputs[0] in weights or graph.values[op.inputs[0]].kind == "parameter"
             ):
                 weights.update(op.outputs)
-            elif _name(op) in _LINEAR and (
+            elif op.call.name in _LINEAR and (
                 op.inputs[-1] in weights or graph.values[op.inputs[-1]].kind == "parameter"
             ):
                 self.linears[index] = op.inputs[-2]
@@ -409,7 +405,7 @@ class _StyleSearch:
         """The largest embedding of each integer input."""
         lookups: dict[int, tuple[int, str]] = {}
         for op in self.graph.ops:
-            if op.phase == "forward" and _name(op) == "embedding":
+            if op.phase == "forward" and op.call.name == "embedding":
                 rows = op.call.inputs[0].shape[0]
                 value = op.inputs[1]
                 if self.graph.values[value].kind == "input":
@@ -421,12 +417,8 @@ class _StyleSearch:
         losses = [
             index
             for index, op in enumerate(self.graph.ops)
-            if op.phase == "forward" and _name(op) == "_log_softmax"
+            if op.phase == "forward" and op.call.name == "_log_softmax"
         ]
         before = [index for index in self.linears if losses and index < losses[-1]]
         last = self.graph.ops[before[-1]].module if before else ""
         return [last] if last and last not in styles else []
-
-
-def _is_view(op: Op) -> bool:
-    return _name(op) in ("t", "transpose", "_to_copy")

@@ -215,7 +215,7 @@ def _permuted(given: Given) -> Placed:
     if shard is None:
         return given.whole()
     order = list(range(rank))
-    name = given.call.target.split(".")[1]
+    name = given.call.name
     if name == "t":
         order.reverse()
     elif name == "permute":
@@ -232,7 +232,7 @@ def _fewer_or_more(given: Given) -> Placed:
     shard = given.shard
     if shard is None:
         return given.whole()
-    name = given.call.target.split(".")[1]
+    name = given.call.name
     old, new = given.inputs[0].shape, given.call.outputs[0].shape
     rank = len(old)
     if name == "expand":
@@ -254,7 +254,7 @@ def _fewer_or_more(given: Given) -> Placed:
 @rule_of("view_as_complex view_as_real")
 def _complex(given: Given) -> Placed:
     """Pairs along a last dimension are complex numbers without it, and the other way round."""
-    shard, name = given.shard, given.call.target.split(".")[1]
+    shard, name = given.shard, given.call.name
     if shard is None or (name == "view_as_complex" and shard.dim == len(given.inputs[0].shape) - 1):
         return given.whole()
     return given.same((shard,))
@@ -289,7 +289,7 @@ def _packed(given: Given) -> Placed:
     if not shards:
         return given.whole()
     dims = {shard.dim for shard in shards}
-    name = given.call.target.split(".")[1]
+    name = given.call.name
     (dim,) = (dims.pop(),) if len(dims) == 1 else (-1,)
     if dim < 0:
         return given.whole()
@@ -312,7 +312,7 @@ def placed(given: Given) -> Placed:
     """What the rule of an operator says; raises StrategyError where a degree divides no heads."""
     if not any(given.at):
         return given.whole()
-    name = given.call.target.split(".")[1]
+    name = given.call.name
     rule = RULES.get(name) or RULES.get(name.rstrip("_"))
     if rule is None and family_of(given.call.target) in ("elementwise", "fill", "copy"):
         rule = pointwise
@@ -373,7 +373,7 @@ def _reduction(given: Given) -> Placed:
     shard = given.shard
     if shard is None:
         return given.whole()
-    rank, name = len(given.inputs[0].shape), given.call.target.split(".")[1]
+    rank, name = len(given.inputs[0].shape), given.call.name
     dims: Any = argument(given.call, 1, "dim")
     if not isinstance(dims, (int, tuple)) or isinstance(dims, bool) or dims == ():
         dims = tuple(range(rank))
@@ -393,7 +393,7 @@ def _reduction(given: Given) -> Placed:
 )
 def _along(given: Given) -> Placed:
     """Works along one dimension, which must be whole; those beside it may be divided."""
-    name = given.call.target.split(".")[1]
+    name = given.call.name
     place = 2 if name.endswith(("backward_data", "topk")) else 1
     shard = next((place for place in given.at if isinstance(place, Shard)), None)
     if shard is None:

@@ -480,26 +480,19 @@ def stage_graphs(
     owner = _owners(graph.name, blocks.points, blocks.places, points)
     sending = _sent(flow, blocks.places, owner, len(points) + 1)
     lent = _Lent.of(flow, blocks.places)
-    alike: dict[Hashable, Stage] = {}
+    alike: dict[Hashable, tuple[OpGraph, Array]] = {}
     cut = _Cut.of(graph, flow)
     graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
         cutting = Cutting(graph, lent.with_lent(owner == number), flow, cut)
-        first = alike.get(cutting.content)
-        if first is None:
+        if cutting.content not in alike:
             own = cutting.graph(f"{graph.name}, stage {number}")
-            first = alike[cutting.content] = Stage(
-                graph=own,
-                point=point,
-                ops=(),
-                sent=(),
-                outputs=(),
-                weight_shares=weight_shares(own),
-                parameters=(),
-            )
+            alike[cutting.content] = own, weight_shares(own)
+        own, shares = alike[cutting.content]
         graphs.append(
-            replace(
-                first,
+            Stage(
+                graph=own,
+                weight_shares=shares,
                 point=point,
                 ops=tuple(cutting.ops.tolist()),
                 sent=sent,

@@ -116,12 +116,12 @@ class RecordedStep:
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
             for owner, name, made in (
-                (Tensor, "backward", self._own_tensor_backward),
+                (Tensor, "backward", _tensor_backward),
                 (torch.autograd, "backward", self._own_backward),
-                (Optimizer, "zero_grad", self._own_zero_grad),
+                (Optimizer, "zero_grad", self._own_zero_grad()),
             ):
                 stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, made())
+                setattr(owner, name, made)
             stack.callback(self._give_back)
             yield
 
@@ -198,41 +198,27 @@ class RecordedStep:
         finally:
             recorder.phase = phase
 
-    def _own_backward(self) -> Any:
-        def backward(
-            tensors: Any,
-            grad_tensors: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            grad_variables: Any = None,
-            inputs: Any = None,
-        ) -> None:
-            roots, given = _several(tensors), _several(grad_tensors)
-            if not given and any(root.numel() != 1 for root in roots):
-                raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            self.backwards += 1
-            self._recorder.constants.reads_are_logs = True
-            self.run_backward(
-                roots,
-                given or (None,) * len(roots),
-                retains=create_graph if retain_graph is None else retain_graph,
-                creates=create_graph,
-                inputs=_several(inputs),
-            )
-
-        return backward
-
-    def _own_tensor_backward(self) -> Any:
-        def backward(
-            tensor: Tensor,
-            gradient: Tensor | None = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            inputs: Any = None,
-        ) -> None:
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-        return backward
+    def _own_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        roots, given = _several(tensors), _several(grad_tensors)
+        if not given and any(root.numel() != 1 for root in roots):
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        self.backwards += 1
+        self._recorder.constants.reads_are_logs = True
+        self.run_backward(
+            roots,
+            given or (None,) * len(roots),
+            retains=create_graph if retain_graph is None else retain_graph,
+            creates=create_graph,
+            inputs=_several(inputs),
+        )
 
     def _own_zero_grad(self) -> Any:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -271,6 +257,16 @@ class RecordedStep:
             optimizer, groups = self._held.pop(key)
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
+
+
+def _tensor_backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -351,14 +351,7 @@ def _whole(parameter: Any) -> nn.Parameter:
     local = torch.empty(parameter._orig_size, dtype=shard.dtype)
     spec = _spec_of(parameter)
     if spec is not None:
-        local = DTensor.from_local(
-            local,
-            spec.mesh,
-            spec.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
-        )
+        local = _divided(local, spec.mesh, spec.placements, spec.shape, spec.stride)
     return nn.Parameter(local, requires_grad=shard.requires_grad)
 
 
@@ -460,11 +453,9 @@ def _words(mesh: DeviceMesh) -> str:
 
 def fake_part(real: Any, fake_of: Callable[[Tensor], Tensor]) -> Tensor:
     """A tensor divided as `real` is, of which the rank's part is a fake."""
-    return DTensor.from_local(
-        fake_of(real.to_local()),
-        real.device_mesh,
-        real.placements,
-        run_check=False,
-        shape=real.shape,
-        stride=real.stride(),
-    )
+    part = fake_of(real.to_local())
+    return _divided(part, real.device_mesh, real.placements, real.shape, real.stride())
+
+
+def _divided(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> Tensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

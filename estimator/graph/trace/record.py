@@ -29,6 +29,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from estimator.graph.files import check_alike
 from estimator.graph.ir.ops import Op, Parameter, Phase, Value, ValueKind, with_repeated
 from estimator.graph.trace.constant_propagation import Constants, flat_results
 from estimator.graph.trace.fake_rules import FAKE_RULES, assume_choice, resolve
@@ -511,7 +512,7 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
     counts: Counter[str] = Counter()
     ops = []
     for index, (one, two) in enumerate(zip(first.ops, second.ops, strict=True)):
-        kind = one.call.target.split(".")[1]
+        kind = one.call.name
         counts[kind] += 1
         call, other_call = pairs.calls(one.call, two.call)
         ops.append(
@@ -550,36 +551,11 @@ def _difference(first: Recorder, second: Recorder) -> str | None:
 
 
 def _alike(one: RecordedOp, two: RecordedOp) -> bool:
-    return (
-        one.call.target == two.call.target
-        and one.inputs == two.inputs
-        and one.outputs == two.outputs
-        and (one.call is two.call or _same_form(one.call, two.call))
-    )
-
-
-def _same_form(one: OpCall, two: OpCall) -> bool:
-    return _same_tree(
-        (one.arguments, one.keywords, one.outputs), (two.arguments, two.keywords, two.outputs)
-    )
-
-
-def _same_tree(one: Any, two: Any) -> bool:
-    if isinstance(one, tuple):
-        return (
-            isinstance(two, tuple)
-            and len(one) == len(two)
-            and all(_same_tree(a, b) for a, b in zip(one, two, strict=True))
-        )
-    if isinstance(one, TensorSpec):
-        return (
-            isinstance(two, TensorSpec)
-            and one.dtype == two.dtype
-            and len(one.shape) == len(two.shape)
-        )
-    if type(one) is not type(two):
+    try:
+        check_alike(one.call, two.call)
+    except ValueError:
         return False
-    return one == two or (isinstance(one, (int, float)) and not isinstance(one, bool))
+    return (one.inputs, one.outputs) == (two.inputs, two.outputs)
 
 
 class _Pairs:

@@ -16,7 +16,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import StorageSizes
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.graph.partition.layout import split_by_layout
 from estimator.kernels.host import awaited_ops, compiled_host_seconds
 from estimator.machines.catalogue import load_profile

@@ -10,7 +10,7 @@ import torch
 
 from estimator.errors import ModelError
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.graph.trace.trace import trace_graph
 
 MODELS = """

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from estimator.graph.models.model_text import load_model
+from estimator.graph.models import load_model
 from estimator.graph.trace.trace import trace_graph
 
 _TEXT = (

@@ -7,7 +7,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from estimator.graph.models.model_text import load_model  # noqa: E402 - after the skip
+from estimator.graph.models import load_model  # noqa: E402 - after the skip
 from estimator.graph.models.transformers_models import (  # noqa: E402
     fill_gaps,
     fit_rotary_sections,
