@@ -246,15 +246,9 @@ class _Added(GraphChanges):
         return super().graph(module_calls=calls, **changes)
 
     def _again(self, op: Op, numbers: dict[int, int]) -> Op:
-        return replace(
-            op,
-            name=f"{op.name}_again",
-            phase="backward",
-            inputs=tuple(numbers.get(value, value) for value in op.inputs),
-            outputs=tuple(numbers[value] for value in op.outputs),
-            holds=tuple(numbers.get(value, value) for value in op.holds),
-            is_repeated=True,
-        )
+        changes = {"name": f"{op.name}_again", "phase": "backward", "is_repeated": True}
+        outputs = tuple(numbers[value] for value in op.outputs)
+        return _taking(op, numbers, outputs=outputs, **changes)
 
     def _reading(self, op: Op) -> Op:
         """An op of the backward pass that reads and holds what is made again of its own block."""
@@ -272,13 +266,7 @@ class _Added(GraphChanges):
             base = self.values[value].base
             if base in bases:
                 self.values[value] = replace(self.values[value], base=bases[base])
-        if not numbers:
-            return op
-        return replace(
-            op,
-            inputs=tuple(numbers.get(value, value) for value in op.inputs),
-            holds=tuple(numbers.get(value, value) for value in op.holds),
-        )
+        return _taking(op, numbers) if numbers else op
 
     def _module_calls(self) -> int:
         """How many modules are called again: those in a block, whose own forward() runs as such."""
@@ -292,3 +280,9 @@ class _Added(GraphChanges):
                     path = path.rpartition(".")[0]
             calls += len(parts)
         return calls
+
+
+def _taking(op: Op, numbers: dict[int, int], **changes: Any) -> Op:
+    """An op that reads and holds some values by other numbers."""
+    inputs, holds = (tuple(numbers.get(v, v) for v in ends) for ends in (op.inputs, op.holds))
+    return replace(op, inputs=inputs, holds=holds, **changes)

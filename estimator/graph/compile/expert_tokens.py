@@ -187,28 +187,26 @@ class _ExpertTokens(GraphChanges):
             op = ops[index]
             if op.call.target == "aten.clone.default" and about & {*op.inputs, *op.outputs}:
                 self._put(index, PERMUTE, op.inputs[0], op.outputs)
-        found: dict[str, Any] = {"overlaps": "micro-batch"} if recipe.expert_overlap else {}
-        found |= {"copies": copies} if recipe.dispatch else {}
-        keywords = tuple(found.items())
+        keywords: list[tuple[str, Any]] = []
+        keywords += [("overlaps", "micro-batch")] if recipe.expert_overlap else []
+        keywords += [("copies", copies)] if recipe.dispatch else []
         for index in exchanges:
             op = ops[index]
-            op = with_calls(op, [replace(call, keywords=keywords) for call in op.calls])
+            op = with_calls(op, [replace(call, keywords=tuple(keywords)) for call in op.calls])
             self.instead[index] = op
             if recipe.dispatch is None:
                 continue
             if op.inputs[0] in sent:
                 # The copy's other results, gradients of weights, come with what is received.
                 place, value = sent[op.inputs[0]]
-                copy = self.instead[place]
-                if copy is not None:
+                if copy := self.instead[place]:
                     self.instead[place] = None
                     outputs = (*op.outputs, *copy.outputs[1:])
                     self.instead[index] = self._with(op, (value,), copy, op, outputs)
                     self._leave_out_views(op.inputs[0], own)
             elif op.outputs[0] in added:
                 place = added[op.outputs[0]]
-                summed = self.instead[place]
-                if summed is not None:
+                if summed := self.instead[place]:
                     self.instead[place] = None
                     self.instead[index] = self._with(op, op.inputs, op, summed, summed.outputs)
 

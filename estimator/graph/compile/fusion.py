@@ -464,8 +464,7 @@ def _op(split: SplitGraph, grouping: Grouping, number: int, names: Counter[str])
 
 
 def _specs(split: SplitGraph, values: Iterable[int], side: int) -> tuple[TensorSpec, ...]:
-    stored = [split.values[value] for value in values]
-    return tuple(value.other_spec if side else value.spec for value in stored)
+    return tuple(split.values[value].specs[side] for value in values)
 
 
 def _inputs(split: SplitGraph, kernel: Kernel) -> tuple[tuple[int, ...], tuple[int, int]]:

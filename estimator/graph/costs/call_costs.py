@@ -164,7 +164,6 @@ def fit_step_line(
     >>> round(line.fixed_s, 6), round(line.per_sample_s, 6)
     (0.1, 0.025)
     """
-    import numpy as np
     from scipy.optimize import nnls
 
     batches = np.array([batch for batch, _ in step_times], dtype=float)
@@ -234,8 +233,6 @@ def _step_part(call: OpCall) -> OpCost:
     # A whole graph whose flops sum to zero does not know them: it has no MFU.
     return OpCost(flops=part.share_ratio * part.batch * (part.flops_per_sample or 0.0))
 
-
-__all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
 
 # Training the largest models takes some 1e26 flops in all; squares of it are floats still.
 _MOST_WORK = 1e30

@@ -139,20 +139,20 @@ class Plan:
 
 def styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
     """What transformers says of a model: `base_model_tp_plan` of its config, and of its head."""
-    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not isinstance(base, Mapping):
-        return ()
-    head = getattr(model, "_tp_plan", None)
-    styles = {**base, **(head if isinstance(head, Mapping) else {})}
-    return tuple((str(name), str(style)) for name, style in styles.items())
+    base = _styles(getattr(model, "config", None), "base_model_tp_plan")
+    return tuple(dict((*base, *_styles(model, "_tp_plan"))).items()) if base else ()
 
 
 def expert_styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
     """What transformers says of a model's experts: `base_model_ep_plan` of its config."""
-    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None)
+    return _styles(getattr(model, "config", None), "base_model_ep_plan")
+
+
+def _styles(owner: Any, name: str) -> tuple[tuple[str, str], ...]:
+    plan = getattr(owner, name, None)
     if not isinstance(plan, Mapping):
         return ()
-    return tuple((str(name), str(style)) for name, style in plan.items())
+    return tuple((str(module), str(style)) for module, style in plan.items())
 
 
 def divided_experts(

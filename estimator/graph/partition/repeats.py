@@ -95,15 +95,6 @@ def _renamed(module: str, unit: str, other: str) -> str:
     return other + module[len(unit) :] if inside else module
 
 
-def _images(one: Indices, two: Indices, count: int) -> Indices | None:
-    """For each value that stands in one place what stands in the other; None if it is not one."""
-    image = np.full(count, -1, dtype=np.intp)
-    image[one] = two
-    known = image[image >= 0]
-    is_one = (image[one] == two).all() and len(np.unique(known)) == len(known)
-    return image if is_one else None
-
-
 class RepeatPattern(NamedTuple):
     """How two equal blocks that follow each other stand in a graph, and what copies of them take.
 
@@ -126,10 +117,9 @@ class RepeatPattern(NamedTuple):
         if not blocks:
             return None
         one, two = blocks[1:3]
-        here, there = one.ops, two.ops
-        if not _are_alike(columns, here, there, (units[1], units[2])):
+        if not _are_alike(columns, one.ops, two.ops, (units[1], units[2])):
             return None
-        image, count = _ops_images(columns, here, there), len(columns.spec_of)
+        image, count = _images(columns, (one, two)), len(columns.spec_of)
         if image is None:
             return None
         moves = np.flatnonzero((image >= 0) & (image != np.arange(count)))
@@ -177,15 +167,11 @@ def _is_in(ops: Indices, block: RepeatedBlock) -> Flags:
     return np.asarray(inside | ((ops >= block.backward.start) & (ops < block.backward.stop)))
 
 
-def _block_images(columns: GraphColumns, blocks: Sequence[RepeatedBlock]) -> Indices | None:
+def _images(columns: GraphColumns, blocks: Sequence[RepeatedBlock]) -> Indices | None:
     """What stands for each value in the block after its own; None if that is not one value."""
     here, there = (
         np.concatenate([block.ops for block in some]) for some in (blocks[:-1], blocks[1:])
     )
-    return _ops_images(columns, here, there)
-
-
-def _ops_images(columns: GraphColumns, here: Indices, there: Indices) -> Indices | None:
     held = columns.held_begins
     one, two = (
         np.concatenate(
@@ -193,7 +179,13 @@ def _ops_images(columns: GraphColumns, here: Indices, there: Indices) -> Indices
         )
         for ops in (here, there)
     )
-    return _images(one, two, len(columns.spec_of)) if len(one) == len(two) else None
+    if len(one) != len(two):
+        return None
+    image = np.full(len(columns.spec_of), -1, dtype=np.intp)
+    image[one] = two
+    known = image[image >= 0]
+    is_one = (image[one] == two).all() and len(np.unique(known)) == len(known)
+    return image if is_one else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -225,7 +217,7 @@ class Repeats:
         if last - first < _LEAST_BLOCKS + 2:
             return None
         one, two = first + 1, last
-        images = _block_images(columns, blocks[one : two + 1])
+        images = _images(columns, blocks[one : two + 1])
         if images is None:
             return None
         short = _Short(graph, columns, blocks, one, two)

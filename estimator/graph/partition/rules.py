@@ -148,6 +148,7 @@ class Given(NamedTuple):
 
 
 Rule = Callable[[Given], Placed]
+ShardRule = Callable[[Given, Shard], Placed]
 RULES: dict[str, Rule] = {}
 
 
@@ -156,6 +157,20 @@ def rule_of(names: str) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
+
+
+def shard_rule_of(names: str) -> Callable[[ShardRule], ShardRule]:
+    """Register what becomes of the first input's shard; without one all is whole."""
+
+    def register(rule: ShardRule) -> ShardRule:
+        def placed_by(given: Given) -> Placed:
+            shard = given.shard
+            return given.whole() if shard is None else rule(given, shard)
+
+        rule_of(names)(placed_by)
         return rule
 
     return register
@@ -182,11 +197,8 @@ def broadcast(spec: TensorSpec, place: int, shard: Shard, other: TensorSpec) -> 
     return shard.at(len(spec.shape) + place)
 
 
-@rule_of("view _unsafe_view reshape _reshape_alias")
-def _view(given: Given) -> Placed:
-    shard = given.shard
-    if shard is None:
-        return given.whole()
+@shard_rule_of("view _unsafe_view reshape _reshape_alias")
+def _view(given: Given, shard: Shard) -> Placed:
     old, new = given.inputs[0].shape, given.call.outputs[0].shape
     moved = viewed(shard, old, new, given.degree)
     if moved is None:
@@ -200,20 +212,15 @@ def _view(given: Given) -> Placed:
     return given.same((moved,))
 
 
-@rule_of("all_reduce all_gather reduce_scatter all_to_all permute_tensor")
-def _along_another_axis(given: Given) -> Placed:
+@shard_rule_of("all_reduce all_gather reduce_scatter all_to_all permute_tensor")
+def _along_another_axis(given: Given, shard: Shard) -> Placed:
     """What ranks of another axis exchange are parts alike."""
-    shard = given.shard
-    if shard is None:
-        return given.whole()
     return given.same((Shard.along(given.call.outputs[0], shard.dim),))
 
 
-@rule_of("t transpose permute swapaxes movedim")
-def _permuted(given: Given) -> Placed:
-    shard, rank = given.shard, len(given.inputs[0].shape)
-    if shard is None:
-        return given.whole()
+@shard_rule_of("t transpose permute swapaxes movedim")
+def _permuted(given: Given, shard: Shard) -> Placed:
+    rank = len(given.inputs[0].shape)
     order = list(range(rank))
     name = given.call.name
     if name == "t":
@@ -226,12 +233,9 @@ def _permuted(given: Given) -> Placed:
     return given.same((shard.at(order.index(shard.dim)),))
 
 
-@rule_of("unsqueeze squeeze expand select unbind")
-def _fewer_or_more(given: Given) -> Placed:
+@shard_rule_of("unsqueeze squeeze expand select unbind")
+def _fewer_or_more(given: Given, shard: Shard) -> Placed:
     """Dimensions of one element come and go, or one index of a dimension is taken."""
-    shard = given.shard
-    if shard is None:
-        return given.whole()
     name = given.call.name
     old, new = given.inputs[0].shape, given.call.outputs[0].shape
     rank = len(old)
@@ -251,30 +255,27 @@ def _fewer_or_more(given: Given) -> Placed:
     return given.same((kept_shard,) * len(given.call.outputs))
 
 
-@rule_of("view_as_complex view_as_real")
-def _complex(given: Given) -> Placed:
+@shard_rule_of("view_as_complex view_as_real")
+def _complex(given: Given, shard: Shard) -> Placed:
     """Pairs along a last dimension are complex numbers without it, and the other way round."""
-    shard, name = given.shard, given.call.name
-    if shard is None or (name == "view_as_complex" and shard.dim == len(given.inputs[0].shape) - 1):
+    name = given.call.name
+    if name == "view_as_complex" and shard.dim == len(given.inputs[0].shape) - 1:
         return given.whole()
     return given.same((shard,))
 
 
-@rule_of("slice constant_pad_nd flip roll narrow")
-def _parts(given: Given) -> Placed:
+@shard_rule_of("slice constant_pad_nd flip roll narrow")
+def _parts(given: Given, shard: Shard) -> Placed:
     """A part of one dimension; of a divided one only all of it."""
-    shard = given.shard
     old, new = given.inputs[0].shape, given.call.outputs[0].shape
-    if shard is None or old[shard.dim] != new[shard.dim]:
+    if old[shard.dim] != new[shard.dim]:
         return given.whole()
     return given.same()
 
 
-@rule_of("slice_backward select_backward")
-def _parts_backward(given: Given) -> Placed:
-    shard, rank = given.shard, len(given.call.outputs[0].shape)
-    if shard is None:
-        return given.whole()
+@shard_rule_of("slice_backward select_backward")
+def _parts_backward(given: Given, shard: Shard) -> Placed:
+    rank = len(given.call.outputs[0].shape)
     dim = argument(given.call, 2, "dim") % rank
     if given.call.target.startswith("aten.select"):
         return given.same((shard.at(shard.dim + (dim <= shard.dim)),))
@@ -368,11 +369,8 @@ def _fused_softmax(given: Given) -> Placed:
     return pointwise(given)
 
 
-@rule_of("sum mean amax amin max min argmax argmin any all prod var std")
-def _reduction(given: Given) -> Placed:
-    shard = given.shard
-    if shard is None:
-        return given.whole()
+@shard_rule_of("sum mean amax amin max min argmax argmin any all prod var std")
+def _reduction(given: Given, shard: Shard) -> Placed:
     rank, name = len(given.inputs[0].shape), given.call.name
     dims: Any = argument(given.call, 1, "dim")
     if not isinstance(dims, (int, tuple)) or isinstance(dims, bool) or dims == ():
@@ -455,11 +453,10 @@ def _loss(given: Given) -> Placed:
     return Placed(tuple(wants), (shard,) if backward else (PARTIAL,) * outputs)
 
 
-@rule_of("native_layer_norm _fused_rms_norm")
-def _norm(given: Given) -> Placed:
-    shard = given.shard
+@shard_rule_of("native_layer_norm _fused_rms_norm")
+def _norm(given: Given, shard: Shard) -> Placed:
     normalized = len(given.call.arguments[1])
-    if shard is None or shard.dim >= len(given.inputs[0].shape) - normalized:
+    if shard.dim >= len(given.inputs[0].shape) - normalized:
         return given.whole()
     wants = (shard, *(None for _ in given.at[1:]))
     return Placed(wants, (shard,) * len(given.call.outputs))

@@ -8,6 +8,7 @@ taken as balanced, and a value read from them is listed as an assumption.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,9 +216,5 @@ def balanced_choice(shape: tuple[int, ...], dim: int, options: int) -> Tensor:
     if not shape:
         return torch.zeros((), dtype=torch.int64)
     moved = [size for axis, size in enumerate(shape) if axis != dim % len(shape)]
-    chosen = shape[dim]
-    count = chosen
-    for size in moved:
-        count *= size
-    flat = torch.arange(count) % max(options, 1)
-    return flat.reshape(*moved, chosen).movedim(-1, dim).contiguous()
+    flat = torch.arange(math.prod(shape)) % max(options, 1)
+    return flat.reshape(*moved, shape[dim]).movedim(-1, dim).contiguous()

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from estimator.errors import ModelError, TraceError
 from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph, unit_path
-from estimator.graph.ir.ops import Op, Parameter, ValueKind
+from estimator.graph.ir.ops import Parameter, ValueKind
 from estimator.graph.trace.record import RecordedOp, Recorder
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
@@ -385,7 +385,12 @@ class Division:
     def marked(self, graph: OpGraph) -> OpGraph:
         """A rank's graph, told what of it DTensor runs and which layout it is of."""
         entered: set[tuple[str, str]] = set()
-        assumptions = []
+        ops, assumptions = [], []
+        for op in graph.ops:
+            if op.module in self.modules and (op.module, op.phase) not in entered:
+                entered.add((op.module, op.phase))
+                op = replace(op, enters_dtensor=True)
+            ops.append(op)
         if self.tp > 1:
             assumptions.append(
                 f"tp={self.tp} divides layers as the module was divided before it was traced; its "
@@ -395,19 +400,12 @@ class Division:
             assumptions.append(f"'{self.strategy}' as the module was sharded before it was traced")
         return replace(
             graph,
-            ops=tuple([self._marked(op, entered) for op in graph.ops]),
+            ops=tuple(ops),
             parameters=tuple([self._of(parameter) for parameter in graph.parameters]),
             layout=f"tp={self.tp},dp=*" if self.tp > 1 else None,
             strategy=None if self.strategy is None else str(self.strategy),
             assumptions=(*graph.assumptions, *assumptions),
         )
-
-    def _marked(self, op: Op, entered: set[tuple[str, str]]) -> Op:
-        call = op.module, op.phase
-        if op.module not in self.modules or call in entered:
-            return op
-        entered.add(call)
-        return replace(op, enters_dtensor=True)
 
     def _of(self, parameter: Parameter) -> Parameter:
         owner = parameter.name.rpartition(".")[0]

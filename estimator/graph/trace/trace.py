@@ -108,57 +108,20 @@ def trace_graph(
 
 
 def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | None) -> OpGraph:
-    """The graph of the step at two batch sizes."""
+    """The graph of the step at two batch sizes.
+
+    `unusual` names the type of parameters that no precision stands for.
+    """
     batch = tracer.call.batch
-    samples = _samples(batch, dim, tracer.name)
+    check_batch(batch)
+    samples = sample_count(batch, dim)
+    if samples == 0:
+        raise ModelError(f"the batch of {tracer.name} has no sample; give at least one")
     with kept_as_it_was(tracer.model), quiet_fakes():
         first = tracer.run(batch)
         second, fixed_because = tracer.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
-    return _graph(
-        tracer,
-        first,
-        joined,
-        optimizer=optimizer,
-        samples=samples,
-        tokens=tokens_per_sample(batch, samples),
-        fixed_because=fixed_because or joined.difference,
-        unusual=unusual,
-    )
-
-
-def _division(model: nn.Module, name: str) -> Division | None:
-    """How a model is divided over ranks, None where its parameters are whole."""
-    if not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        return None
-    from estimator.graph.trace.parallel_modules import division_of
-
-    return division_of(model, name)
-
-
-def _samples(batch: Any, dim: int, name: str) -> int | None:
-    check_batch(batch)
-    samples = sample_count(batch, dim)
-    if samples == 0:
-        raise ModelError(f"the batch of {name} has no sample; give at least one")
-    return samples
-
-
-def _graph(
-    tracer: _Tracer,
-    first: _RecordedRun,
-    joined: JoinedRuns,
-    *,
-    optimizer: str | None,
-    samples: int | None,
-    tokens: int | None,
-    fixed_because: str | None,
-    unusual: str | None,
-) -> OpGraph:
-    """The graph of two runs that were joined, of which `first` is that at the batch given.
-
-    `unusual` names the type of parameters that no precision stands for.
-    """
+    fixed_because = fixed_because or joined.difference
     optimizer, parameters, recorded = _updated(tracer, first, joined, optimizer)
     assumptions = [
         *tracer.assumptions,
@@ -180,7 +143,7 @@ def _graph(
         batch=samples,
         # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
-        tokens_per_sample=tokens,
+        tokens_per_sample=tokens_per_sample(batch, samples),
         channels_last=tracer.channels_last,
         ops=joined.ops,
         values=joined.values,
@@ -198,6 +161,15 @@ def _graph(
         ep_plan=expert_styles_of_config(tracer.model),
     )
     return graph if tracer.division is None else tracer.division.marked(graph)
+
+
+def _division(model: nn.Module, name: str) -> Division | None:
+    """How a model is divided over ranks, None where its parameters are whole."""
+    if not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        return None
+    from estimator.graph.trace.parallel_modules import division_of
+
+    return division_of(model, name)
 
 
 def _updated(
