@@ -50,7 +50,10 @@ def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> Non
     assert command() == answer
 
 
-def test_help_fits_a_screen_of_24_lines_and_cuts_nothing(command: Command) -> None:
+def test_help_fits_a_screen_of_24_lines_and_cuts_nothing(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     lines = command("--help").out.splitlines()
     assert len(lines) < 24
     assert max(map(len, lines)) <= 80

@@ -422,8 +422,12 @@ class LayoutBounds:
         """
         _, layout, strategy, batch, micro_batches = candidate
         if layout.pp == 1:
-            one, passing = self._micro_batch(layout, batch), self._blocks(layout, batch).stages(())
-            ratio = self._ratio(candidate, one, float(passing.passing_bytes[0]))
+            graph, ratio = self._engine.split(self._graph, layout), 0.0
+            # Of a graph without blocks no more is known than before.
+            if blocks_of(graph, self._engine.cache).points:
+                passing = self._blocks(layout, batch).stages(()).passing_bytes
+                one = self._micro_batch(layout, batch)
+                ratio = self._ratio(candidate, one, float(passing[0]))
             return self._exchanged_s(candidate), ratio
         stages = self._stages_of(layout, batch)
         dp = (layout.dp or 1) * layout.cp
