@@ -568,7 +568,7 @@ def loop(options: Options) -> Found:
 
 # Layouts of a 70B transformer, a step of 2,048 samples of 2,048 tokens
 
-PLACE, VAST, GLOBAL_BATCH = "128x8:h100-sxm", "12500x8:h100-sxm", 2048
+PLACE, VAST, GLOBAL_BATCH = "128x8:h100-sxm", "12512x8:h100-sxm", 2048
 PIPELINE = {"layout": "tp=8,pp=16,dp=*", "batch_per_gpu": 1, "accumulation_steps": 128}
 DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
 
@@ -597,7 +597,7 @@ def layouts(options: Options) -> Found:
     return {
         f"best layout of {PLACE}, {count:,} candidates": (median(plans_s), "s", 4),
         "new layout of a traced model, median of four": (1e3 * median(new_s), "ms", 50),
-        f"a layout on {VAST}, 100,000 GPUs": (vast_s, "s", 1),
+        f"a layout on {VAST}, 100,096 GPUs": (vast_s, "s", 1),
         "16 stages x 128 micro-batches, warm": (1e3 * warm_s, "ms", 1),
         "warm layout, allocations not seen": (1e6 * unseen_s, "us", 200),
     }
