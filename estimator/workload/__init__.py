@@ -2,8 +2,6 @@
 
 from estimator.workload.strategies import (
     DDP,
-    DEFAULT_BUCKET_CAP_BYTES,
-    DEFAULT_FIRST_BUCKET_BYTES,
     FSDP,
     MOST_ACCUMULATION,
     MOST_BATCH,
@@ -15,8 +13,6 @@ from estimator.workload.strategies import (
 
 __all__ = [
     "DDP",
-    "DEFAULT_BUCKET_CAP_BYTES",
-    "DEFAULT_FIRST_BUCKET_BYTES",
     "FSDP",
     "MOST_ACCUMULATION",
     "MOST_BATCH",

@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
-import math
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from estimator.errors import StrategyError, quoted
-from estimator.units import parse_knobs, parse_whole
+from estimator.units import parse_number, parse_whole
+from estimator.workload.knobs import option, options_text, read_options
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
 from estimator.workload.strategies import Strategy
 
-_AXES = ("tp", "cp", "ep", "pp", "dp")
-_FLAGS = ("sp", "vocab", "megatron", "ring", "all-reduce")
 _MOST_RANKS = 10**7
 _MOST_IMBALANCE = 1e4
 _MOST_LAID_OUT = 10**4
+_ranks = partial(parse_whole, least=1, most=_MOST_RANKS)
+
+
+def _rest_or_ranks(text: str) -> int | None:
+    return None if text == "*" else _ranks(text)
+
+
+def _imbalance(text: str) -> float:
+    ratio = parse_number(text)
+    if not 1.0 <= ratio <= _MOST_IMBALANCE:
+        raise ValueError(
+            f"the tokens of the busiest rank over the mean are from 1 to {_MOST_IMBALANCE:g}, "
+            f"found {quoted(text)}"
+        )
+    return ratio
+
+
+# What stands in a layout of stages once its repetitions are written out.
+_REPEATED = re.compile(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,3})")
+_LAID_OUT = re.compile(r"[EtmL|]+")
+
+
+def layers_of(cut: tuple[str, ...]) -> tuple[int, ...]:
+    """The layers of each stage of a layout as Megatron-LM writes it; none of modules' names.
+
+    E is the embedding, t a layer, m one that predicts further tokens, L the loss; ``|`` stands
+    between stages. Raises ValueError.
+
+    >>> layers_of(("Et*2|(tt|)*2mL",)), layers_of(("layers.4",))
+    ((2, 2, 2, 1), ())
+    """
+    if len(cut) != 1 or "|" not in cut[0]:
+        return ()
+    text = cut[0]
+    while len(text) <= _MOST_LAID_OUT and (match := _REPEATED.search(text)):
+        again = (match[1] or match[2] or "") * int(match[3])
+        text = text[: match.start()] + again + text[match.end() :]
+    stages = [sum(stage.count(kind) for kind in "tm") for stage in text.split("|")]
+    if not _LAID_OUT.fullmatch(text) or not all(stages):
+        raise ValueError(
+            f"{quoted(cut[0])} lays out no stages with layers each; write E, t, m and L, "
+            "repetitions as t*4 and (t*4|)*14, and | between stages"
+        )
+    return tuple(stages)
+
+
+def _cut(text: str) -> tuple[str, ...]:
+    cut = tuple(module.strip() for module in text.split("+"))
+    layers_of(cut)
+    return cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +83,21 @@ class Layout:
     least, or with `megatron` all have as many layers.
     """
 
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    imbalance: float = 1.0
-    sums_experts: bool = False
-    pp: int = 1
-    schedule: Schedule = DEFAULT_SCHEDULE
-    dp: int | None = None
-    sequence: bool = False
-    vocabulary: bool = False
-    megatron: bool = False
-    ring: bool = False
-    cut: tuple[str, ...] = ()
+    tp: int = option("tp", _ranks, 1, values="8")
+    cp: int = option("cp", _ranks, 1, values="2")
+    ring: bool = option("ring")
+    ep: int = option("ep", _ranks, 1, values="8")
+    sums_experts: bool = option("all-reduce")
+    imbalance: float = option("imbalance", _imbalance, 1.0, written="{:g}".format, values="1.2")
+    pp: int = option("pp", _ranks, 1, values="4")
+    schedule: Schedule = option("schedule", Schedule.parse, DEFAULT_SCHEDULE, values="1f1b")
+    cut: tuple[str, ...] = option("cut", _cut, (), written="+".join, values="MODULE+MODULE")
+    sequence: bool = option("sp")
+    vocabulary: bool = option("vocab")
+    megatron: bool = option("megatron")
+    dp: int | None = option(
+        "dp", _rest_or_ranks, None, written=lambda dp: "*" if dp is None else str(dp), values="*"
+    )
 
     @property
     def divides_layers(self) -> bool:
@@ -71,19 +120,9 @@ class Layout:
         return None if self.is_data_parallel else str(replace(self, dp=None))
 
     def __str__(self) -> str:
-        parts = [f"tp={self.tp}"] if self.tp > 1 else []
-        parts += [f"cp={self.cp}"] if self.cp > 1 else []
-        parts += ["ring"] if self.ring else []
-        parts += [f"ep={self.ep}"] if self.ep > 1 else []
-        parts += ["all-reduce"] if self.sums_experts else []
-        parts += [f"imbalance={self.imbalance:g}"] if self.imbalance != 1.0 else []
-        parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
-        parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
-        parts += ["sp"] if self.sequence else []
-        parts += ["vocab"] if self.vocabulary else []
-        parts += ["megatron"] if self.megatron else []
-        parts.append(f"dp={'*' if self.dp is None else self.dp}")
-        return ",".join(parts)
+        if self.pp == 1:
+            return options_text(replace(self, schedule=DEFAULT_SCHEDULE), always=("dp",))
+        return options_text(self, always=("schedule", "dp"))
 
     @classmethod
     def parse(cls, text: str | Layout) -> Layout:
@@ -158,48 +197,13 @@ DATA_PARALLEL = Layout()
 
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
-    sizes: dict[str, int | None] = {}
-    schedule: Schedule | None = None
-    cut: tuple[str, ...] = ()
-    imbalance = 1.0
     try:
-        knobs = parse_knobs(text)
-        flags = {name for name in _FLAGS if knobs.get(name) == ""}
-        for name, value in knobs.items():
-            if name in flags:
-                continue
-            if name == "imbalance":
-                imbalance = _imbalance(value)
-            elif name == "schedule":
-                schedule = Schedule.parse(value)
-            elif name == "cut" and value:
-                cut = tuple(module.strip() for module in value.split("+"))
-                layers_of(cut)
-            else:
-                sizes[name] = _size(name, value)
-        free = [name for name, size in sizes.items() if size is None]
-        if free not in ([], ["dp"]):
-            raise ValueError(f"only dp may be *, found {', '.join(free)}; give a number")
+        given = read_options(Layout, text, "a layout")
+        layout = Layout(**given)
+        if why := _reason_against(layout, has_schedule="schedule" in given):
+            raise ValueError(why)
     except ValueError as error:
         raise StrategyError(f"layout {quoted(text)}: {error}") from None
-    tp, cp, ep, pp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "pp"))
-    layout = Layout(
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        imbalance=imbalance,
-        pp=pp,
-        schedule=schedule or DEFAULT_SCHEDULE,
-        dp=sizes.get("dp"),
-        sequence="sp" in flags,
-        vocabulary="vocab" in flags,
-        megatron="megatron" in flags,
-        ring="ring" in flags,
-        sums_experts="all-reduce" in flags,
-        cut=cut,
-    )
-    if why := _reason_against(layout, has_schedule=schedule is not None):
-        raise StrategyError(f"layout {quoted(text)}: {why}")
     return layout
 
 
@@ -229,60 +233,3 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
         "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
     }
     return next((why for why, holds in reasons.items() if holds), "")
-
-
-# What stands in a layout of stages once its repetitions are written out.
-_REPEATED = re.compile(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,3})")
-_LAID_OUT = re.compile(r"[EtmL|]+")
-
-
-def layers_of(cut: tuple[str, ...]) -> tuple[int, ...]:
-    """The layers of each stage of a layout as Megatron-LM writes it; none of modules' names.
-
-    E is the embedding, t a layer, m one that predicts further tokens, L the loss; ``|`` stands
-    between stages. Raises ValueError.
-
-    >>> layers_of(("Et*2|(tt|)*2mL",)), layers_of(("layers.4",))
-    ((2, 2, 2, 1), ())
-    """
-    if len(cut) != 1 or "|" not in cut[0]:
-        return ()
-    text = cut[0]
-    while len(text) <= _MOST_LAID_OUT and (match := _REPEATED.search(text)):
-        again = (match[1] or match[2] or "") * int(match[3])
-        text = text[: match.start()] + again + text[match.end() :]
-    stages = [sum(stage.count(kind) for kind in "tm") for stage in text.split("|")]
-    if not _LAID_OUT.fullmatch(text) or not all(stages):
-        raise ValueError(
-            f"{quoted(cut[0])} lays out no stages with layers each; write E, t, m and L, "
-            "repetitions as t*4 and (t*4|)*14, and | between stages"
-        )
-    return tuple(stages)
-
-
-def _imbalance(value: str) -> float:
-    try:
-        ratio = float(value)
-    except ValueError:
-        ratio = math.nan
-    if not 1.0 <= ratio <= _MOST_IMBALANCE:
-        raise ValueError(
-            "imbalance is the tokens of the busiest rank over the mean, from 1 to "
-            f"{_MOST_IMBALANCE:g}, found {quoted(value)}"
-        )
-    return ratio
-
-
-def _size(name: str, value: str) -> int | None:
-    """Ranks along an axis, None for ``*``; raises ValueError."""
-    if name in _AXES:
-        if value == "*":
-            return None
-        with suppress(ValueError):
-            return parse_whole(value, least=1, most=_MOST_RANKS)
-    knob = f"{name}={value}" if value else name
-    raise ValueError(
-        f"{quoted(knob)} is none of {', '.join(_AXES)} with a number from 1 (one may be *), "
-        f"{', '.join(_FLAGS)}, imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; "
-        "write tp=2,dp=*"
-    )

@@ -9,14 +9,20 @@ from typing import Any, Literal
 from estimator.errors import WorkloadError, quoted
 from estimator.units import (
     parse_bandwidth_bytes_per_s,
-    parse_knobs,
     parse_number,
     parse_seconds,
     parse_size_bytes,
     parse_whole,
 )
+from estimator.workload.knobs import option, read_options
 
 MOST_WORKERS = 4096
+
+
+def _yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"{quoted(text)} is neither yes nor no; write one of them")
+    return text == "yes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +44,19 @@ class Loader:
     0.32
     """
 
-    sample_bytes: float = 0.0
-    prep_s: float = 0.0
-    workers: int = 0
-    cached_ratio: float = 1.0
-    stored_bytes: float | None = None
-    cpu_ratio: float = 1.0
-    take_s: float = 0.0
-    disk_bytes_per_s: float | None = None
-    cache_bytes_per_s: float | None = None
-    cores: int | None = None
-    jpeg_pixels: float = 0.0
-    tokens: float = 0.0
-    pinned: bool = True
+    sample_bytes: float = option("sample", parse_size_bytes, 0.0)
+    prep_s: float = option("prep", parse_seconds, 0.0)
+    workers: int = option("workers", parse_whole, 0)
+    cached_ratio: float = option("cached", parse_number, 1.0)
+    stored_bytes: float | None = option("stored", parse_size_bytes, None)
+    cpu_ratio: float = option("cpu", parse_number, 1.0)
+    take_s: float = option("take", parse_seconds, 0.0)
+    disk_bytes_per_s: float | None = option("disk", parse_bandwidth_bytes_per_s, None)
+    cache_bytes_per_s: float | None = option("cache", parse_bandwidth_bytes_per_s, None)
+    cores: int | None = option("cores", parse_whole, None)
+    jpeg_pixels: float = option("pixels", parse_number, 0.0)
+    tokens: float = option("tokens", parse_number, 0.0)
+    pinned: bool = option("pinned", _yes, True)
     relative_error: float = 0.1
     source: Literal["assumed", "measured"] = "assumed"
 
@@ -101,22 +107,10 @@ class Loader:
                 f"a loader is text such as sample=150kB,prep=8ms,workers=4, found {quoted(text)}; "
                 "write one or leave it out"
             )
-        options: dict[str, Any] = {}
         try:
-            for name, value in parse_knobs(text).items():
-                if name not in _PARTS:
-                    raise ValueError(
-                        f"it has no {quoted(name)}; its parts are {', '.join(_PARTS)}, as in "
-                        "sample=150kB,prep=8ms,workers=4"
-                    )
-                field, read = _PARTS[name]
-                try:
-                    options[field] = read(value)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
+            return cls(**read_options(cls, text, "a loader"))
         except ValueError as error:
             raise WorkloadError(f"loader {quoted(text)}: {error}") from None
-        return cls(**options)
 
     def with_workers(self, workers: int) -> Loader:
         return replace(self, workers=workers)
@@ -126,27 +120,6 @@ class Loader:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def _yes(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError(f"{quoted(text)} is neither yes nor no; write one of them")
-    return text == "yes"
-
-
-_PARTS: dict[str, tuple[str, Any]] = {
-    "sample": ("sample_bytes", parse_size_bytes),
-    "prep": ("prep_s", parse_seconds),
-    "workers": ("workers", parse_whole),
-    "cached": ("cached_ratio", parse_number),
-    "stored": ("stored_bytes", parse_size_bytes),
-    "cpu": ("cpu_ratio", parse_number),
-    "take": ("take_s", parse_seconds),
-    "disk": ("disk_bytes_per_s", parse_bandwidth_bytes_per_s),
-    "cache": ("cache_bytes_per_s", parse_bandwidth_bytes_per_s),
-    "cores": ("cores", parse_whole),
-    "pixels": ("jpeg_pixels", parse_number),
-    "tokens": ("tokens", parse_number),
-    "pinned": ("pinned", _yes),
-}
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("sample_bytes", 0, 1e15),
     ("stored_bytes", 0, 1e15),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
 
 from estimator.errors import StrategyError, quoted
-from estimator.units import parse_knobs
+from estimator.units import parse_whole
+from estimator.workload.knobs import changed_options, choice, option, options_text, read_options
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -59,17 +61,16 @@ Dispatch = Literal["deepep", "hybridep"]
 Recomputed = Literal[
     "layernorm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "shared_experts"
 ]
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "fp8": get_args(Scaling),
-    "graphs": get_args(Graphs),
-    "dispatch": get_args(Dispatch),
-    "recompute": get_args(Recomputed),
-}
-_LAYERS = ("recompute-layers", "offload-layers")
-
-
 Execution = Literal["cuda-graphs", "blocks"]
 Float8 = Literal["tensorwise", "rowwise"]
+_layers = partial(parse_whole, most=9_999)
+
+
+def _recomputed(text: str) -> tuple[str, ...]:
+    modules = tuple(dict.fromkeys(text.split("+")))
+    if not set(modules) <= set(get_args(Recomputed)):
+        raise ValueError(f"{quoted(text)} is unknown; choose of {'+'.join(get_args(Recomputed))}")
+    return modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +110,20 @@ class Recipe:
     float8: Float8 | None = None
     channels_last: bool = False
     framework: Framework | None = None
-    fp8: Scaling | None = None
-    fp8_attention: bool = False
-    deterministic: bool = False
-    graphs: Graphs | None = None
-    tp_overlap: bool = False
-    dispatch: Dispatch | None = None
-    expert_overlap: bool = False
-    fused_grouped_mlp: bool = False
-    precision_aware_optimizer: bool = False
-    recompute: tuple[str, ...] = ()
-    recompute_layers: int = 0
-    offload_layers: int = 0
+    fp8: Scaling | None = choice("fp8", *get_args(Scaling))
+    fp8_attention: bool = option("fp8-attention")
+    deterministic: bool = option("deterministic")
+    graphs: Graphs | None = choice("graphs", *get_args(Graphs))
+    tp_overlap: bool = option("tp-overlap")
+    dispatch: Dispatch | None = choice("dispatch", *get_args(Dispatch))
+    expert_overlap: bool = option("expert-overlap")
+    fused_grouped_mlp: bool = option("fused-grouped-mlp")
+    precision_aware_optimizer: bool = option("precision-aware-optimizer")
+    recompute: tuple[str, ...] = option(
+        "recompute", _recomputed, (), written="+".join, values="|".join(get_args(Recomputed))
+    )
+    recompute_layers: int = option("recompute-layers", _layers, 0, values="4")
+    offload_layers: int = option("offload-layers", _layers, 0, values="4")
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -131,18 +134,10 @@ class Recipe:
                 raise StrategyError(
                     f"{name} {quoted(value)} is unknown; choose one of {', '.join(get_args(known))}"
                 )
-        if self.framework is None and self._switches():
+        if self.framework is None and (switches := changed_options(self)):
             raise StrategyError(
-                f"{self._switches()[0]} is a switch of a framework; say framework='megatron' too"
+                f"{switches[0]} is a switch of a framework; say framework='megatron' too"
             )
-
-    def _switches(self) -> list[str]:
-        """Of the framework, those that are not as they would be."""
-        return [
-            item.name
-            for item in _switches_of_frameworks()
-            if getattr(self, item.name) != item.default
-        ]
 
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
@@ -159,43 +154,10 @@ class Recipe:
                 f"recipe {quoted(text)} is unknown; write megatron, or leave it out"
             )
         try:
-            knobs = parse_knobs(settings)
+            return cls(framework="megatron", **read_options(cls, settings, "megatron"))
         except ValueError as error:
             raise StrategyError(f"{quoted(text)}: {error}") from None
-        given: dict[str, Any] = {n.replace("-", "_"): _value(n, text) for n, text in knobs.items()}
-        return cls(framework="megatron", **given)
 
     def __str__(self) -> str:
         """The framework's part as `parse` reads it; empty where torch alone trains."""
-        parts = []
-        for switch in self._switches():
-            value, name = getattr(self, switch), switch.replace("_", "-")
-            text = "+".join(value) if isinstance(value, tuple) else str(value)
-            parts.append(name if value is True else f"{name}={text}")
-        return ":".join(filter(None, (self.framework, ",".join(parts))))
-
-
-def _switches_of_frameworks() -> tuple[Field[Any], ...]:
-    """The fields after `framework`."""
-    names = [item.name for item in fields(Recipe)]
-    return fields(Recipe)[names.index("framework") + 1 :]
-
-
-def _value(name: str, text: str) -> str | bool | int | tuple[str, ...]:
-    choices = _CHOICES.get(name)
-    if name in _LAYERS and text.isdecimal() and len(text) < 5:
-        return int(text)
-    if name == "recompute" and set(text.split("+")) <= set(choices or ()):
-        return tuple(dict.fromkeys(text.split("+")))
-    switches = _switches_of_frameworks()
-    flags = [item.name.replace("_", "-") for item in switches if item.default is False]
-    if choices is None and name in flags and not text:
-        return True
-    if choices is None or text not in choices or name == "recompute":
-        known = [*(f"{key}={'|'.join(choices)}" for key, choices in _CHOICES.items()), *flags]
-        known += [f"{key}=4" for key in _LAYERS]
-        raise StrategyError(
-            f"{quoted(f'{name}={text}' if text else name)} is no part of a recipe; choose of "
-            f"{', '.join(known)}"
-        )
-    return text
+        return ":".join(filter(None, (self.framework, options_text(self))))

@@ -14,10 +14,11 @@ is not among torch's: its order is that of its authors' code (deepseek-ai/DualPi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from estimator.errors import StrategyError, quoted
@@ -122,29 +123,12 @@ class Schedule:
         return self.name in ("gpipe", "1f1b", "interleaved")
 
     def held_at_least(self, rank: int, ranks: int, micro_batches: int) -> tuple[int, ...]:
-        """Micro-batches of each of a rank's stages that it holds at once, before its first backward
-        pass: known without their order.
-        """
-        behind, passes = ranks - 1 - rank, self.round_of(ranks, micro_batches)
-        if self.name == "gpipe":
-            return (micro_batches,)
-        if self.name in _V_SHAPED:
-            begun = 2 * behind + 1 + rank
-            held = (begun, rank) if self.name == "zbv" else (begun, rank + 1)
-            return min(held[0], micro_batches), min(held[1], micro_batches)
-        if self.is_two_way:
-            # Of the way that has fewer ranks behind first, as a V of half the ranks.
-            nearer = min(rank, behind)
-            begun, other = ranks - 1 - nearer, nearer + 1
-            return (begun, other) if rank < ranks // 2 else (other, begun)
-        if self.name != "interleaved":
-            return (min(behind + 1, micro_batches),)
-        warm_up = (self.virtual - 1) * passes + 2 * behind + 1
-        rounds, left = divmod(min(warm_up, self.virtual * micro_batches), self.virtual * passes)
-        return tuple(
-            rounds * passes + min(max(left - stage * passes, 0), passes)
-            for stage in range(self.virtual)
-        )
+        """Micro-batches of each of a rank's stages that it holds when it first goes back."""
+        held = dict.fromkeys(self.stages_of(rank, ranks), 0)
+        order = _ORDERS[self.name](rank, tuple(held), ranks, micro_batches)
+        for action in takewhile(lambda action: action.kind == "forward", order):
+            held[action.stage] += 1
+        return tuple(held.values())
 
     def round_of(self, ranks: int, micro_batches: int) -> int:
         """After how many micro-batches the passes repeat, but for their number."""
@@ -162,16 +146,8 @@ _TWO_WAY = ("dualpipe",)
 @lru_cache(maxsize=256)
 def unchecked_orders(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[Order, ...]:
     """`Schedule.orders` of micro-batches that are known to fit."""
-    ordered = {
-        "gpipe": _gpipe,
-        "1f1b": _one_forward_one_backward,
-        "interleaved": _interleaved,
-        "zb": _zero_bubble,
-        "zbv": _zero_bubble_v,
-        "dualpipev": _dualpipe_v,
-        "dualpipe": _dualpipe,
-    }[schedule.name]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
+    ordered = _ORDERS[schedule.name]
     return tuple(tuple(ordered(rank, held[rank], ranks, micro_batches)) for rank in range(ranks))
 
 
@@ -384,3 +360,14 @@ def _dualpipe(rank: int, held: Sequence[int], ranks: int, micro_batches: int) ->
     nearer, own = (rank, held) if rank < half else (ranks - 1 - rank, held[::-1])
     for kind, stage, number in _dualpipe_v(nearer, own, half, micro_batches // 2):
         yield Action(kind, stage, 2 * number + (stage >= ranks))
+
+
+_ORDERS: dict[str, Callable[[int, Sequence[int], int, int], Iterator[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zb": _zero_bubble,
+    "zbv": _zero_bubble_v,
+    "dualpipev": _dualpipe_v,
+    "dualpipe": _dualpipe,
+}

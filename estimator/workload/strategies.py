@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC
-from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,10 +16,10 @@ from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.units import (
     MIB,
     parse_bandwidth_bytes_per_s,
-    parse_knobs,
     parse_size_bytes,
     parse_whole,
 )
+from estimator.workload.knobs import option, options_text, read_options
 from estimator.workload.recipe import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
@@ -183,12 +182,8 @@ class Strategy(ABC):
         return 1
 
     def __str__(self) -> str:
-        knobs = []
-        for option in _options(type(self)):
-            value, knob = getattr(self, option.name), option.metadata[_KNOB]
-            if value != option.default:
-                knobs.append(knob.text(value))
-        return self.name + (":" + ",".join(knobs) if knobs else "")
+        options = options_text(self)
+        return self.name + (f":{options}" if options else "")
 
     @staticmethod
     def parse(text: str | Strategy) -> Strategy:
@@ -208,44 +203,6 @@ class Strategy(ABC):
                 f"a strategy is text such as ddp or fsdp:shard=8, found {quoted(text)}; write one"
             )
         return _same(text)
-
-
-_KNOB = "knob"
-
-
-class _Knob(NamedTuple):
-    """An option in a strategy's text: a flag, where nothing reads a value, or ``name=value``.
-
-    The value of one without a name stands alone. Options are written by `place`.
-    """
-
-    name: str
-    read: Callable[[str], Any] | None
-    written: Callable[[Any], str] = str
-    place: int = 1
-
-    @property
-    def form(self) -> str:
-        return f"{self.name}=" if self.name and self.read else self.name or "a number of servers"
-
-    def takes(self, value: str) -> bool:
-        return bool(value) == (self.read is not None)
-
-    def text(self, value: Any) -> str:
-        if self.read is None:
-            return self.name
-        return f"{self.name}={self.written(value)}" if self.name else self.written(value)
-
-
-def _option(
-    name: str, read: Callable[[str], Any] | None = None, default: Any = False, **more: Any
-) -> Any:
-    """An option; a flag sets the opposite of its default."""
-    return field(default=default, metadata={_KNOB: _Knob(name, read, **more)})
-
-
-def _options(kind: type[Strategy]) -> list[Field[Any]]:
-    return sorted(fields(kind), key=lambda option: option.metadata[_KNOB].place)
 
 
 _MOST_RANKS = 999_999
@@ -272,9 +229,9 @@ class Bucketed(Strategy):
     one, as DDP does. `bucketed=False` is one collective per gradient tensor.
     """
 
-    bucketed: bool = _option("unbucketed", default=True)
-    bucket_cap_bytes: int = _option("bucket", parse_size_bytes, DEFAULT_BUCKET_CAP_BYTES)
-    first_bucket_bytes: int | None = _option("first", parse_size_bytes, None)
+    bucketed: bool = option("unbucketed", default=True)
+    bucket_cap_bytes: int = option("bucket", parse_size_bytes, DEFAULT_BUCKET_CAP_BYTES)
+    first_bucket_bytes: int | None = option("first", parse_size_bytes, None)
 
     def __post_init__(self) -> None:
         for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
@@ -301,8 +258,8 @@ class _Merged(Bucketed):
     updates fp32 copies of a model in half.
     """
 
-    reduce: str | None = _option("reduce", str, None, place=2)
-    master: bool = _option("master", place=2)
+    reduce: str | None = option("reduce", str, None, place=2)
+    master: bool = option("master", place=2)
 
     def __post_init__(self) -> None:
         Bucketed.__post_init__(self)
@@ -333,7 +290,7 @@ class DDP(_Merged):
     name = "ddp"
     keeps = Keeps("whole", "whole", "whole")
     beside = frozenset({"pp", "ep"})
-    gradient_as_bucket_view: bool = _option("view")
+    gradient_as_bucket_view: bool = option("view")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,12 +350,12 @@ class FSDP(Strategy):
     keeps = Keeps("shard", "shard", "shard")
     beside = frozenset({"ep"})
     cuts_tensors = True
-    shard: int | None = _option("shard", _ranks, None)
-    gradient_sync: bool = _option("no_sync", default=True)
-    reshard_after_forward: bool = _option("no_reshard", default=True)
-    param: str | None = _option("param", str, None)
-    reduce: str | None = _option("reduce", str, None)
-    offload: bool = _option("offload")
+    shard: int | None = option("shard", _ranks, None)
+    gradient_sync: bool = option("no_sync", default=True)
+    reshard_after_forward: bool = option("no_reshard", default=True)
+    param: str | None = option("param", str, None)
+    reduce: str | None = option("reduce", str, None)
+    offload: bool = option("offload")
 
     def __post_init__(self) -> None:
         _check_dtype("param", self.param)
@@ -479,13 +436,13 @@ class ParameterServers(Bucketed):
     name = "ps"
     keeps = Keeps("whole", "whole", "servers")
     searched = "nowhere"
-    servers: int = _option("", _ranks, 0, place=0)
-    on_workers: bool = _option("beside", place=0)
-    local: bool = _option("local", place=0)
-    sums_only: bool = _option("sum", place=0)
-    asynchronous: bool = _option("async", place=0)
-    part_bytes: int | None = _option("part", parse_size_bytes, None, place=0)
-    server_bytes_per_s: float | None = _option(
+    servers: int = option("", _ranks, 0, place=0, values="a number of servers")
+    on_workers: bool = option("beside", place=0)
+    local: bool = option("local", place=0)
+    sums_only: bool = option("sum", place=0)
+    asynchronous: bool = option("async", place=0)
+    part_bytes: int | None = option("part", parse_size_bytes, None, place=0)
+    server_bytes_per_s: float | None = option(
         "link", parse_bandwidth_bytes_per_s, None, written=lambda rate: f"{rate:f}B/s", place=0
     )
 
@@ -525,7 +482,7 @@ class LocalSGD(Strategy):
     name = "local-sgd"
     keeps = Keeps("whole", "whole", "whole")
     searched = "nowhere"
-    every: int = _option("every", _ranks, 4)
+    every: int = option("every", _ranks, 4)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -555,7 +512,7 @@ def _same(strategy: Strategy) -> Strategy:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Strategy:
-    name, _, knobs = text.strip().partition(":")
+    name, _, options = text.strip().partition(":")
     kind = _STRATEGIES.get(name)
     if kind is None:
         known = dict.fromkeys(strategy.name for strategy in _STRATEGIES.values())
@@ -564,32 +521,6 @@ def _parsed(text: str) -> Strategy:
             "as in ddp:bucket=5MiB,view"
         )
     try:
-        return _same(kind(**_read_options(kind, parse_knobs(knobs))))
+        return _same(kind(**read_options(kind, options, kind.name)))
     except ValueError as error:
         raise StrategyError(f"strategy {quoted(text)}: {error}") from None
-
-
-def _read_options(kind: type[Strategy], knobs: dict[str, str]) -> dict[str, Any]:
-    """The options that some knobs set; raises ValueError."""
-    options = {option.metadata[_KNOB].name: option for option in _options(kind)}
-    values: dict[str, Any] = {}
-    for name, value in knobs.items():
-        stands_alone = "" in options and name[:1].isdigit() and not value
-        option = options.get("" if stands_alone else name) if name else None
-        if option is None or not option.metadata[_KNOB].takes(value or name * stands_alone):
-            written = quoted(f"{name}={value}" if value else name)
-            forms = sorted((option.metadata[_KNOB] for option in options.values()), key=_by_form)
-            raise ValueError(
-                f"{written} is no knob of {kind.name}; its knobs are "
-                f"{', '.join(knob.form for knob in forms)}"
-            )
-        if option.name in values:
-            raise ValueError(f"{quoted(name)} says again what stands before it; leave one out")
-        read = option.metadata[_KNOB].read
-        values[option.name] = read(value or name) if read else not option.default
-    return values
-
-
-def _by_form(knob: _Knob) -> int:
-    """What stands alone, then those with a value, then flags."""
-    return 0 if not knob.name else 1 if knob.read else 2

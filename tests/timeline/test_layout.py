@@ -259,8 +259,12 @@ def test_tp_of_one_is_data_parallel() -> None:
     [
         ("tp=3", r"layout 'tp=3,dp=\*' takes a multiple of 3 ranks, found 4"),
         ("tp=2,dp=4", "layout 'tp=2,dp=4' takes 8 ranks, found 4"),
-        ("tp=two", "'tp=two' is none of tp, cp, ep, pp, dp with a number from 1"),
-        ("tp=*", "only dp may be"),
+        ("tp=two", "tp: 'two' is no whole number"),
+        ("tp=*", r"tp: '\*' is no whole number"),
+        (
+            "zp=2",
+            r"'zp=2' is no knob of a layout; its knobs are tp=8, .*, dp=\*, ring",
+        ),
         ("cp=2", "cp=2 divides the tokens of fused attention, and Mlp has none"),
         ("ring", "keys and values of cp ranks go around a ring"),
         ("sp", "sp and vocab divide what tp ranks share"),
@@ -268,8 +272,8 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("tp=2,tp=2", "'tp' stands twice; write it once"),
         ("tp=2,sp,sp", "'sp' stands twice; write it once"),
         ("ep=2,imbalance=1,imbalance=2", "'imbalance' stands twice; write it once"),
-        ("tp=" + "0" * 8 + "1" * 5000, "is none of tp, cp, ep, pp, dp with a number from 1"),
-        ("tp=²", "is none of tp, cp, ep, pp, dp with a number from 1"),
+        ("tp=" + "0" * 8 + "1" * 5000, "is not from 1 to 1e"),
+        ("tp=²", "is no whole number"),
         ("pp=2,schedule=interleaved:" + "9" * 5000, "is no pipeline schedule"),
     ],
 )

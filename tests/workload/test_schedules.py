@@ -185,7 +185,9 @@ def test_dualpipe_holds_a_micro_batch_more_than_there_are_ranks() -> None:
             held += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
             most = max(most, held)
         assert most == 9
-        assert sum(schedule.held_at_least(rank, 8, 20)) == 8
+        # The two in the middle begin one more before they first go back.
+        first = sum(schedule.held_at_least(rank, 8, 20))
+        assert first == (9 if rank in (3, 4) else 8)
 
 
 def test_ways_of_dualpipe_share_ranks_and_micro_batches_evenly() -> None:

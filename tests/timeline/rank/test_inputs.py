@@ -190,8 +190,8 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
     [
         ("workers=9999", "workers is from 0 to 4096, found 9999"),
         ("prep=8", "'8' is not a duration"),
-        ("prefetch=2", "it has no 'prefetch'; its parts are sample, prep"),
-        ("speed=3", "it has no 'speed'"),
+        ("prefetch=2", "'prefetch=2' is no knob of a loader; its knobs are sample=, prep="),
+        ("speed", "'speed' is no knob"),
         ("cached=nan", "cached_ratio is from 0 to 1"),
         ("workers=two", "workers: "),
         ("sample=1kB,sample=2kB", "'sample' stands twice; write it once"),
