@@ -10,6 +10,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
@@ -34,8 +35,6 @@ from estimator.placement.topology import Cluster
 if TYPE_CHECKING:
     from estimator.calibrate.change_points import Change, Shown
     from estimator.calibrate.corrections import StepCorrections
-    from estimator.graph.ir.op_graph import OpGraph
-    from estimator.placement.topology import Cluster
 
 
 logger = logging.getLogger(__name__)
@@ -234,20 +233,10 @@ def _shown_by_others(
     from estimator.calibrate.review import shown_by_others
 
     latest = sorted(one.at for one, _ in known.observations)[-_LATEST:]
-    jobs = {("content", job) for job in seen} | {("name", known.workload)}
-    return shown + shown_by_others(store, since=latest[0], known={("content", known.job), *jobs})
-
-
-def _other_layouts(
-    fitted: Mapping[_Place, StepCorrections], place: _Place
-) -> list[StepCorrections]:
-    """What was observed of a job on the same machine types in other layouts."""
-    machines, layout = place
-    return [
-        fitted_job
-        for (names, other), fitted_job in fitted.items()
-        if names == machines and other != layout
-    ]
+    at_hand = {("content", job) for job in seen}
+    return shown + shown_by_others(
+        store, since=latest[0], known=at_hand | {("content", known.job), ("name", known.workload)}
+    )
 
 
 class _Fitted:
@@ -265,11 +254,12 @@ class _Fitted:
         self.store, self.revision = store, revision
         self.seen: Mapping[str, _JobObservations] = seen or {}
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
-        self._unobserved: dict[tuple[str, _Place], StepCorrections | None] = {}
-        self._shown: dict[str, list[Shown]] = {}
-        self._changes: dict[tuple[str, str], Sequence[Change]] = {}
-        self._hosts_apart: dict[str, frozenset[str]] = {}
         self._writing = threading.Lock()
+        # Worked out when they are asked for: there may be many jobs that wait.
+        self.hosts_apart = cache(self._hosts_apart)
+        self._later_changes = cache(self._changes_by_others)
+        self._shown = cache(partial(_shown_by_others, store, self.seen))
+        self._unobserved = cache(self._by_others)
 
     def knows(self, job: str, engine: StepPredictor) -> bool:
         """Whether the job was learnt of with an engine that answers like this one."""
@@ -305,17 +295,6 @@ class _Fitted:
                 self._answers.popitem(last=False)
         return [answer or answers[q] for answer, q in zip(known, questions, strict=True)]
 
-    def hosts_apart(self, job: str) -> frozenset[str]:
-        """The hosts that are unlike others of their type, by a job itself or by others."""
-        if job not in self._hosts_apart:
-            fitted = self.seen[job].fitted.values()
-            changes = [change for known in fitted for change in known.shown_.changes]
-            changes += self._later_changes(self.seen[job], "")
-            names = frozenset([change.host for change in changes if change.host is not None])
-            with self._writing:
-                self._hosts_apart[job] = names
-        return self._hosts_apart[job]
-
     def _answered(
         self,
         job: _JobObservations,
@@ -323,47 +302,35 @@ class _Fitted:
         places: Mapping[StepQuestion, Allocation],
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
-        by_place: dict[_Place, list[StepQuestion]] = {}
-        for question in places:
-            by_place.setdefault((question.machines, question.layout), []).append(question)
+        by_place: defaultdict[_Place, dict[StepQuestion, Allocation]] = defaultdict(dict)
+        for question, allocation in places.items():
+            by_place[question.machines, question.layout][question] = allocation
         for place, questions in by_place.items():
-            corrections = self._corrections(job, place)
+            corrections = job.fitted.get(place) or self._unobserved(job, place)
             if corrections is None:
                 yield from ((question, UNCALIBRATED) for question in questions)
             else:
                 later = self._later_changes(job, place[0])
-                asked = {question: places[question] for question in questions}
-                yield from _answers(engine, asked, corrections, later)
+                yield from _answers(engine, questions, corrections, later)
 
-    def _later_changes(self, job: _JobObservations, machines: str) -> Sequence[Change]:
+    def _hosts_apart(self, job: str) -> frozenset[str]:
+        """The hosts that are unlike others of their type, by a job itself or by others."""
+        known = self.seen[job]
+        changes = [one for fitted in known.fitted.values() for one in fitted.shown_.changes]
+        changes += self._later_changes(known, "")
+        return frozenset([change.host for change in changes if change.host is not None])
+
+    def _changes_by_others(self, job: _JobObservations, machines: str) -> list[Change]:
         """What other jobs have shown of machines, and of hosts that the cluster says nothing of."""
         from estimator.calibrate.change_points import changes_of
 
-        if (job.job, machines) not in self._changes:
-            if job.job not in self._shown:
-                shown = _shown_by_others(self.store, self.seen, job)
-                with self._writing:
-                    self._shown[job.job] = shown
-            stated = job.engine.slowed_hosts
-            changes = changes_of(self._shown[job.job], machines)
-            with self._writing:
-                self._changes[job.job, machines] = [
-                    one for one in changes if one.host not in stated
-                ]
-        return self._changes[job.job, machines]
+        changes = changes_of(self._shown(job), machines)
+        return [one for one in changes if one.host not in job.engine.slowed_hosts]
 
-    def _corrections(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
-        """Those of a place; by other jobs and layouts where it was not observed, None by nothing.
-
-        The latter are fitted when they are asked for: there may be many jobs that wait.
-        """
-        if place in job.fitted:
-            return job.fitted[place]
-        if (job.job, place) not in self._unobserved:
-            unobserved = job.unobserved(place, _others(self.seen, job))
-            with self._writing:
-                self._unobserved[job.job, place] = unobserved
-        return self._unobserved[job.job, place]
+    def _by_others(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
+        """Corrections of a place where nothing was observed of a job, None where of no job."""
+        teachers = job.teachers(job.fitted, place, _others(self.seen, job))
+        return job.corrections(place).fit([], [], weights=[], others=teachers) if teachers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -399,9 +366,6 @@ class _JobObservations:
             optimizer=content.optimizer,
         )
         for observation in store.observations(of_job=described):
-            # A later observation may show an earlier one to be an outlier, or none.
-            if observation.outlier_reason is not None:
-                continue
             predicted = self._predict(observation)
             if isinstance(predicted, PredictedStep):
                 observations.append((observation, predicted))
@@ -409,7 +373,6 @@ class _JobObservations:
                 refused[predicted] += 1
         for reason, count in refused.items():
             logger.warning("%d observations of %s are left out: %s", count, self.workload, reason)
-        # Not by their number: while one came, another may have turned out to be an outlier.
         if tuple(observations) == self.observations and self.revision >= 0:
             return self
         return replace(self, revision=revision, observations=tuple(observations))
@@ -459,40 +422,38 @@ class _JobObservations:
             newest = max(one.at for one, _ in observed)
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed]
             weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
-            fitted[place] = self._corrections(place).fit(
+            fitted[place] = self.corrections(place).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
                 at=[one.at.timestamp() for one, _ in observed],
                 hosts=[one.hosts for one, _ in observed],
                 expected=changes_of(shown, place[0]),
-                others=self._teachers(fitted, place, others),
+                others=self.teachers(fitted, place, others),
                 by_name=sum(one.fingerprint is None for one, _ in observed),
             )
         return replace(self, fitted=fitted)
 
-    def _corrections(self, place: _Place) -> StepCorrections:
+    def corrections(self, place: _Place) -> StepCorrections:
+        """Those of a place, not yet fitted."""
         from estimator.calibrate.corrections import StepCorrections
 
         machines, layout = place
         return StepCorrections(machines, self.content, layout=layout)
 
     @staticmethod
-    def _teachers(
+    def teachers(
         fitted: Mapping[_Place, StepCorrections], place: _Place, others: Sequence[StepCorrections]
     ) -> list[StepCorrections]:
-        """What says something of a place: its other layouts, and the jobs most like this one."""
+        """What says something of a place: the jobs most like this one, and its other layouts."""
         alike = [other for other in others if other.place == place]
-        return [*alike[:_MOST_TEACHERS], *_other_layouts(fitted, place)]
-
-    def unobserved(
-        self, place: _Place, others: Sequence[StepCorrections]
-    ) -> StepCorrections | None:
-        """Corrections of a place where nothing was observed of this job, None where of no job."""
-        teachers = self._teachers(self.fitted, place, others)
-        if not teachers:
-            return None
-        return self._corrections(place).fit([], [], weights=[], others=teachers)
+        machines, layout = place
+        layouts = [
+            corrections
+            for (names, other), corrections in fitted.items()
+            if names == machines and other != layout
+        ]
+        return [*alike[:_MOST_TEACHERS], *layouts]
 
 
 def _answers(
@@ -571,7 +532,7 @@ def observations_of(store: ObservationStore, model: str, precision: str) -> list
             return found
     if found := store.observations(of_known_content=True):
         return found
-    known = ", ".join(store.workload_names()[:5])
+    known = ", ".join(list(store.workloads())[:5])
     has = f"has {printable(known)}; name one of these" if known else "is empty"
     raise ObservationError(
         f"no step of '{name}' was observed in {store.path}, which {has}; 'estimator calibrate "
@@ -599,10 +560,11 @@ def fitted_steps(
             "length, optimizer and precision that were observed ('estimator calibrate show')"
         )
     for one in of_job:
-        if one.outlier_reason is None:
-            batches = one.batch_per_gpu, one.accumulation_steps
-            key = (one.allocation, *batches, one.strategy, one.layout or "")
-            observed[key].append(one.step_time_s)
+        key = (
+            *(one.allocation, one.batch_per_gpu, one.accumulation_steps, one.strategy),
+            one.layout or "",
+        )
+        observed[key].append(one.step_time_s)
     for step, times_s in sorted(observed.items()):
         allocation, batch, accumulation_steps, strategy, layout = step
         try:

@@ -143,14 +143,12 @@ class Changes:
     """What changed while steps were observed.
 
     `log_shift` moves each step's logarithm to what it would be today, on hosts that are like the
-    others; `is_outlier` says which steps are off on their own, and `unconfirmed` by how much the
-    last of them are, which may be the first of a change. `changes` still hold; a disturbance that
-    has ended is not among them.
+    others; `unconfirmed` is by how much the last steps are off on their own, which may be the first
+    of a change. `changes` still hold; a disturbance that has ended is not among them.
     """
 
     changes: tuple[Change, ...]
     log_shift: Array
-    is_outlier: NDArray[np.bool_]
     unconfirmed: float = 0.0
 
 
@@ -190,7 +188,7 @@ class Steps:
 
 def no_changes(count: int) -> Changes:
     """Of so many steps."""
-    return Changes(changes=(), log_shift=np.zeros(count), is_outlier=np.zeros(count, dtype=bool))
+    return Changes(changes=(), log_shift=np.zeros(count))
 
 
 def find_changes(steps: Steps, expected: Sequence[Change] = ()) -> Changes:
@@ -416,20 +414,17 @@ class _Search:
     def result(self, steps: Steps) -> Changes:
         """What the columns say of all steps."""
         _, _, covariance, ratios = self._coefficients()
-        is_outlier = np.zeros(len(steps.at), dtype=bool)
         log_shift = np.zeros(len(steps.at))
         changes = []
         for index, one in enumerate(self.columns):
-            size = float(ratios[index]) * one.sigma
             if one.is_outlier:
-                is_outlier[self.kept[one.first]] = True
                 continue
             host = self._host(one.kind)
             is_since = steps.at >= self.at[one.first]
             is_on = steps.takes_part(host) if host else np.ones(len(is_since), dtype=bool)
             change = Change(
                 at=float(self.at[one.first + int(np.argmax(self._steps_of(one)))]),
-                log_ratio=size,
+                log_ratio=float(ratios[index]) * one.sigma,
                 sigma=float(np.sqrt(covariance[index, index])) * one.sigma,
                 of_network=one.kind == _NETWORK,
                 steps=int((is_since & is_on).sum()),
@@ -437,18 +432,14 @@ class _Search:
                 hosts=len(frozenset().union(*steps.hosts)) if host else 1,
             )
             by = change.log_shift(steps.network_share)
-            holds = one.end == len(self.at)
-            if holds:
-                changes.append(change)
-            if holds and host is None:
-                log_shift += by * ~is_since
-            else:
-                is_until = holds | (steps.at < self.at[min(one.end, len(self.at) - 1)])
-                log_shift -= by * (is_since & is_until & is_on)
+            if one.end < len(self.at):
+                log_shift -= by * (is_since & is_on & (steps.at < self.at[one.end]))
+                continue
+            changes.append(change)
+            log_shift += by * (-1.0 * (is_since & is_on) if host else ~is_since)
         return Changes(
             changes=tuple(sorted(changes, key=lambda change: change.at)),
             log_shift=log_shift,
-            is_outlier=is_outlier,
             unconfirmed=self._unconfirmed(ratios),
         )
 

@@ -7,6 +7,7 @@ that gradient synchronisation takes.
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ _LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
 # Variance between runs exceeds that between the steps of one run, so an observation of many steps
 # does not weigh as much as many observations.
 _LARGEST_WEIGHT = 4.0
-_REFERENCE_ITERATIONS = 3
+# How far, in logarithms, most rows are from what those of fewest ranks suggest.
+_REFERENCE_ITERATIONS, _MOST_OFF = 3, math.log(10)
 
 
 def design_matrix(X: ArrayLike) -> Array:
@@ -135,7 +137,7 @@ class Dataset:
         return rows, places.reshape(-1)
 
 
-def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> ComputeReference:
+def reference_of(data: Dataset, priors: Priors) -> ComputeReference:
     """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest.
 
     Each distinct row counts once, by the median of its runs. Without rows it is next to none, and
@@ -145,21 +147,20 @@ def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Comp
         return ComputeReference(compute_s=float(np.finfo(float).tiny), batch=1.0)
     distinct, row_of = data.distinct()
     batch = float(np.exp(np.log(distinct[:, BATCH]).mean()))
-    if compute_s is not None:
+    if data.engine_times is not None:
         # Of one row the engine says the same each time.
-        first = np.unique(row_of, return_index=True)[1]
-        return ComputeReference(
-            compute_s=float(np.exp(np.log(compute_s[first]).mean())), batch=batch
-        )
-    fewest = np.flatnonzero(distinct[:, RANKS] == distinct[:, RANKS].min())
-    rows = distinct[fewest]
-    times = np.array([np.median(data.log_times[row_of == row]) for row in fewest])
-    reference_s = float(np.exp(times.mean()))
+        compute_s = data.engine_times.compute_s[np.unique(row_of, return_index=True)[1]]
+        return ComputeReference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)
+    times = np.array([np.median(data.log_times[row_of == row]) for row in range(len(distinct))])
+    is_fewest = distinct[:, RANKS] == distinct[:, RANKS].min()
+    log_reference = float(times[is_fewest].mean())
     for _ in range(_REFERENCE_ITERATIONS):
-        reference = ComputeReference(compute_s=reference_s, batch=batch)
-        model = evaluate_model(priors.log_medians(), rows, reference)
-        reference_s *= float(np.exp((times - model.log_step).mean()))
-    return ComputeReference(compute_s=reference_s, batch=batch)
+        reference = ComputeReference(compute_s=math.exp(log_reference), batch=batch)
+        off = times - evaluate_model(priors.log_medians(), distinct, reference).log_step
+        # What most rows contradict is in another unit.
+        median = float(np.median(off))
+        log_reference += float(off[is_fewest].mean()) if abs(median) < _MOST_OFF else median
+    return ComputeReference(compute_s=math.exp(log_reference), batch=batch)
 
 
 # Standard deviations and length scales (of logarithms) of the residuals that fits to whole tables

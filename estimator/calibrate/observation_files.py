@@ -80,11 +80,6 @@ class MeasuredStep:
         return self.batch_per_gpu * self.ranks * self.accumulation_steps
 
     @property
-    def placement(self) -> str:
-        """Devices used of each node, such as ``1+3``."""
-        return "+".join(map(str, self.node_sizes))
-
-    @property
     def allocation(self) -> str:
         """The placement as an allocation's text, its machine called as the GPU in lower case."""
         machine = re.sub(r"[^\w.\-]+", "-", self.gpu.lower(), flags=re.ASCII).strip("-._")
@@ -213,8 +208,6 @@ def _summary(row: Row) -> ObservedWorkload:
     return ObservedWorkload(
         name=name,
         parameter_bytes=_read(row, "parameter_bytes", int),
-        tensors=_read(row, "tensors", int),
-        flops_per_sample=_read(row, "flops_per_sample", float),
         optimizer=row.get("optimizer"),
         precision=row.get("precision"),
     )
@@ -249,7 +242,6 @@ def _observation(
         strategy="fsdp" if strategy.startswith("fsdp") else strategy,
         layout=row.get("layout"),
         steps=_read(row, "steps", int) or 1,
-        spread_ratio=_read(row, "spread_ratio", float),
         gradient_noise_samples=_read(row, "gradient_noise_samples", float),
         source=step.source,
         at=_read(row, "at", _time) or at,

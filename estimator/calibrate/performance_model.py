@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,60 +35,26 @@ from estimator.elementwise import (
     maximum,
     where,
 )
-from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
 
-# The parameters of `performance_model`, all positive; times are relative to compute.
-PARAMETERS = (
-    "compute",  # factor on compute
-    "fixed_odds",  # odds of the fixed share of compute: launches, small kernels
-    "knee",  # p − 1 of the norm of fixed and batch-proportional compute
-    "batch_exponent",  # exponent of the batch in the latter
-    "single_rank",  # factor on compute without other ranks
-    "inter_node",  # time of a ring's network links
-    "intra_node",  # time of a ring's links inside a node
-    "link_contention",  # slowdown of the latter by many ranks on a node
-    "two_nodes",  # factor on inter_node for exactly two nodes
-    "node_growth",  # growth of inter_node with each node beyond two
-    "rank_latency",  # latency of each rank beyond two, as a share of the link's time
-    "jitter",  # standard deviation of compute between ranks
-    "contention",  # slowdown of compute by other ranks on the node
-    "overlap",  # p − 1 of the norm of compute and synchronisation
-    "stall",  # of each step, as a share of compute at the mean batch
-)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogNormalPrior:
+class LogNormalPrior(NamedTuple):
     """exp(N(log(median), sigma²)): `sigma` 0.1 is about 10 %."""
 
     median: float
     sigma: float
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.median) and self.median > 0 and 0 < self.sigma < math.inf):
-            raise WorkloadError(
-                f"a prior needs a positive median and sigma, found {self.median} and {self.sigma}; "
-                "give the median in natural units and sigma of its logarithm"
-            )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Priors:
     """One prior for each parameter of the performance model."""
 
     by_name: Mapping[str, LogNormalPrior]
 
-    def __post_init__(self) -> None:
-        if set(self.by_name) != set(PARAMETERS):
-            wrong = sorted(set(self.by_name) ^ set(PARAMETERS))
-            raise WorkloadError(f"priors name each parameter of the model once; correct {wrong}")
-        object.__setattr__(self, "by_name", MappingProxyType(dict(self.by_name)))
-
-    def updated(self, **priors: LogNormalPrior) -> Self:
+    def updated(self, **priors: LogNormalPrior) -> Priors:
         """The same with some replaced."""
-        return replace(self, by_name={**self.by_name, **priors})
+        return Priors({**self.by_name, **priors})
 
     def log_medians(self) -> Array:
         """Logarithms of the medians, in the order of PARAMETERS."""
@@ -100,44 +65,51 @@ class Priors:
         return np.array([self.by_name[name].sigma for name in PARAMETERS])
 
 
-# `compute` multiplies an estimate from the rows themselves, hence a prior that is almost flat.
+# The parameters, all positive; times are relative to compute.
 WEAK_PRIORS = Priors(
-    by_name={
-        "compute": LogNormalPrior(median=1.0, sigma=3.0),
-        "fixed_odds": LogNormalPrior(median=0.65, sigma=1.4),
-        "knee": LogNormalPrior(median=1.0, sigma=0.7),
-        "batch_exponent": LogNormalPrior(median=1.0, sigma=0.15),
-        "single_rank": LogNormalPrior(median=1.0, sigma=0.25),
-        "inter_node": LogNormalPrior(median=0.28, sigma=1.1),
-        "intra_node": LogNormalPrior(median=0.2, sigma=1.1),
-        "link_contention": LogNormalPrior(median=0.3, sigma=0.8),
-        "two_nodes": LogNormalPrior(median=1.28, sigma=0.28),
-        "node_growth": LogNormalPrior(median=0.007, sigma=1.0),
-        "rank_latency": LogNormalPrior(median=0.015, sigma=1.2),
-        "jitter": LogNormalPrior(median=0.03, sigma=0.8),
-        "contention": LogNormalPrior(median=0.05, sigma=1.0),
-        "overlap": LogNormalPrior(median=1.4, sigma=0.45),
-        "stall": LogNormalPrior(median=0.01, sigma=1.5),
+    {
+        # Factor on compute: it multiplies an estimate from the rows themselves, hence almost flat.
+        "compute": LogNormalPrior(1.0, 3.0),
+        # Odds of the fixed share of compute: launches, small kernels.
+        "fixed_odds": LogNormalPrior(0.65, 1.4),
+        # p − 1 of the norm of fixed and batch-proportional compute, exponent of the batch in that.
+        "knee": LogNormalPrior(1.0, 0.7),
+        "batch_exponent": LogNormalPrior(1.0, 0.15),
+        # Factor on compute without other ranks.
+        "single_rank": LogNormalPrior(1.0, 0.25),
+        # Time of a ring's network links and of those inside a node, and the slowdown of the latter
+        # by many ranks on a node.
+        "inter_node": LogNormalPrior(0.28, 1.1),
+        "intra_node": LogNormalPrior(0.2, 1.1),
+        "link_contention": LogNormalPrior(0.3, 0.8),
+        # Factor on inter_node for exactly two nodes, and its growth with each node beyond two.
+        "two_nodes": LogNormalPrior(1.28, 0.28),
+        "node_growth": LogNormalPrior(0.007, 1.0),
+        # Latency of each rank beyond two, as a share of the link's time.
+        "rank_latency": LogNormalPrior(0.015, 1.2),
+        # Standard deviation of compute between ranks, and its slowdown by others on the node.
+        "jitter": LogNormalPrior(0.03, 0.8),
+        "contention": LogNormalPrior(0.05, 1.0),
+        # p − 1 of the norm of compute and synchronisation.
+        "overlap": LogNormalPrior(1.4, 0.45),
+        # Of each step, as a share of compute at the mean batch.
+        "stall": LogNormalPrior(0.01, 1.5),
     }
 )
-
+PARAMETERS = tuple(WEAK_PRIORS.by_name)
 # Given the engine's seconds the same parameters are corrections to these, with median 1 (none) or
 # nearly 0 (none on top).
-COMPUTE_CORRECTIONS = {
-    "compute": LogNormalPrior(median=1.0, sigma=0.3),
-    "batch_exponent": LogNormalPrior(median=1.0, sigma=0.08),
-    "single_rank": LogNormalPrior(median=1.0, sigma=0.08),
-    "jitter": LogNormalPrior(median=0.01, sigma=1.0),
-    "contention": LogNormalPrior(median=0.01, sigma=1.0),
-}
-SYNC_CORRECTIONS = {
-    "inter_node": LogNormalPrior(median=1.0, sigma=0.5),
-    "intra_node": LogNormalPrior(median=1.0, sigma=0.5),
-    "two_nodes": LogNormalPrior(median=1.0, sigma=0.15),
-    "node_growth": LogNormalPrior(median=0.003, sigma=1.0),
-}
-
-ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
+ENGINE_PRIORS = WEAK_PRIORS.updated(
+    compute=LogNormalPrior(1.0, 0.3),
+    batch_exponent=LogNormalPrior(1.0, 0.08),
+    single_rank=LogNormalPrior(1.0, 0.08),
+    jitter=LogNormalPrior(0.01, 1.0),
+    contention=LogNormalPrior(0.01, 1.0),
+    inter_node=LogNormalPrior(1.0, 0.5),
+    intra_node=LogNormalPrior(1.0, 0.5),
+    two_nodes=LogNormalPrior(1.0, 0.15),
+    node_growth=LogNormalPrior(0.003, 1.0),
+)
 
 RANKS, NODES, BATCH, ACCUMULATION, LARGEST_NODE = range(5)
 _AT = {name: column for column, name in enumerate(PARAMETERS)}
@@ -153,34 +125,16 @@ _FIXED_ODDS_EXPONENT = 0.5
 _RING_NORM = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineTimes:
-    """What the estimation engine predicts for each row, in seconds; None where it was not asked.
+class EngineTimes(NamedTuple):
+    """What the estimation engine predicts for each row, in seconds.
 
     `compute_s` is one micro-batch on a rank, the update included; `sync_s` is a step's whole
     synchronisation as if nothing overlapped it, 0 on one rank; `step_s` is the whole step.
     """
 
-    compute_s: Array | None = None
-    sync_s: Array | None = None
-    step_s: Array | None = None
-
-    def __post_init__(self) -> None:
-        compute_s = [] if self.compute_s is None else self.compute_s.tolist()
-        sync_s = [] if self.sync_s is None else self.sync_s.tolist()
-        if not all(0 < seconds < math.inf for seconds in compute_s):
-            raise WorkloadError(f"compute_s must be positive, found {self.compute_s}; correct it")
-        if not all(0 <= seconds < math.inf for seconds in sync_s):
-            raise WorkloadError(f"sync_s must not be negative, found {self.sync_s}; correct it")
-
-    def columns(self, rows: int) -> tuple[Array | None, Array | None]:
-        """Both, checked against the number of rows."""
-        for name, seconds in (("compute_s", self.compute_s), ("sync_s", self.sync_s)):
-            if seconds is not None and seconds.shape != (rows,):
-                raise WorkloadError(
-                    f"{name} has {seconds.size} values for {rows} rows; give one for each"
-                )
-        return self.compute_s, self.sync_s
+    compute_s: Array
+    sync_s: Array
+    step_s: Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,20 +178,20 @@ def evaluate_model(
     engine_times: EngineTimes | None = None,
 ) -> ModelValues:
     """The model at rows of (ranks, nodes, batch, micro-batches, most devices on one node)."""
-    compute_s, sync_s = (engine_times or EngineTimes()).columns(len(rows))
     logs = dict(zip(PARAMETERS, log_parameters.tolist(), strict=True))
+    known = () if engine_times is None else (engine_times.compute_s, engine_times.sync_s)
     if len(rows) == 1:
-        known = (None if seconds is None else seconds.item() for seconds in (compute_s, sync_s))
-        return _evaluate(logs, _Rows(*rows[0].tolist()), reference, *known)
-    return _evaluate(logs, _Rows(*rows.T), reference, compute_s, sync_s)
+        one = _Rows(*rows[0].tolist())
+        return _evaluate(logs, one, reference, *(seconds.item() for seconds in known))
+    return _evaluate(logs, _Rows(*rows.T), reference, *known)
 
 
 def _evaluate(
     logs: Mapping[str, float],
     rows: _Rows,
     reference: ComputeReference,
-    compute_s: Values | None,
-    sync_s: Values | None,
+    compute_s: Values | None = None,
+    sync_s: Values | None = None,
 ) -> ModelValues:
     log_compute, d_compute = _compute(logs, rows, reference, compute_s)
     log_sync, d_sync = _sync(logs, rows, reference, sync_s)

@@ -51,13 +51,11 @@ from estimator.calibrate.mixture import OUTLIER_WEIGHT, Mixture, Posterior
 from estimator.calibrate.performance_model import (
     ACCUMULATION,
     BATCH,
-    COMPUTE_CORRECTIONS,
     ENGINE_PRIORS,
     LARGEST_NODE,
     NODES,
     PARAMETERS,
     RANKS,
-    SYNC_CORRECTIONS,
     WEAK_PRIORS,
     Array,
     EngineTimes,
@@ -222,22 +220,17 @@ class StepTimeRegressor:
         `at` is when each was seen, in seconds: without it nothing has changed meanwhile, and all is
         of the present. `hosts` are those that each ran on, where they are named: a prediction is of
         hosts like most, and `changes_` name the others. `expected` is what other jobs have shown of
-        the same machines. A weight counts observations (1 is an ordinary one). Without rows, both
-        of the engine's times must be given (as empty arrays): all else is unknown then.
+        the same machines. A weight counts observations (1 is an ordinary one). Without rows the
+        engine's times must be given (as empty arrays): all else is unknown then.
         """
         data = Dataset.checked(X, y, weights, engine_times)
-        log_times, engine_log_s = data.log_times, _engine_log_s(engine_times)
-        compute_s, sync_s = (engine_times or EngineTimes()).columns(len(data.rows))
-        if not len(data.rows) and (compute_s is None or sync_s is None):
+        log_times = data.log_times
+        if not len(data.rows) and engine_times is None:
             raise WorkloadError(
-                "there are no observations to learn from; give some, or both times of the engine"
+                "there are no observations to learn from; give some, or the times of the engine"
             )
-        priors = self.priors
-        if priors is None:
-            compute = COMPUTE_CORRECTIONS if compute_s is not None else {}
-            sync = SYNC_CORRECTIONS if sync_s is not None else {}
-            priors = WEAK_PRIORS.updated(**compute, **sync)
-        self.reference_ = reference_of(data, priors, compute_s)
+        priors = self.priors or (WEAK_PRIORS if engine_times is None else ENGINE_PRIORS)
+        self.reference_ = reference_of(data, priors)
         data = replace(data, log_times=log_times - self._log_offsets(data.rows, engine_times))
         self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
         self.standardised_parameters_ = np.zeros(len(PARAMETERS))
@@ -259,7 +252,7 @@ class StepTimeRegressor:
             data.log_times - model.log_step,
             self.observation_weights_,
         )
-        self._observed = data.rows, log_times, engine_log_s
+        self._observed = data.rows, log_times, _engine_log_s(engine_times)
         return self
 
     @property
@@ -370,7 +363,7 @@ class StepTimeRegressor:
 
     def _log_offsets(self, rows: Array, times: EngineTimes | None) -> Array:
         """Log of the engine's step over the performance model's at the medians of its priors."""
-        if times is None or times.step_s is None:
+        if times is None:
             return np.zeros(len(rows))
         at_medians = evaluate_model(_ENGINE_MEDIANS, rows, self.reference_, times)
         return np.asarray(np.log(times.step_s) - at_medians.log_step)
@@ -460,11 +453,11 @@ def network_share(rows: Array, model: ModelValues, times: EngineTimes | None) ->
     Between the elasticity of the model, which hides most of a short one behind compute, and the
     part of the engine's step that is no compute.
     """
-    if times is None or times.step_s is None or times.compute_s is None:
+    if times is None:
         return model.sync_share
     exposed = 1 - times.compute_s * rows[:, ACCUMULATION] / times.step_s
     return np.asarray((np.maximum(exposed, 0) * (rows[:, RANKS] > 1) + model.sync_share) / 2)
 
 
 def _engine_log_s(times: EngineTimes | None) -> Array | None:
-    return None if times is None or times.step_s is None else np.log(times.step_s)
+    return None if times is None else np.log(times.step_s)

@@ -1,4 +1,4 @@
-"""Say what a store of observations holds and shows: jobs, outliers, drift.
+"""Say what a store of observations shows: jobs, drift, what the others of a job contradict.
 
 Each job is fitted on its own, without an engine: graphs of what was observed are not at hand.
 """
@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.calibrate.change_points import Change, Shown
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
@@ -30,6 +29,14 @@ _LEAST_Z = 4.5
 _LEAST_STEPS = 3
 # Observation noise between two runs of the same step is at least about this.
 _LEAST_SIGMA = 0.02
+# Steps of each of two populations, and the share of variance that two groups may leave: normal
+# values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.
+_LEAST_POPULATION = 4
+_MOST_WITHIN_RATIO = 0.12
+# Jobs of which only the name is at hand cost a fit each; those seen last say most of today.
+_MOST_WITNESSES, _MOST_STEPS = 16, 500
+# Stands for the machine type of named hosts, which only a cluster file has.
+NAMED_HOSTS = "named hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +57,6 @@ class Drift:
         )
 
 
-def _drifts(shown: Iterable[Shown]) -> list[Drift]:
-    """What jobs have shown of machines and hosts, by the job that has shown most, largest first."""
-    found: dict[str, list[Change]] = {}
-    for one in shown:
-        of_place: dict[str, list[Change]] = defaultdict(list)
-        for change in one.changes:
-            of_place[change.place(one.machines)].append(change)
-        for name, changes in of_place.items():
-            known = found.get(name, changes)
-            found[name] = max(known, changes, key=lambda of: sum(change.steps for change in of))
-    drifting = [
-        Drift(
-            name=name,
-            ratio=math.exp(change.log_ratio),
-            since=datetime.fromtimestamp(change.at, UTC),
-            steps=change.steps,
-        )
-        for name, changes in found.items()
-        for change in changes
-        if abs(math.expm1(change.log_ratio)) >= LEAST_SHIFT_RATIO
-    ]
-    return sorted(drifting, key=lambda drift: -abs(math.log(drift.ratio)))
-
-
-# Steps of each of two populations, and the share of variance that two groups may leave: normal
-# values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.
-_LEAST_POPULATION = 4
-_MOST_WITHIN_RATIO = 0.12
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Populations:
     """Machines of one name whose steps fall into two groups, one `ratio` times as long."""
@@ -94,47 +71,6 @@ class Populations:
             f"steps on {self.name} fall into two groups: {self.slower} of {self.steps} take "
             f"{self.ratio:.2f} times as long as the others; name unlike machines, or jobs, apart"
         )
-
-
-def populations(name: str, residuals: Array) -> Populations | None:
-    """Two groups of log(observed / expected), far apart and each close together, else None."""
-    is_slow = slower_ones(residuals)
-    if is_slow is None:
-        return None
-    shift = float(residuals[is_slow].mean() - residuals[~is_slow].mean())
-    count = int(is_slow.sum())
-    return Populations(name=name, ratio=math.exp(shift), slower=count, steps=len(residuals))
-
-
-def slower_ones(residuals: Array) -> NDArray[np.bool_] | None:
-    """Which residuals are of the slower of two populations, None where there is but one.
-
-    The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
-    population it leaves 36 % of the variance; two groups have to leave far less.
-    """
-    order = np.argsort(residuals, kind="stable")
-    values, steps = residuals[order], len(residuals)
-    if steps < 2 * _LEAST_POPULATION:
-        return None
-    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
-    values = values - values.mean()
-    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
-    below = np.cumsum(values)[shorter - 1]
-    between = below**2 * steps / (shorter * (steps - shorter))
-    best = int(np.argmax(between))
-    cut, total = int(shorter[best]), float(values @ values)
-    within = max(total - float(between[best]), 0.0)
-    shift = float(values[cut:].mean() - values[:cut].mean())
-    is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > LEAST_SHIFT_RATIO
-    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
-        return None
-    is_slow = np.zeros(steps, dtype=bool)
-    is_slow[order[cut:]] = True
-    return is_slow
-
-
-# Stands for the machine type of named hosts, which only a cluster file has.
-NAMED_HOSTS = "named hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,48 +98,40 @@ class JobReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """What was observed; `outliers` are (observation, reason), which no fit uses.
+    """What was observed.
 
-    `doubted` are likewise those that the others of their job contradict, which fits give little
-    weight: another model's, another batch's, a run that was disturbed. `populations` are machine
-    types whose steps fall into two groups.
+    `doubted` are (observation, reason) of those that the others of their job contradict, which fits
+    give little weight: another unit, another model's, a run that was disturbed. `populations` are
+    machine types whose steps fall into two groups.
     """
 
     jobs: tuple[JobReview, ...]
     drifts: tuple[Drift, ...]
-    outliers: tuple[tuple[Observation, str], ...]
     doubted: tuple[tuple[Observation, str], ...]
     populations: tuple[Populations, ...]
 
 
 def review(observations: Iterable[Observation]) -> Review:
     """Fit every job on its own, without the engine: what changed, and what is left."""
-    jobs: dict[tuple[tuple[str, str], str, str], list[Observation]] = defaultdict(list)
-    outliers = []
+    jobs: defaultdict[tuple[tuple[str, str], str, str], list[Observation]] = defaultdict(list)
     for one in observations:
-        if one.outlier_reason is not None:
-            outliers.append((one, one.outlier_reason))
-        else:
-            jobs[one.job, _machines(one.allocation), one.layout or ""].append(one)
+        jobs[one.job, *_place(one)].append(one)
     reviews, doubted, shown = [], [], []
-    residuals: dict[str, list[Array]] = defaultdict(list)
-    for (_, machines, _), seen in sorted(
+    residuals: defaultdict[str, list[Array]] = defaultdict(list)
+    for (_, machines, _), of_job in sorted(
         jobs.items(), key=lambda item: (item[1][0].workload, item[0])
     ):
-        reviewed, of_job, contradicted = _reviewed(machines, seen)
+        shown.append(_shown(machines, tuple(of_job)))
+        reviewed, values, contradicted = _reviewed(machines, of_job, shown[-1].changes)
         reviews.append(reviewed)
-        residuals[machines].append(of_job)
+        residuals[machines].append(values)
         doubted += contradicted
-        shown.append(_shown(machines, tuple(seen)))
-    found_twice = (
-        populations(name, np.concatenate(of_type)) for name, of_type in residuals.items()
-    )
+    of_machines = (populations(name, np.concatenate(of)) for name, of in residuals.items())
     return Review(
         jobs=tuple(reviews),
         drifts=tuple(_drifts(shown)),
-        outliers=tuple(outliers),
         doubted=tuple(doubted),
-        populations=tuple(population for population in found_twice if population is not None),
+        populations=tuple(filter(None, of_machines)),
     )
 
 
@@ -216,8 +144,8 @@ def counting_drifts(
     """
     nodes, sentences = dict(cluster.nodes), []
     for drift in review(observations).drifts:
-        is_asked = drift.name in hosts and drift.name in nodes
-        if not is_asked or nodes[drift.name].slowdown_ratio != 1.0:
+        is_wanted = drift.name in hosts and drift.name in nodes
+        if not is_wanted or nodes[drift.name].slowdown_ratio != 1.0:
             continue
         nodes[drift.name] = replace(nodes[drift.name], slowdown_ratio=drift.ratio)
         sentences.append(
@@ -225,10 +153,6 @@ def counting_drifts(
             f"{drift.name} in the cluster file does"
         )
     return replace(cluster, nodes=nodes), sentences
-
-
-# Jobs of which only the name is at hand cost a fit each; those seen last say most of today.
-_MOST_WITNESSES, _MOST_STEPS = 16, 500
 
 
 def shown_by_others(
@@ -243,11 +167,10 @@ def shown_by_others(
     shown: list[Shown] = []
     for kind, name in latest[-_MOST_WITNESSES:]:
         of_job = ObservedWorkload(name=name, fingerprint=name if kind == "content" else None)
-        seen = [one for one in store.observations(of_job=of_job) if one.job == (kind, name)]
-        by_place: dict[tuple[str, str], list[Observation]] = defaultdict(list)
-        for one in seen:
-            if one.outlier_reason is None:
-                by_place[_machines(one.allocation), one.layout or ""].append(one)
+        by_place: defaultdict[tuple[str, str], list[Observation]] = defaultdict(list)
+        for one in store.observations(of_job=of_job):
+            if one.job == (kind, name):
+                by_place[_place(one)].append(one)
         shown += [
             _shown(machines, tuple(sorted(of_place, key=lambda one: one.at)[-_MOST_STEPS:]))
             for (machines, _), of_place in by_place.items()
@@ -255,13 +178,61 @@ def shown_by_others(
     return shown
 
 
+def populations(name: str, residuals: Array) -> Populations | None:
+    """Two groups of log(observed / expected), far apart and each close together, else None.
+
+    The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
+    population it leaves 36 % of the variance; two groups have to leave far less.
+    """
+    steps = len(residuals)
+    if steps < 2 * _LEAST_POPULATION:
+        return None
+    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
+    values = np.sort(residuals) - residuals.mean()
+    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
+    below = np.cumsum(values)[shorter - 1]
+    between = below**2 * steps / (shorter * (steps - shorter))
+    best = int(np.argmax(between))
+    cut, total = int(shorter[best]), float(values @ values)
+    within = max(total - float(between[best]), 0.0)
+    shift = float(values[cut:].mean() - values[:cut].mean())
+    is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > LEAST_SHIFT_RATIO
+    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
+        return None
+    return Populations(name=name, ratio=math.exp(shift), slower=steps - cut, steps=steps)
+
+
+def _drifts(shown: Iterable[Shown]) -> list[Drift]:
+    """What jobs have shown of machines and hosts, by the job that has shown most, largest first."""
+    of_places: dict[str, list[Change]] = {}
+    for one in shown:
+        by_name: defaultdict[str, list[Change]] = defaultdict(list)
+        for change in one.changes:
+            by_name[change.place(one.machines)].append(change)
+        for name, changes in by_name.items():
+            known = of_places.get(name, changes)
+            of_places[name] = max(known, changes, key=lambda of: sum(one.steps for one in of))
+    drifting = [
+        Drift(
+            name=name,
+            ratio=math.exp(change.log_ratio),
+            since=datetime.fromtimestamp(change.at, UTC),
+            steps=change.steps,
+        )
+        for name, changes in of_places.items()
+        for change in changes
+        if abs(math.expm1(change.log_ratio)) >= LEAST_SHIFT_RATIO
+    ]
+    return sorted(drifting, key=lambda drift: -abs(math.log(drift.ratio)))
+
+
 @lru_cache(maxsize=256)
 def _shown(machines: str, seen: tuple[Observation, ...]) -> Shown:
     """What one job shows of one set of machines."""
     at, on = [one.at.timestamp() for one in seen], [one.hosts for one in seen]
-    times_s = [one.step_time_s for one in seen]
-    fitted = StepTimeRegressor().fit(_rows(seen), times_s, at=at, hosts=on)
-    shown = Shown.of(machines, fitted.changes_.changes, at, on)
+    rows, times_s = _rows(seen)
+    changes = StepTimeRegressor().fit(rows, times_s, at=at, hosts=on).changes_.changes
+    shown = Shown.of(machines, changes, at, on)
     if machines != NAMED_HOSTS:
         return shown
     of_hosts = (
@@ -282,24 +253,26 @@ def _shown(machines: str, seen: tuple[Observation, ...]) -> Shown:
     )
 
 
-def _rows(seen: Sequence[Observation]) -> Array:
-    return np.array(
-        [
-            (one.ranks, one.nodes, one.batch_per_gpu, one.accumulation_steps, one.most_on_node)
-            for one in seen
-        ],
-        dtype=float,
-    )
+def _rows(seen: Sequence[Observation]) -> tuple[Array, Array]:
+    """What a regressor takes: rows and step times."""
+    rows = [
+        (one.ranks, one.nodes, one.batch_per_gpu, one.accumulation_steps, one.most_on_node)
+        for one in seen
+    ]
+    return np.array(rows, dtype=float), np.array([one.step_time_s for one in seen])
 
 
 def _reviewed(
-    machines: str, seen: Sequence[Observation]
+    machines: str, seen: Sequence[Observation], changes: Sequence[Change]
 ) -> tuple[JobReview, Array, list[tuple[Observation, str]]]:
-    rows, times_s = _rows(seen), np.array([one.step_time_s for one in seen])
+    """A job, log(observed / expected) of its steps, and those that the others contradict.
+
+    Steps of a change that holds count as what is true today.
+    """
+    rows, times_s = _rows(seen)
     fitted = StepTimeRegressor().fit(rows, times_s)
-    model = fitted.model(rows)
+    model, several = fitted.model(rows), rows[:, RANKS] > 1
     values = np.log(times_s) - model.log_step
-    several = rows[:, RANKS] > 1
     reviewed = JobReview(
         workload=seen[-1].workload,
         fingerprint=seen[0].fingerprint,
@@ -313,8 +286,6 @@ def _reviewed(
         sync_share=float(model.sync_share[several].mean()) if several.any() else None,
         gradient_noise_samples=latest_noise_samples(seen),
     )
-    # Steps of a change that holds count as what is true today.
-    changes = _shown(machines, tuple(seen)).changes
     doubted = [
         (one, f"it is {_factor(value)} than the {len(seen) - 1} other steps of its job suggest")
         for one, value, weight in zip(seen, values, fitted.observation_weights_, strict=True)
@@ -333,6 +304,6 @@ def _factor(log_ratio: float) -> str:
     return f"{np.exp(abs(log_ratio)):.1f} times {'longer' if log_ratio > 0 else 'shorter'}"
 
 
-def _machines(allocation: str) -> str:
-    groups = Allocation.parse(allocation).groups
-    return "+".join(sorted({group.machine or NAMED_HOSTS for group in groups}))
+def _place(one: Observation) -> tuple[str, str]:
+    groups = Allocation.parse(one.allocation).groups
+    return "+".join(sorted({group.machine or NAMED_HOSTS for group in groups})), one.layout or ""

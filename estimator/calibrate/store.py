@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import (
-    OUTLIER_RATIO,
     Observation,
     ObservedWorkload,
     latest_noise_samples,
-    outliers,
-    placement_of,
 )
 from estimator.errors import StoreError, quoted
 from estimator.files import home
@@ -96,10 +93,23 @@ _REVISION = """SELECT MAX(
     COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM state), 0),
     COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM observations), 0)
 )"""
+# What is read of each table; the other columns are of earlier versions, or of use to queries.
 _COLUMNS = (
-    "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
-    "step_time_s, steps, spread_ratio, source, fingerprint, layout, gradient_noise_samples"
+    "identity",
+    "at",
+    "workload",
+    "allocation",
+    "strategy",
+    "batch_per_gpu",
+    "accumulation_steps",
+    "step_time_s",
+    "steps",
+    "source",
+    "fingerprint",
+    "layout",
+    "gradient_noise_samples",
 )
+_KNOWN_OF_JOBS = ("parameter_bytes", "optimizer", "precision")
 
 
 class ObservationStore:
@@ -153,40 +163,36 @@ class ObservationStore:
         *,
         workload: str | None = None,
         of_job: ObservedWorkload | None = None,
-        allocation: str | None = None,
-        source: str | None = None,
-        since: datetime | None = None,
         added_after: int | None = None,
         of_known_content: bool = False,
     ) -> list[Observation]:
-        """What was observed, in the order of arrival, outliers with their `outlier_reason`.
+        """What was observed, in the order of arrival.
 
-        `since` is a time of observation; `added_after` a revision: what has come since it was read.
-        `of_job` is a job by its content: also what was observed of its name where the content is
-        unknown, unless what is known contradicts that. `of_known_content` leaves out the latter.
+        `added_after` is a revision: what has come since it was read. `of_job` is a job by its
+        content: also what was observed of its name where the content is unknown, unless what is
+        known contradicts that. `of_known_content` leaves out the latter.
         """
-        named = None if of_job is None else of_job.name
-        if of_job is not None and of_job.contradicts(self._known_by_name(of_job.name)):
-            named = ""
-        conditions: dict[str, Any] = {
-            "workload = ?": workload,
-            "(fingerprint = ? OR fingerprint IS NULL AND workload = ?)": (
-                None if of_job is None else (of_job.fingerprint, named)
-            ),
-            "allocation = ?": None if allocation is None else placement_of(allocation)[0],
-            "source = ?": source,
-            "at >= ?": None if since is None else _time_text(since),
-            "revision > ?": added_after,
-            "fingerprint IS NOT NULL": () if of_known_content else None,
-        }
-        chosen = {text: value for text, value in conditions.items() if value is not None}
-        return self._database.read(lambda connection: _select(connection, chosen), [])
+        wanted = {"workload = ?": workload, "revision > ?": added_after}
+        chosen = {text: value for text, value in wanted.items() if value is not None}
+        conditions, values = list(chosen), list[Any](chosen.values())
+        if of_known_content:
+            conditions.append("fingerprint IS NOT NULL")
+        if of_job is not None:
+            by_name = "" if of_job.contradicts(self._known_by_name(of_job.name)) else of_job.name
+            conditions.append("(fingerprint = ? OR fingerprint IS NULL AND workload = ?)")
+            values += [of_job.fingerprint, by_name]
+        rows = self._query(
+            f"SELECT {', '.join(_COLUMNS)} FROM observations "
+            f"WHERE {' AND '.join(conditions) or 'TRUE'} ORDER BY number",
+            values,
+        )
+        return _read_all(rows, _observation)
 
     def gradient_noise_samples(self, workload: str | ObservedWorkload | OpGraph) -> float | None:
         """The gradient noise scale of a job when it was last measured; None where it never was."""
         job = ObservedWorkload.of(workload)
-        asked = {"of_job": job} if job.fingerprint else {"workload": job.name}
-        return latest_noise_samples(self.observations(**asked))
+        known = {"of_job": job} if job.fingerprint else {"workload": job.name}
+        return latest_noise_samples(self.observations(**known))
 
     def __iter__(self) -> Iterator[Observation]:
         return iter(self.observations())
@@ -201,44 +207,27 @@ class ObservationStore:
 
     def jobs_since(self, since: datetime, *, least: int) -> list[tuple[str, str]]:
         """The jobs, as `Observation.job` has them, seen so often since a moment; the last last."""
-        query = """SELECT fingerprint, workload FROM observations WHERE at >= ?
+        rows = self._query(
+            """SELECT fingerprint, workload FROM observations WHERE at >= ?
             GROUP BY fingerprint, CASE WHEN fingerprint IS NULL THEN workload END
-            HAVING COUNT(*) >= ? ORDER BY MAX(at)"""
-        values, none = (_time_text(since), least), list[Any]()
-        rows = self._database.read(
-            lambda connection: connection.execute(query, values).fetchall(), none
+            HAVING COUNT(*) >= ? ORDER BY MAX(at)""",
+            (_time_text(since), least),
         )
         return [("name", name) if known is None else ("content", known) for known, name in rows]
 
     def workloads(self) -> dict[str, ObservedWorkload]:
         """Every workload observed or described, by name; the last described of several."""
-        return {workload.name: workload for workload in self._described("TRUE", ())}
+        return {workload.name: workload for workload in self._described()}
 
     def _known_by_name(self, name: str) -> ObservedWorkload:
         """What is known of a job of which only the name is."""
-        described = self._described("name = ? AND fingerprint = ''", (name,))
+        described = self._described("WHERE name = ? AND fingerprint = ''", name)
         return described[0] if described else ObservedWorkload(name=name)
 
-    def _described(self, condition: str, values: tuple[str, ...]) -> list[ObservedWorkload]:
-        names = tuple(item.name for item in fields(ObservedWorkload))
-        query = f"SELECT {', '.join(names)} FROM jobs WHERE {condition} ORDER BY name, rowid"
-        none: list[Any] = []
-        rows = self._database.read(
-            lambda connection: connection.execute(query, values).fetchall(), none
-        )
-
-        def described(row: Sequence[Any]) -> ObservedWorkload:
-            known = dict(zip(names, row, strict=True))
-            return ObservedWorkload(**known | {"fingerprint": row[-1] or None})
-
-        return _read_all(rows, described)
-
-    def workload_names(self) -> list[str]:
-        """The names of every workload observed or described."""
-        query = "SELECT DISTINCT CAST(name AS TEXT) AS name FROM jobs ORDER BY name"
-        none: list[Any] = []
-        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
-        return [row[0] for row in rows]
+    def _described(self, which: str = "", *values: str) -> list[ObservedWorkload]:
+        names = ("name", *_KNOWN_OF_JOBS, "fingerprint")
+        query = f"SELECT {', '.join(names)} FROM jobs {which} ORDER BY name, rowid"
+        return _read_all(self._query(query, values), _workload)
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
@@ -250,10 +239,15 @@ class ObservationStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _number(self, query: str) -> int:
-        return int(
-            self._database.read(lambda connection: connection.execute(query).fetchone()[0], 0)
+    def _query(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The rows that are found, none where there is no file."""
+        return self._database.read(
+            lambda connection: connection.execute(query, values).fetchall(), list[Any]()
         )
+
+    def _number(self, query: str) -> int:
+        rows = self._query(query)
+        return int(rows[0][0]) if rows else 0
 
 
 def _insert(
@@ -263,20 +257,14 @@ def _insert(
 ) -> int:
     revision = connection.execute(_REVISION).fetchone()[0] + 1
     before = connection.total_changes
+    known = _KNOWN_OF_JOBS
     connection.executemany(
         # Unknown fields keep what is known; a description that says nothing new changes nothing.
-        """INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?)
-        ON CONFLICT (name, fingerprint) DO UPDATE SET
-            parameter_bytes = COALESCE(excluded.parameter_bytes, parameter_bytes),
-            tensors = COALESCE(excluded.tensors, tensors),
-            flops_per_sample = COALESCE(excluded.flops_per_sample, flops_per_sample),
-            optimizer = COALESCE(excluded.optimizer, optimizer),
-            precision = COALESCE(excluded.precision, precision)
-        WHERE COALESCE(excluded.parameter_bytes, parameter_bytes) IS NOT parameter_bytes
-            OR COALESCE(excluded.tensors, tensors) IS NOT tensors
-            OR COALESCE(excluded.flops_per_sample, flops_per_sample) IS NOT flops_per_sample
-            OR COALESCE(excluded.optimizer, optimizer) IS NOT optimizer
-            OR COALESCE(excluded.precision, precision) IS NOT precision""",
+        f"INSERT INTO jobs (name, {', '.join(known)}, fingerprint) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (name, fingerprint) DO UPDATE SET "
+        + ", ".join(f"{name} = COALESCE(excluded.{name}, {name})" for name in known)
+        + " WHERE "
+        + " OR ".join(f"COALESCE(excluded.{name}, {name}) IS NOT {name}" for name in known),
         [(*astuple(one)[:-1], one.fingerprint or "") for one in summaries],
     )
     connection.executemany(
@@ -284,10 +272,11 @@ def _insert(
         {(one.workload, one.fingerprint or "") for one in observations},
     )
     described = connection.total_changes
+    columns = (*_COLUMNS, "ranks", "nodes", "most_on_node")
     connection.executemany(
-        f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
-        f"VALUES ({', '.join('?' * 18)}) ON CONFLICT (identity) DO NOTHING",
-        [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
+        f"INSERT INTO observations ({', '.join(columns)}, revision) "
+        f"VALUES ({'?, ' * len(columns)}?) ON CONFLICT (identity) DO NOTHING",
+        [(*(_cell(getattr(one, name)) for name in columns), revision) for one in observations],
     )
     added = connection.total_changes - described
     if connection.total_changes > before:
@@ -296,53 +285,8 @@ def _insert(
     return added
 
 
-def _row(one: Observation) -> tuple[Any, ...]:
-    return (
-        one.identity,
-        _time_text(one.at),
-        one.workload,
-        one.allocation,
-        one.strategy,
-        one.batch_per_gpu,
-        one.accumulation_steps,
-        float(one.step_time_s),
-        one.steps,
-        None if one.spread_ratio is None else float(one.spread_ratio),
-        one.source,
-        one.fingerprint,
-        one.layout,
-        one.gradient_noise_samples,
-    )
-
-
-def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
-    rows = _rows(connection, conditions)
-    reasons: dict[str, str] = {}
-    for kind, job in {one.job for one in rows}:
-        of_job = "fingerprint = ?" if kind == "content" else "fingerprint IS NULL AND workload = ?"
-        shortest_s, longest_s = connection.execute(
-            "SELECT MIN(CAST(step_time_s AS REAL)), MAX(CAST(step_time_s AS REAL)) "
-            f"FROM observations WHERE {of_job}",
-            (job,),
-        ).fetchone()
-        # Only then can there be an outlier; the rule needs to see the whole job. A row that was
-        # altered may name a job that no row is found by.
-        if shortest_s is not None and longest_s > OUTLIER_RATIO * shortest_s:
-            reasons |= outliers(_rows(connection, {of_job: job}))
-    if not reasons:
-        return rows
-    return [replace(one, outlier_reason=reasons.get(one.identity)) for one in rows]
-
-
-def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
-    where = " AND ".join(conditions) or "TRUE"
-    values: list[Any] = []
-    for value in conditions.values():
-        values += value if isinstance(value, tuple) else (value,)
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number", values
-    )
-    return _read_all(rows, _read)
+def _cell(value: Any) -> Any:
+    return _time_text(value) if isinstance(value, datetime) else value
 
 
 def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Read]) -> list[Read]:
@@ -363,23 +307,15 @@ def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Rea
 
 # Rows never change, and checking one costs more than reading it.
 @lru_cache(maxsize=16384, typed=True)
-def _read(row: tuple[Any, ...]) -> Observation:
-    return Observation(
-        identity=row[0],
-        at=datetime.fromisoformat(row[1]),
-        workload=row[2],
-        allocation=row[3],
-        strategy=row[4],
-        batch_per_gpu=row[5],
-        accumulation_steps=row[6],
-        step_time_s=row[7],
-        steps=row[8],
-        spread_ratio=row[9],
-        source=row[10],
-        fingerprint=row[11],
-        layout=row[12],
-        gradient_noise_samples=row[13],
-    )
+def _observation(row: tuple[Any, ...]) -> Observation:
+    fields = dict(zip(_COLUMNS, row, strict=True))
+    return Observation(**fields | {"at": datetime.fromisoformat(fields["at"])})
+
+
+def _workload(row: Sequence[Any]) -> ObservedWorkload:
+    name, *known, fingerprint = row
+    fields = dict(zip(_KNOWN_OF_JOBS, known, strict=True))
+    return ObservedWorkload(name=name, fingerprint=fingerprint or None, **fields)
 
 
 @lru_cache(maxsize=1024)

@@ -44,19 +44,14 @@ _MOST_UNSTEADY_DURATIONS = 30
 # that a day of training becomes some hundreds of observations.
 WINDOW_STEPS, WINDOW_S = 50, 5.0
 _LONGEST_WINDOW_RATIO = 64
-_FEWEST_DURATIONS_OF_NOISE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Consecutive steps in steady state: median seconds per step, and their noise.
-
-    `spread_ratio` is half of the 10–90 % range over the median, None for fewer than five durations.
-    """
+    """Consecutive steps in steady state, and the median of their times."""
 
     steps: int
     step_time_s: float
-    spread_ratio: float | None
 
 
 class Windows:
@@ -96,15 +91,10 @@ class Windows:
             self.dropped_steps += steps
             return None
         self._window_ratio = min(2 * self._window_ratio, _LONGEST_WINDOW_RATIO)
-        times_s = sorted(time_s for time_s, _ in durations)
-        step_time_s = statistics.median(times_s) if times_s else 0.0
+        step_time_s = statistics.median(s for s, _ in durations) if durations else 0.0
         if step_time_s <= 0:
             return None  # no steps, or steps below the resolution of the clock
-        spread_ratio = None
-        if len(times_s) >= _FEWEST_DURATIONS_OF_NOISE:
-            tenths = statistics.quantiles(times_s, n=10, method="inclusive")
-            spread_ratio = (tenths[-1] - tenths[0]) / 2 / step_time_s
-        return Window(steps=steps, step_time_s=step_time_s, spread_ratio=spread_ratio)
+        return Window(steps=steps, step_time_s=step_time_s)
 
     def _detect_steady_state(self) -> None:
         """Detect the steady state, and drop the durations before it."""
@@ -414,7 +404,6 @@ class Watch:
             seen = self._observation(
                 step_time_s=window.step_time_s,
                 steps=window.steps,
-                spread_ratio=window.spread_ratio,
                 gradient_noise_samples=self._noise.scale_samples if self._noise else None,
             )
             self._waiting.append(seen)

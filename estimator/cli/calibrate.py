@@ -37,8 +37,8 @@ def calibrate() -> None:
 def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     """Keep the observed step times of FILES, tables in .csv or .jsonl.
 
-    A table that was kept before is not kept twice. Bad rows are refused one by one, outliers are
-    kept but used by no fit, each with its reason. Columns, in base units:
+    A table that was kept before is not kept twice. Bad rows are refused one by one; what the other
+    steps of a job contradict counts little; each with its reason. Columns, in base units:
 
     \b
     workload       as 'estimate' names the model; or model
@@ -55,12 +55,12 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     layout              such as tp=2,pp=2, if ranks share the model
     optimizer, precision, seq_len
     steps               steps that the time is the median of
-    spread_ratio        half of their 10-90 % range over the median
     at                  ISO time; if not said, the file's own
     source              where the row is from
-    parameter_bytes, tensors, flops_per_sample, gradient_noise_samples
+    parameter_bytes, gradient_noise_samples
     """
     from estimator.calibrate.observation_files import read_observations
+    from estimator.calibrate.review import review
     from estimator.calibrate.store import ObservationStore
 
     tables = {path: read_observations(path) for path in files}
@@ -70,7 +70,13 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         path: store.add_many(table.observations, summaries=table.summaries)
         for path, table in tables.items()
     }
-    outliers = [one for one in store.observations(added_after=before) if one.outlier_reason]
+    added = store.observations(added_after=before)
+    identities, jobs = {one.identity for one in added}, {one.job for one in added}
+    doubted = [
+        (one, why)
+        for one, why in review(one for one in store if one.job in jobs).doubted
+        if one.identity in identities
+    ]
     if as_json:
         kept = [
             {
@@ -81,7 +87,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
             }
             for path, table in tables.items()
         ]
-        set_aside = [{"identity": one.identity, "reason": one.outlier_reason} for one in outliers]
+        set_aside = [{"identity": one.identity, "reason": why} for one, why in doubted]
         print_json({"store": str(store.path), "files": kept, "outliers": set_aside})
         return
     for path, table in tables.items():
@@ -92,7 +98,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         )
         _tell_first(f"{path} line {line}: {why}" for line, why in table.refused)
     _tell_first(
-        f"outlier: {one.workload} on {one.allocation}: {one.outlier_reason}" for one in outliers
+        f"doubted, counts little: {one.workload} on {one.allocation}: {why}" for one, why in doubted
     )
 
 
@@ -137,7 +143,7 @@ def fit(model: str, place: Path | None, as_json: bool, **known: Any) -> None:
 @json_option
 def show(place: Path | None, as_json: bool) -> None:
     """Observed jobs, drift and since when, machine types of two kinds, observations that others
-    contradict, which count little, and outliers, which no fit uses.
+    contradict, which count little.
     """
     from estimator.calibrate.review import review
     from estimator.calibrate.store import ObservationStore
@@ -153,13 +159,12 @@ def show(place: Path | None, as_json: bool) -> None:
                 "drifts": [_plain(drift) for drift in reviewed.drifts],
                 "populations": [_plain(population) for population in reviewed.populations],
                 "outliers": [
-                    {"identity": one.identity, "reason": why}
-                    for one, why in (*reviewed.outliers, *reviewed.doubted)
+                    {"identity": one.identity, "reason": why} for one, why in reviewed.doubted
                 ],
             }
         )
         return
-    if not reviewed.jobs and not reviewed.outliers:
+    if not reviewed.jobs:
         print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
     from estimator.report.profiles import review_section

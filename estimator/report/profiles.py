@@ -454,7 +454,7 @@ _FORMATS: Mapping[Unit, Callable[[float], str]] = {
 
 
 def review_section(review: Review) -> Section:
-    """The jobs of a store, drift, populations, outliers, and what fits do not use."""
+    """The jobs of a store, drift, populations, and what counts little in fits."""
     rows = [
         (
             f"{job.workload} {f'#{job.fingerprint[:6]}' if job.fingerprint else '(by name)'}",
@@ -480,10 +480,6 @@ def review_section(review: Review) -> Section:
     lines += [
         f"doubted, counts little: {what}{f', {times} observations' if times > 1 else ''}: {why}"
         for (what, why), times in alike.items()
-    ]
-    lines += [
-        f"outlier, not used: {one.workload} on {one.allocation}: {why}"
-        for one, why in review.outliers
     ]
     table = Table(("job", "machines", *figures), rows, numbers=len(figures))
     return Section("observed steps", table=table, sentences=lines)

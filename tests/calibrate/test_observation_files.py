@@ -73,17 +73,13 @@ def test_our_own_columns_become_an_observation(tmp_path: Path) -> None:
         "step_time_s": "0.5",
         "strategy": "zero1",
         "steps": "50",
-        "spread_ratio": "0.05",
         "parameter_bytes": "400",
-        "tensors": "7",
-        "flops_per_sample": "1e9",
     }
     found = read_observations(table(tmp_path, own))
     (one,) = found.observations
     assert (one.workload, one.allocation, one.batch_per_gpu) == ("mine", "a1[0]+a2[0]", 4)
     assert (one.accumulation_steps, one.strategy, one.steps) == (3, "zero1", 50)
-    assert one.spread_ratio == 0.05
-    summary = ObservedWorkload(name="mine", parameter_bytes=400, tensors=7, flops_per_sample=1e9)
+    summary = ObservedWorkload(name="mine", parameter_bytes=400)
     assert found.summaries == (summary,)
 
 
@@ -149,7 +145,6 @@ def test_a_global_batch_is_divided_among_ranks_and_micro_batches(tmp_path: Path)
         ({"grad_accum": "10000000"}, "accumulation_steps must be 1 to 1e+06"),
         ({"at": "yesterday"}, "at cannot be read, found 'yesterday'"),
         ({"steps": "many"}, "steps cannot be read, found 'many'"),
-        ({"spread_ratio": "nan"}, "spread_ratio must be 0 or more, found nan"),
         ({"allocation": "x" * 40}, "is not an allocation"),
     ],
 )
@@ -205,7 +200,7 @@ def test_a_file_that_holds_nothing_usable_is_refused(
 CELLS = ["", "0", "1", "-1", "nan", "inf", "1e300", "9" * 400, "2.5", "1+1", "0+0", "a1[0]", '"']
 CELLS += ["null", "[]", "\\ud800", "0001-01-01T00:00+10:00", "\x00", "1x1:t4", "99999x99999:t4"]
 NAMES = ["model", "gpu", "gpus", "nodes", "placement", "local_batch", "step_time_s", "allocation"]
-NAMES += ["at", "steps", "spread_ratio", "tensors", "throughput", "parallelism", "seq_len"]
+NAMES += ["at", "steps", "parameter_bytes", "throughput", "parallelism", "seq_len"]
 
 
 @settings(
@@ -257,7 +252,6 @@ def test_the_columns_that_help_names_are_read(
         "accumulation_steps": "3",
         "strategy": "zero1",
         "steps": "20",
-        "spread_ratio": "0.05",
         "at": "2026-01-02 03:04:05+00:00",
         "source": "cluster",
     }
@@ -277,7 +271,7 @@ def test_the_command_keeps_tables_and_says_what_it_refused(
     assert answer.code == 0
     assert answer.out == f"{path}: 3 new observations, 0 known before, 1 rows refused\n"
     assert "line 5: its step time is not a positive number" in answer.err
-    assert "outlier: bert" in answer.err
+    assert "doubted, counts little: bert" in answer.err
     assert len(ObservationStore(store / "observations.db")) == 3
 
 

@@ -15,7 +15,6 @@ from estimator.calibrate.performance_model import (
     ModelValues,
     evaluate_model,
 )
-from estimator.errors import WorkloadError
 
 REFERENCE = ComputeReference(compute_s=0.3, batch=30.0)
 PLACEMENTS = ((1, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (5, 2, 3), (9, 3, 3), (64, 16, 4))
@@ -30,12 +29,8 @@ ROWS = np.array(
 )
 COMPUTE_S = np.linspace(0.1, 1, len(ROWS))
 SYNC_S = np.where(ROWS[:, 0] > 1, np.linspace(1, 0.1, len(ROWS)), 0.0)
-KNOWN = [
-    EngineTimes(),
-    EngineTimes(compute_s=COMPUTE_S),
-    EngineTimes(sync_s=SYNC_S),
-    EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S),
-]
+ENGINE = EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S, step_s=COMPUTE_S + SYNC_S)
+KNOWN = [None, ENGINE]
 
 # Without overlap, jitter, contention, growth with nodes, or corrections of the engine's seconds.
 PLAIN = {
@@ -58,7 +53,7 @@ def parameters(**values: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("times", KNOWN)
-def test_derivatives_are_those_of_the_values(times: EngineTimes) -> None:
+def test_derivatives_are_those_of_the_values(times: EngineTimes | None) -> None:
     at = WEAK_PRIORS.log_medians() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
     steps = 1e-6 * np.eye(len(PARAMETERS))
     differences = [
@@ -73,14 +68,14 @@ def test_derivatives_are_those_of_the_values(times: EngineTimes) -> None:
 def test_without_overlap_a_step_is_the_sum_of_compute_and_synchronisation() -> None:
     # overlap → 0 makes the norm a sum; no jitter or contention leaves the engine's own seconds.
     at = parameters(**PLAIN, stall=1e-9)
-    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    model = evaluate_model(at, ROWS, REFERENCE, ENGINE)
     assert np.exp(model.log_step) == pytest.approx(ROWS[:, 3] * COMPUTE_S + SYNC_S, rel=1e-6)
 
 
 def test_a_stall_adds_the_same_seconds_to_every_step() -> None:
     # A tenth of the reference's 0.3 s of compute, whatever the batch, ranks and micro-batches.
     at = parameters(**PLAIN, stall=0.1)
-    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    model = evaluate_model(at, ROWS, REFERENCE, ENGINE)
     expected = ROWS[:, 3] * COMPUTE_S + SYNC_S + 0.03
     assert np.exp(model.log_step) == pytest.approx(expected, rel=1e-6)
 
@@ -102,41 +97,21 @@ def test_one_rank_has_nothing_to_synchronise() -> None:
 
 def test_compute_and_synchronisation_of_the_model_add_up_to_its_step() -> None:
     at = parameters(overlap=1e-9, compute=1.2, inter_node=3.0, intra_node=0.5)
-    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    model = evaluate_model(at, ROWS, REFERENCE, ENGINE)
     # The stall of the prior is a hundredth of the 0.3 s of the reference.
     expected = ROWS[:, 3] * np.exp(model.log_compute) + np.exp(model.log_sync) + 0.003
     assert np.exp(model.log_step) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("whole", KNOWN)
-def test_a_row_alone_is_as_it_is_among_others(whole: EngineTimes) -> None:
+def test_a_row_alone_is_as_it_is_among_others(whole: EngineTimes | None) -> None:
     # A single row is computed in floats, several in arrays.
     at = WEAK_PRIORS.log_medians() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
     together = evaluate_model(at, ROWS, REFERENCE, whole)
     for row in range(len(ROWS)):
         one = slice(row, row + 1)
-        compute_s = None if whole.compute_s is None else whole.compute_s[one]
-        sync_s = None if whole.sync_s is None else whole.sync_s[one]
-        alone = evaluate_model(
-            at, ROWS[one], REFERENCE, EngineTimes(compute_s=compute_s, sync_s=sync_s)
-        )
+        times = None if whole is None else EngineTimes(*(seconds[one] for seconds in whole))
+        alone = evaluate_model(at, ROWS[one], REFERENCE, times)
         for name in (item.name for item in fields(ModelValues)):
             expected = pytest.approx(getattr(together, name)[row], rel=1e-12, abs=1e-13)
             assert getattr(alone, name)[0] == expected, name
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_times_of_another_number_of_rows_are_refused(rows: int) -> None:
-    with pytest.raises(WorkloadError, match=f"compute_s has {rows} values for 2 rows"):
-        evaluate_model(
-            WEAK_PRIORS.log_medians(),
-            ROWS[:2],
-            REFERENCE,
-            EngineTimes(compute_s=np.ones(rows)),
-        )
-
-
-@pytest.mark.parametrize("values", [[0.1, -0.1], [0.1, np.nan], [0.1, 0.0]])
-def test_times_that_are_not_positive_are_refused(values: list[float]) -> None:
-    with pytest.raises(WorkloadError, match="compute_s"):
-        EngineTimes(compute_s=np.array(values))

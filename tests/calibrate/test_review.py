@@ -112,9 +112,9 @@ def test_show_prints_jobs_and_outliers(store: Path, command: Callable[..., Any])
     answer = command("calibrate", "show")
     assert answer.code == 0
     assert "mlp" in answer.out
-    assert "not used" in answer.out
+    assert "doubted, counts little" in answer.out
     content = json.loads(command("calibrate", "show", "--json").out)
-    assert [job["observations"] for job in content["jobs"]] == [3]
+    assert [job["observations"] for job in content["jobs"]] == [4]
     # The keys that earlier versions printed, which scripts read.
     assert [set(each) for each in content["outliers"]] == [{"identity", "reason"}]
 

@@ -54,12 +54,9 @@ OBSERVED = {
     "step_time_s": 0.4,
     "strategy": "ddp",
     "steps": 20,
-    "spread_ratio": 0.02,
     "at": "2026-01-02T03:04:05+00:00",
     "source": "log",
-    "flops_per_sample": 2.5e11,
     "parameter_bytes": 438_000_000,
-    "tensors": 199,
 }
 REPLAYED = {
     "name": "j",
