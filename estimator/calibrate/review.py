@@ -135,6 +135,14 @@ def review(observations: Iterable[Observation]) -> Review:
     )
 
 
+def doubted_since(store: ObservationStore, revision: int) -> list[tuple[Observation, str]]:
+    """What has come since a revision of a store that the other steps of its job contradict."""
+    new = {one.identity: one.job for one in store.observations(added_after=revision)}
+    jobs = set(new.values())
+    doubted = review(one for one in store if one.job in jobs).doubted
+    return [(one, why) for one, why in doubted if one.identity in new]
+
+
 def counting_drifts(
     cluster: Cluster, hosts: Collection[str], observations: Iterable[Observation]
 ) -> tuple[Cluster, list[str]]:

@@ -60,7 +60,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     parameter_bytes, gradient_noise_samples
     """
     from estimator.calibrate.observation_files import read_observations
-    from estimator.calibrate.review import review
+    from estimator.calibrate.review import doubted_since
     from estimator.calibrate.store import ObservationStore
 
     tables = {path: read_observations(path) for path in files}
@@ -70,13 +70,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         path: store.add_many(table.observations, summaries=table.summaries)
         for path, table in tables.items()
     }
-    added = store.observations(added_after=before)
-    identities, jobs = {one.identity for one in added}, {one.job for one in added}
-    doubted = [
-        (one, why)
-        for one, why in review(one for one in store if one.job in jobs).doubted
-        if one.identity in identities
-    ]
+    doubted = doubted_since(store, before)
     if as_json:
         kept = [
             {
