@@ -112,6 +112,31 @@ def test_a_shard_of_experts_is_as_large_with_ep_as_without() -> None:
         assert memory.parameters_bytes == (dense + experts) / 8 + gathered
 
 
+@pytest.mark.parametrize("layout", ["ep=4", "tp=2,ep=4", "tp=2,megatron,ep=4"])
+def test_a_rank_of_the_distributed_optimizer_updates_its_share_of_its_own_experts(
+    layout: str,
+) -> None:
+    found = answer("1x8:h100-sxm", layout, strategy="distributed-optimizer")
+    graph, replicas = found.plan.members.table.graph, found.plan.mesh.replicas
+    # Of eight ranks two have the same quarter of the experts; all else, or the slices of it that tp
+    # makes, is on as many as there are replicas.
+    shares = [1 / 2 if p.is_expert else 1 / replicas for p in graph.parameters]
+    owned = list(zip(graph.parameters, shares, strict=True))
+    updated = sum(parameter.spec.numel * share for parameter, share in owned)
+    program = found.plan.ranks_by_kind[0].program
+    (known,) = [u for u in program.profile.updates if (u.optimizer, u.form) == ("adamw", "foreach")]
+    # In eager torch what tp divides is a DTensor, which its host looks up.
+    dtensors = sum(parameter.is_dtensor for parameter in graph.parameters)
+    assert (dtensors > 0) == (layout == "tp=2,ep=4")
+    tensors_s = len(graph.parameters) * known.per_tensor_s / replicas
+    tensors_s += dtensors * program.profile.host.shard_update_tensor_s / replicas
+    expected_s = known.launch_s + tensors_s + updated * known.per_parameter_s
+    assert found.breakdown.update_s == pytest.approx(expected_s, rel=1e-9)
+    # AdamW's two moments, in the allocator's blocks of 512 bytes.
+    held = sum(-(-parameter.spec.nbytes // 512) * 512 * share for parameter, share in owned)
+    assert found.memory.optimizer_state_bytes == 2 * held
+
+
 def test_experts_are_gathered_from_the_ranks_that_have_the_same() -> None:
     def gathers_s(layout: str | None) -> float:
         spans = answer("8x1:h100-sxm", layout, strategy="fsdp").timeline.spans

@@ -137,7 +137,7 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = bound_of(graph, batch, cache)
-        shards = merging and strategy.keeps.parameters == "shard"
+        shards = merging and strategy.keeps.state == "shard"
         request = RankRequest(
             bound=bound,
             profile=costed(profile, cache),

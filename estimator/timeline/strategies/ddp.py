@@ -305,10 +305,10 @@ class ReplicaRules(Rules[S]):
             copy_back_s=0.0 if self.in_buckets else float(back_s.sum()),
         )
 
-    def optimizer(self, tensors: StepTensors) -> OptimizerMemory:
-        """What all ranks, or one, hold of the optimizer together."""
+    def optimizer(self, tensors: StepTensors, *, sharded: bool = False) -> OptimizerMemory:
+        """What one rank holds of the optimizer; if `sharded`, all ranks that share it together."""
         master_ratio = self.strategy.master_ratio(self.graph.precision)
-        return optimizer_memory(tensors.graph, master_ratio=master_ratio)
+        return optimizer_memory(tensors.graph, master_ratio=master_ratio, sharded=sharded)
 
     def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """What ranks hold of the optimizer where there are several; see `Holding.updates`."""

@@ -38,9 +38,9 @@ class SharedOptimizer(BucketedRules[B]):
 
         A loop has the temporaries of one tensor at a time, on some rank those of the largest one.
         """
-        own = self.optimizer(tensors)
-        even = Bytes(own.single_bytes, own.together_bytes)
-        return (Update(Bytes(0, own.state_bytes), even),)
+        shared = self.optimizer(tensors, sharded=True)
+        even = Bytes(self.optimizer(tensors).single_bytes, shared.together_bytes)
+        return (Update(Bytes(0, shared.state_bytes), even),)
 
 
 @rules_for(ZeRO1)
