@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from collective_groups import Group, read_groups
 from collective_systems import GOALS as COLD_GOALS
-from collective_systems import by_size, cases_of_systems, fitted_to_all
+from collective_systems import Group, case_of, cases_of_systems, fitted_to_all, read_groups
 from options import Options
 from records import say
-from summary import format_table, summarise
+from summary import summarise
 
 from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
 from estimator.placement.mesh import ring_between
@@ -31,7 +30,7 @@ IMPORTED = Provenance(source="imported", relative_error=0.05)
 
 
 def run(options: Options) -> Mapping[str, Any]:
-    """Every prediction; a table of errors by size; what is fitted to all systems."""
+    """Every prediction, and what is fitted to all systems."""
     groups = read_groups(options.data / "collectives.csv")
     cold = list(cases_of_systems(groups))
     cases = [case for split in GOALS for case in cases_of(split, groups)] + cold
@@ -45,9 +44,7 @@ def run(options: Options) -> Mapping[str, Any]:
         }
         for row in rows
     ]
-    report = ["predicted / measured from the catalogue, k fitted to the other systems"]
-    report += [format_table(by_size(cold))]
-    report += [f"k fitted to all, {kind}: {k:.1f}" for kind, k in fitted_to_all(groups).items()]
+    report = [f"k fitted to all, {kind}: {k:.1f}" for kind, k in fitted_to_all(groups).items()]
     return {"cases": cases + medians, "summary": rows, "report": report}
 
 
@@ -89,24 +86,7 @@ def _cases(
     model = GroupCollective.of(profile, target.op, ring_between(wanted, latency_s, nic, None))
     for size in asked:
         predicted_s = None if model is None else model.time_s(size)
-        yield {
-            "id": f"{split}: {target.name}, {size} B",
-            "split": split,
-            "system": target.system,
-            "source": target.source,
-            "model": target.op,
-            "ranks": target.ranks,
-            "nodes": target.nodes,
-            "size_bytes": size,
-            "method": "probe",
-            "predicted_s": predicted_s,
-            "measured_s": target.points[size],
-            "noise_ratio": None,
-            "global_batch": None,
-            "low_s": None,
-            "high_s": None,
-            "status": "ok" if model is not None else "no_prediction",
-        }
+        yield case_of(split, target, size, predicted_s, method="probe")
 
 
 def profile_of(known: Sequence[Group]) -> MachineProfile:

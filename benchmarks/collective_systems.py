@@ -10,24 +10,28 @@ system's smallest messages and its rate from the largest, as a probe would.
 
 from __future__ import annotations
 
+import csv
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from collective_groups import Group
 from records import say
 
 from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.machines.typical import STREAMED_RATIO
 from estimator.placement.mesh import ProcessGroup, whole_group
 from estimator.placement.placement import place
 from estimator.probe.links.copies import fit_line
 from estimator.timeline.collectives.algorithms import (
+    RING_SHARE,
     Algorithm,
     GroupShape,
     InnerLinks,
@@ -41,6 +45,8 @@ from estimator.timeline.collectives.algorithms import (
     widest_link,
 )
 
+# The same cluster goes by a name for each of its groups.
+_GROUP_IN_NAME = re.compile(r"^\d+x (?=DGX A100$|AWS)|^\d+ node x \d+ GPU | \(\d+ GPUs\)$")
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.
 MACHINES = {
@@ -90,6 +96,62 @@ GOALS = {
     "catalogue, network": 0.25,
     "ends": 0.25,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What was published of one collective over one group shape: seconds by bytes."""
+
+    source: str
+    system: str
+    op: CollectiveName
+    dtype: str
+    nodes: int
+    ranks: int
+    points: dict[int, float]
+
+    @property
+    def per_node(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}, {self.op} {self.dtype}, {self.nodes}x{self.per_node}"
+
+
+def read_groups(path: Path) -> list[Group]:
+    """Every group of the table whose collective a profile can hold."""
+    points: dict[tuple[str, str, str, str, int, int], dict[int, float]] = defaultdict(dict)
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["collective"] in RING_SHARE and float(row["time_us"]) > 0:
+                system = _GROUP_IN_NAME.sub("", row["system"])
+                shape = int(row["nodes"]), int(row["ranks"])
+                key = (row["source"], system, row["collective"], row["dtype"], *shape)
+                points[key][int(row["size_bytes"])] = float(row["time_us"]) * 1e-6
+    return [Group(*key, found) for key, found in points.items()]  # type: ignore[arg-type]
+
+
+def case_of(
+    split: str, group: Group, size: int, predicted_s: float | None, *, method: str, **more: Any
+) -> dict[str, Any]:
+    """A prediction of a group at one size, in the form of all accuracy benchmarks."""
+    known = predicted_s is not None and math.isfinite(predicted_s)
+    return {
+        "id": f"{split}: {group.name}, {size} B",
+        "split": split,
+        "system": group.system,
+        "source": group.source,
+        "model": group.op,
+        "ranks": group.ranks,
+        "nodes": group.nodes,
+        "size_bytes": size,
+        "method": method,
+        "predicted_s": predicted_s,
+        "measured_s": group.points[size],
+        "status": "ok" if known else "no_prediction",
+        **more,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,41 +311,4 @@ def _cases(asked: Asked, pipelining: float | None) -> Iterator[dict[str, Any]]:
     group = asked.group
     predicted_s = asked.seconds(pipelining).tolist()
     for size, seconds in zip(asked.sizes, predicted_s, strict=True):
-        yield {
-            "id": f"{asked.locality}: {group.name}, {size} B",
-            "split": asked.locality,
-            "system": group.system,
-            "source": group.source,
-            "model": group.op,
-            "ranks": group.ranks,
-            "nodes": group.nodes,
-            "size_bytes": size,
-            "pipelining": pipelining,
-            "method": "cold",
-            "predicted_s": seconds,
-            "measured_s": group.points[size],
-            "noise_ratio": None,
-            "global_batch": None,
-            "low_s": None,
-            "high_s": None,
-            "status": "ok" if math.isfinite(seconds) else "no_prediction",
-        }
-
-
-def by_size(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Predicted over measured by system and size: a median of all its groups."""
-    sizes = [1 << power for power in range(20, 27)]
-    rows = [["system", "split", "k", *(f"{size >> 20} MiB" for size in sizes)]]
-    for key in dict.fromkeys((case["split"], case["system"]) for case in cases):
-        own = [case for case in cases if (case["split"], case["system"]) == key]
-        pipelining = own[0]["pipelining"]
-        row = [key[1], key[0], "" if pipelining is None else f"{pipelining:.1f}"]
-        for size in sizes:
-            near = [
-                case["predicted_s"] / case["measured_s"]
-                for case in own
-                if abs(math.log2(case["size_bytes"] / size)) < 0.5
-            ]
-            row.append(f"{median(near):.2f}" if near else "")
-        rows.append(row)
-    return rows
+        yield case_of(asked.locality, group, size, seconds, method="cold", pipelining=pipelining)

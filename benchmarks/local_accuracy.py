@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from canaries import note_canary
 from local_cases import OPTIMIZER, PRECISION, STRATEGY, Case, assemble, draw_cases, read_cases
 from options import Options, local_machine
 from records import Progress, Record, Records
@@ -234,7 +233,6 @@ def accuracy_of(
     cases: Sequence[Case], profile: MachineProfile, records: Records, repeats: int
 ) -> list[Record]:
     """Predict, write down, train in turns."""
-    note_canary(profile, records)
     predict_all(cases, records.path.parent / "graphs", records)
     measure_all(cases, profile, records, repeats, drawn=False)
     return assemble(cases, profile, METHODS, records)
@@ -244,7 +242,6 @@ def drawn_accuracy(
     cases: Sequence[Case], profile: MachineProfile, records: Records, repeats: int = REPEATS
 ) -> list[Record]:
     """The machine changes within minutes: a model trains just after its operators were timed."""
-    note_canary(profile, records)
     for case in cases:
         predict_all([case], records.path.parent / "graphs", records)
         measure_all([case], profile, records, 1, drawn=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaries import case_canaries
 from options import Options
 from records import Record, Records, measured_fields
 
@@ -96,6 +95,21 @@ def draw_cases(count: int, seed: int, records: Records) -> list[Case]:
     file = os.path.relpath(drawn_models.__file__)
     names = drawn_models.drawn(count, seed, records)
     return [Case(file=file, model=name, batch=0, ranks=1) for name in names]
+
+
+def case_canaries(key: str, profile: MachineProfile, records: Records) -> dict[str, float | None]:
+    """Median seconds of a fixed matmul at the probe, beside timed operators, beside steps."""
+    timed = [each.get("canary_s") for each in records.of("prediction", key, method="measured")]
+    trained = [
+        seconds
+        for run in records.of("measurement", key)
+        for seconds in run.get("canaries_s") or [run["canary_s"]]
+    ]
+    return {
+        "probe_s": profile.canary_s,
+        "timing_s": timed[-1] if timed else None,
+        "training_s": statistics.median(trained) if trained else None,
+    }
 
 
 def assemble(

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from local_cases import model_functions
+from memory_steps import changes_of, events_of, storage_bytes
 from options import Options, local_machine
 from records import Record, say
 from summary import noise_ratio
 from swap.checker import plan_flaws
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
 
 import estimator as est
 from estimator.advise.swap.problem import swap_problem
@@ -59,7 +59,10 @@ def run_model(build: Callable[[], Any], machine: MachineProfile) -> Iterator[Rec
     found = plan_within(problem, budget, means=Means(kinds=("activation",)))
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
     other, call = copy.deepcopy(model), TrainingCall.of(model, batch, loss)
-    standing = _standing_bytes(model, batch) + _state_bytes(model)
+    held = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(batch)
+    # Two moments of every parameter, which a step of AdamW would hold.
+    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    standing = sum(held.values()) + moments
 
     def step(which: nn.Module) -> None:
         torch.manual_seed(1)
@@ -109,18 +112,6 @@ def run_model(build: Callable[[], Any], machine: MachineProfile) -> Iterator[Rec
     yield {"id": f"{build.__name__}: flaws, other gradients", "value": flaws, "bound": 0}
 
 
-def _standing_bytes(model: nn.Module, batch: Any) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def _state_bytes(model: nn.Module) -> int:
-    """Two moments of every parameter, which a step of AdamW would hold."""
-    return 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def _seconds(step: Callable[[], None]) -> float:
     begin = time.perf_counter()
     step()
@@ -129,11 +120,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 def _live_peak(step: Callable[[], None], model: nn.Module) -> int:
     model.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
+    return max(accumulate(size for _, size in changes_of(events_of(step))))
 
 
 def run(options: Options) -> Iterator[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import accumulate, pairwise
@@ -103,6 +103,18 @@ def storage_bytes(tree: Any) -> dict[int, int]:
     return found
 
 
+def events_of(run: Callable[[], None]) -> list[Any]:
+    """What torch's profiler saw of a run on the CPU, its allocator's work included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    return list(profiled.profiler.kineto_results.events())
+
+
+def changes_of(events: Iterable[Any]) -> list[tuple[int, int]]:
+    """(nanoseconds, bytes taken or given back) of each change, in their order."""
+    return sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+
+
 def measured_step(
     model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer, graph: OpGraph
 ) -> MeasuredStep:
@@ -117,10 +129,8 @@ def measured_step(
     gc.collect()
     standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
     standing |= storage_bytes(list(optimizer.state.values()))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(model, call, optimizer)
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    events = events_of(lambda: step(model, call, optimizer))
+    changes = changes_of(events)
     held = accumulate((size for _, size in changes), initial=sum(standing.values()))
     return MeasuredStep(
         held_bytes=np.array(list(held)[1:]),

@@ -88,33 +88,6 @@ class MistakenSpeeds:
         return self._factors[job.name, power]
 
 
-class EqualSpeeds:
-    """All machine types as fast as one of them: what a scheduler believes that knows only counts.
-
-    Memory is that of the machine itself.
-    """
-
-    def __init__(self, exact: Speeds, machine: str) -> None:
-        self._exact, self._machine = exact, machine
-
-    def step_times_s(
-        self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
-    ) -> list[float]:
-        """Seconds of one optimizer step on each shape."""
-        own_s = self._exact.step_times_s(job, shapes, global_batch)
-        alike = [
-            AllocationShape(
-                self._machine, shape.per_node + tuple(n for a in shape.also for n in a.per_node)
-            )
-            for shape in shapes
-        ]
-        equal_s = self._exact.step_times_s(job, alike, global_batch)
-        return [
-            equal if math.isfinite(own) else math.inf
-            for own, equal in zip(own_s, equal_s, strict=True)
-        ]
-
-
 class FittedSpeeds:
     """A throughput model of another system, fitted to the steps that jobs were seen to take.
 

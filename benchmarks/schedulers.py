@@ -22,7 +22,7 @@ from typing import Any
 import scheduler_models
 from options import Options
 from records import say
-from replay_speeds import EqualSpeeds, MistakenSpeeds, drawn_jobs
+from replay_speeds import MistakenSpeeds, drawn_jobs
 
 import estimator as est
 from estimator.replay.jobs import Job
@@ -99,8 +99,7 @@ def policies(
 ) -> Iterator[Case]:
     """Policies with the engine's speeds, max-min also with perfect ones.
 
-    On unlike machines it is also told that all are as fast as the first type. The folder keeps
-    traced graphs.
+    The folder keeps traced graphs.
     """
     graphs = traced(folder)
     jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
@@ -110,10 +109,6 @@ def policies(
         yield about | replayed(cluster, jobs, policy, true, believed, "engine")
         if policy == "max-min":
             yield about | replayed(cluster, jobs, policy, true, true, "perfect")
-            first, *others = Nodes.parse(cluster).machines
-            if others:
-                equal = EqualSpeeds(believed, first)
-                yield about | replayed(cluster, jobs, policy, true, equal, "all equal")
 
 
 def errors(folder: Path, seed: int) -> Iterator[Case]:

@@ -3,10 +3,9 @@
 ``injected``: costs put into a real script against the stalls reported of it; with root also reads
 of a throttled disk and the link between two namespaces. ``loaders``: six kinds of data with 0, 1
 and 2 workers, the step without data (measured) and the loader measured alone against the step with
-data. ``cached``: shares of the data in the page cache, the rest on a throttled disk. ``workers``:
-how many hide a sleeping preparation. ``exchange``: the interconnect stall of two gloo ranks for 10
-to 200 tensors of equal bytes in all, and for equal tensors of 1 to 100 MB in all, bucketed or not,
-predicted from the probed profile.
+data. ``cached``: shares of the data in the page cache, the rest on a throttled disk.
+``exchange``: the interconnect stall of two gloo ranks for 10 to 200 tensors of equal bytes in all,
+and for equal tensors of 1 to 100 MB in all, bucketed or not, predicted from the probed profile.
 
 What is found is appended to a file, from which a further run continues. Needs a quiet machine.
 """
@@ -23,8 +22,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import correlation, median
+from statistics import median
 from typing import NamedTuple
 
 from options import Options, local_machine
@@ -269,46 +269,6 @@ def _sum(bench: Bench) -> Record:
     }
 
 
-def workers(bench: Bench) -> Iterator[Case]:
-    """The fewest workers that hide all of a sleep that workers can hide: right within one."""
-    for needed in (1, 2, 4, 8, 16):
-        yield Case(f"sleep of {needed - 0.4:g} steps a batch", partial(_workers, bench, needed))
-
-
-def _workers(bench: Bench, needed: int) -> Record:
-    """Seconds stand for numbers of workers."""
-    without_s = bench.step_s(bench.script("injected.py", ["none", 0, 0]), is_synthetic=True)
-    sleep_s = (needed - 0.4) * without_s / BATCH
-    # Measured with no files to read, from the folder that has none.
-    alone = bench.script("injected.py", ["sleep", sleep_s, 0, bench.folder / "none"])
-    loader = loader_of(alone)
-
-    def measured_s(count: int) -> float:
-        script = bench.script("injected.py", ["sleep", sleep_s, count])
-        # The queue is full at first: with more steps than it holds.
-        longer = replace(script, steps=bench.steps + 2 * count, warmup=5 + 2 * count)
-        return bench.step_s(longer, is_synthetic=False)
-
-    def expected_s(count: int) -> float:
-        return predicted_s(loader.with_workers(count), without_s, BATCH)
-
-    return {
-        "predicted_s": float(_fewest(expected_s, range(1, 2 * needed + 3))),
-        "measured_s": float(_fewest(measured_s, range(max(needed - 2, 1), needed + 3))),
-        "step_s": 1.0,
-        "without_s": without_s,
-        "loader": loader.to_dict(),
-        "of_value": 0.0,
-        "of_step": 1.0,
-    }
-
-
-def _fewest(step_s: Callable[[int], float], tried: range) -> int:
-    """The fewest workers whose step is hardly longer than that of the most."""
-    least_s = step_s(tried[-1])
-    return next(count for count in tried if step_s(count) <= (1 + HIDDEN_RATIO) * least_s)
-
-
 # Steps with data
 
 CACHED_WORKERS = 2
@@ -411,14 +371,12 @@ STRATEGIES = {"bucketed": "ddp", "unbucketed": "ddp:unbucketed"}
 
 def exchange(bench: Bench) -> Iterator[Case]:
     """The stall of each model: within 20 %."""
-    for group, shapes in (("equal bytes", EQUAL_BYTES), ("equal tensors", EQUAL_TENSORS)):
-        for tensors, width in shapes:
-            for how in STRATEGIES:
-                name = f"{tensors} x {4 * width * width / 1e6:.2f} MB, {how}"
-                yield Case(name, partial(_exchange, bench, tensors, width, how, group))
+    for (tensors, width), how in product((*EQUAL_BYTES, *EQUAL_TENSORS), STRATEGIES):
+        name = f"{tensors} x {4 * width * width / 1e6:.2f} MB, {how}"
+        yield Case(name, partial(_exchange, bench, tensors, width, how))
 
 
-def _exchange(bench: Bench, tensors: int, width: int, how: str, group: str) -> Record:
+def _exchange(bench: Bench, tensors: int, width: int, how: str) -> Record:
     predicted_s = _predicted_exchange_s(tensors, width, STRATEGIES[how])
     # Alone, a rank exchanges nothing.
     alone = bench.script("exchange.py", [tensors, width, "bucketed"], devices=2)
@@ -426,7 +384,6 @@ def _exchange(bench: Bench, tensors: int, width: int, how: str, group: str) -> R
     both = bench.script("exchange.py", [tensors, width, how], devices=2)
     both_s = bench.step_s(both, is_synthetic=True)
     return {
-        "group": f"{group}, {how}",
         "predicted_s": predicted_s,
         "measured_s": both_s - alone_s,
         "alone_s": alone_s,
@@ -451,7 +408,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "injected": injected,
     "loaders": loaders,
     "cached": cached,
-    "workers": workers,
     "exchange": exchange,
 }
 
@@ -476,9 +432,6 @@ def run(options: Options) -> Iterator[Record]:
             missed = sum(not case["met"] for case in cases)
             name = f"{part}: beyond their bounds, of {len(cases)}"
             yield {"id": name, "value": missed, "bound": 0}
-        for what, members in _groups(cases).items() if part == "exchange" else ():
-            both = [[case[name] for case in members] for name in ("predicted_s", "measured_s")]
-            yield {"id": f"{part}, {what}: R²", "value": correlation(*both) ** 2, "least": 0.95}
 
 
 def _measured(records: Records, part: str, case: Case) -> Record:
@@ -492,11 +445,3 @@ def _measured(records: Records, part: str, case: Case) -> Record:
         records.add({**about, **found, "met": off_s <= allowed})
         say(f"{about['id']}: {milliseconds(off_s)} off, {milliseconds(allowed)} allowed")
     return records.of(part, case.name)[-1]
-
-
-def _groups(cases: list[Record]) -> dict[str, list[Record]]:
-    """Models of equal bytes, and models of equally many tensors."""
-    found: dict[str, list[Record]] = {}
-    for case in cases:
-        found.setdefault(case["group"], []).append(case)
-    return {what: some for what, some in found.items() if len(some) > 2}

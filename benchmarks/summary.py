@@ -14,7 +14,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.coefficients import INTERVAL_ALPHA
 
@@ -217,19 +216,15 @@ def _rank_correlation(cases: Sequence[Case]) -> float | None:
     """Spearman's: the correlation of the ranks, ties sharing their mean rank."""
     if len(cases) < 2:
         return None
-    predicted = _mean_ranks([_throughput(case, "predicted_s") or 0.0 for case in cases])
-    measured = _mean_ranks([_throughput(case, "measured_s") or 0.0 for case in cases])
+    from scipy.stats import rankdata
+
+    predicted, measured = (
+        rankdata([_throughput(case, name) or 0.0 for case in cases])
+        for name in ("predicted_s", "measured_s")
+    )
     if predicted.std() == 0 or measured.std() == 0:
         return None
     return float(np.corrcoef(predicted, measured)[0, 1])
-
-
-def _mean_ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    array = np.asarray(values, dtype=float)
-    below = (array[:, None] > array[None, :]).sum(axis=1)
-    equal = (array[:, None] == array[None, :]).sum(axis=1)
-    ranks: NDArray[np.float64] = below + (equal + 1) / 2
-    return ranks
 
 
 def describe(cases: Sequence[Case], bounds: Mapping[str, Bound] | None = None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,13 +15,20 @@ from estimator.calibrate.observation_files import Row
 from estimator.machines.profile import MachineProfile
 from estimator.workload import DDP
 from estimator.workload.layouts import Layout
+from published import benchmark_sources, language_sources, layout_sources, scheduler_sources
 from published.graphs import GraphStore
-from published.known_sources import source_of
 from published.machines import machine_of
 from published.rows import NotMapped, NotQualified, PublishedRow, parsed, standard_tables
 from published.sources import Source, Workload
 
 Outcome = Literal["mapped", "unmapped", "not_qualified"]
+# In the order in which a row's source is looked for.
+SOURCES = (
+    *language_sources.SOURCES,
+    *layout_sources.SOURCES,
+    *benchmark_sources.SOURCES,
+    *scheduler_sources.SOURCES,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +86,15 @@ def verdicts(folder: Path, graphs: GraphStore, only: Sequence[str] = ()) -> Iter
             if only and not any(word.lower() in named for word in only):
                 continue
             yield _verdict(table, source, line, cells, graphs)
+
+
+def source_of(cells: Row) -> Source:
+    """The source that a row belongs to; raises NotMapped for one that nobody has described."""
+    name = cells.get("source", "")
+    for source in SOURCES:
+        if re.search(source.pattern, name, re.IGNORECASE):
+            return source
+    raise NotMapped(f"its source '{name}' is not described")
 
 
 def _verdict(table: str, source: str, line: int, cells: Row, graphs: GraphStore) -> Verdict:

@@ -28,7 +28,7 @@ _STEP_OVER_FORWARD = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A predicted step, its interval, and the parts of it that an error may come from.
+    """A predicted step and its interval.
 
     `unmeasured_s` is what the engine's step takes beside, as the source did not measure it.
     """
@@ -37,7 +37,6 @@ class Prediction:
     unmeasured_s: float = 0.0
     low_s: float | None = None
     high_s: float | None = None
-    parts_s: tuple[tuple[str, float], ...] = ()
     fits: str | None = None
 
 
@@ -57,20 +56,13 @@ def ask(question: Question, calibration: est.Calibrator | None = None) -> Predic
         calibration=calibration,
         profile=question.profile,
     )
-    parts = answer.breakdown
-    measured = 1.0 if workload.has_update else 1 - parts.update_s / answer.step_time_s
+    update_ratio = answer.breakdown.update_s / answer.step_time_s
+    measured = 1.0 if workload.has_update else 1 - update_ratio
     return Prediction(
         seconds=answer.step_time_s * measured,
         unmeasured_s=answer.step_time_s * (1 - measured),
         low_s=answer.low_s * measured,
         high_s=answer.high_s * measured,
-        parts_s=(
-            ("forward", parts.forward_s),
-            ("backward", parts.backward_s),
-            ("host", parts.host_exposed_s),
-            ("communication", parts.communication_exposed_s + parts.copies_exposed_s),
-            ("update", parts.update_s if workload.has_update else 0.0),
-        ),
         fits=answer.fits,
     )
 
@@ -203,7 +195,6 @@ def _case(
         "measured_at": None,
         "status": "ok" if prediction else "no_prediction",
         "reason": reason,
-        "parts_s": dict(prediction.parts_s) if prediction else {},
         "fits": prediction.fits if prediction else None,
         "remarks": list(question.workload.remarks),
     }

@@ -9,13 +9,8 @@ import numpy as np
 
 from estimator.advise.swap.problem import UpdateSlice
 from estimator.elementwise import Array
-from estimator.errors import WorkloadError
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import block_bytes, rounded_bytes
-
-# They take norms or products of a whole parameter.
-_BY_TENSOR = ("lamb", "muon")
-UpdatePlace = Literal["end", "ready", "paced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,68 +19,41 @@ class UpdateSchedule:
 
     At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
     `register_post_accumulate_grad_hook`); or `paced`, from then on evenly over what is left of the
-    step, so that optimizer state comes over the host link piece by piece. What reads no other
-    parameter's gradient (clipping and gradient scalers do) may be updated before the end. A
-    parameter above `sub_group_bytes` is updated in slices with moments of their own, as the
-    sub-groups of DeepSpeed's ZeRO-3 are (`sub_group_size`).
+    step, so that optimizer state comes over the host link piece by piece. A parameter above
+    `sub_group_bytes` is updated in slices with moments of their own, as the sub-groups of
+    DeepSpeed's ZeRO-3 are (`sub_group_size`). For optimizers that update element by element, and
+    without clipping or gradient scalers, which read the gradients of all parameters.
     """
 
-    place: UpdatePlace = "end"
+    place: Literal["end", "ready", "paced"] = "end"
     sub_group_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sub_group_bytes is not None and self.sub_group_bytes < 1:
-            raise WorkloadError(
-                f"a sub-group has at least 1 byte, found {self.sub_group_bytes}; leave it out for "
-                "whole parameters"
-            )
 
     def __call__(
         self, structure: GraphStructure, parameter_of: dict[int, int], op_ends_s: Array
     ) -> list[UpdateSlice]:
         """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
-        if self.sub_group_bytes is not None and structure.graph.optimizer in _BY_TENSOR:
-            raise WorkloadError(
-                f"{structure.graph.optimizer} updates whole tensors, found sub-groups of "
-                f"{self.sub_group_bytes} bytes; leave out sub_group_bytes"
-            )
-        if self.place != "end" and structure.graph.grad_scaler:
-            raise WorkloadError(
-                "a gradient scaler checks all gradients before the update; update at the end"
-            )
-        return update_slices(structure, parameter_of, op_ends_s, self)
-
-
-def update_slices(
-    structure: GraphStructure,
-    parameter_of: dict[int, int],
-    op_ends_s: Array,
-    updates: UpdateSchedule,
-) -> list[UpdateSlice]:
-    """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
-    graph = structure.graph
-    last = len(graph.ops) - 1
-    ready = {
-        number: last if parameter.ready_after is None else parameter.ready_after
-        for number, parameter in enumerate(graph.parameters)
-        if parameter.gradient is not None
-    }
-    # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
-    # be final before that of what the matrix multiplied.
-    for index, op in enumerate(graph.ops):
-        for value in op.inputs:
-            number = parameter_of.get(int(structure.storage_of[value]))
-            if number in ready:
-                ready[number] = max(ready[number], index)
-    if updates.place == "end":
-        ready = dict.fromkeys(ready, last)
-    sizes = {number: _sizes(structure, number, updates.sub_group_bytes) for number in ready}
-    slices = [
-        UpdateSlice(after, number, size)
-        for number, after in sorted(ready.items(), key=lambda item: item[1])
-        for size in sizes[number]
-    ]
-    return _paced(slices, op_ends_s) if updates.place == "paced" else slices
+        graph = structure.graph
+        last = len(graph.ops) - 1
+        ready = {
+            number: last if parameter.ready_after is None else parameter.ready_after
+            for number, parameter in enumerate(graph.parameters)
+            if parameter.gradient is not None
+        }
+        # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
+        # be final before that of what the matrix multiplied.
+        for index, op in enumerate(graph.ops):
+            for value in op.inputs:
+                number = parameter_of.get(int(structure.storage_of[value]))
+                if number in ready:
+                    ready[number] = max(ready[number], index)
+        if self.place == "end":
+            ready = dict.fromkeys(ready, last)
+        slices = [
+            UpdateSlice(after, number, size)
+            for number, after in sorted(ready.items(), key=lambda item: item[1])
+            for size in _sizes(structure, number, self.sub_group_bytes)
+        ]
+        return _paced(slices, op_ends_s) if self.place == "paced" else slices
 
 
 def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int]:

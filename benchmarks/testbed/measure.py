@@ -28,27 +28,18 @@ class TestbedRun:
     """What one real run showed after its warm-up; tuples are in rank order.
 
     `lateness_s` is how far behind its declared times a paced rank was, at worst in its median step:
-    much more than a millisecond says that the cores could not keep up. `kernel_s_per_step` are CPU
-    seconds in the operating system, mostly for the network.
+    much more than a millisecond says that the cores could not keep up.
     """
 
     __test__ = False
 
     step_times_s: tuple[tuple[float, ...], ...]
-    kernel_s_per_step: tuple[float, ...]
     lateness_s: float
 
     @property
     def step_s(self) -> float:
         """The median step of the slowest rank."""
         return max(statistics.median(times) for times in self.step_times_s)
-
-    @property
-    def spread_ratio(self) -> float:
-        """Half the 10–90 % range of the slowest rank's steps, over their median."""
-        slowest = max(self.step_times_s, key=statistics.median)
-        tenths = statistics.quantiles(slowest, n=10, method="inclusive")
-        return (tenths[-1] - tenths[0]) / 2 / statistics.median(slowest)
 
 
 def measure(
@@ -111,7 +102,6 @@ def measure(
         )
     return TestbedRun(
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),
-        kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in found),
         lateness_s=max(rank["lateness_s"] for rank in found),
     )
 

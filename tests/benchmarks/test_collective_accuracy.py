@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 from collective_accuracy import cases_of, teaches
-from collective_groups import Group, read_groups
-from collective_systems import TIMES_CALLS, Asked, asked_of, cases_of_systems
+from collective_systems import (
+    TIMES_CALLS,
+    Asked,
+    Group,
+    asked_of,
+    cases_of_systems,
+    read_groups,
+)
 
 from estimator.machines.profile import CollectiveName
 

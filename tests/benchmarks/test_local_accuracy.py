@@ -69,7 +69,6 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(local_accuracy, "RANKS", (1,))
     monkeypatch.setattr(local_accuracy, "METHODS", ("probe",))
     monkeypatch.setattr(local_accuracy, "REPEATS", 3)
-    monkeypatch.setattr(local_accuracy, "note_canary", lambda *_: None)
     return order
 
 

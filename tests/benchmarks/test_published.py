@@ -14,11 +14,10 @@ import pytest
 from known_answers import is_right_of_memory, memory_figures
 from known_layouts import known_layout_rows
 from known_rows import KnownRow, known_rows, unseen
-from published import known_sources, layouts, mapping
+from published import layouts, mapping
 from published.graphs import GraphStore, ModelSpec, forward_only
-from published.known_sources import source_of
 from published.machines import Setting, machine_name, variant
-from published.mapping import Verdict, verdicts
+from published.mapping import Verdict, source_of, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
 from published.own_kernels import with_cudnn_attention, with_own_kernels, with_triton_attention
 from published.rows import NotMapped, NotQualified, parsed
@@ -303,7 +302,7 @@ def questions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[mapping.Q
     monkeypatch.setattr("published.graphs.BUILDERS", {"small_model": __name__})
     spec = ModelSpec.of("small", "small_model", width=4096)
     source = Source(pattern="", workload=lambda row: Workload(spec=spec, precision="fp32"))
-    monkeypatch.setattr(known_sources, "SOURCES", (source,))
+    monkeypatch.setattr(mapping, "SOURCES", (source,))
     graphs, found = GraphStore(tmp_path), []
     for line, batch in enumerate(range(1024, 1024 * 13, 1024), start=2):
         cells = {**ROW, "local_batch": str(batch)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from records import Record, Records
-from stall_accuracy import Case, _fewest, _measured, _some_of
+from stall_accuracy import Case, _measured, _some_of
 from stall_headlines import HEADLINES, MODELS, cases_of, classifier
 from stall_headlines import Case as HeadlineCase
 
@@ -41,10 +41,6 @@ def test_a_share_of_the_files_is_spread_over_them(ratio: float, count: int) -> N
     assert len(chosen) == count
     halves = [sum(int(path.name) // 10 == half for path in chosen) for half in (0, 1)]
     assert abs(halves[0] - halves[1]) <= 1
-
-
-def test_the_fewest_workers_are_those_that_more_hardly_better() -> None:
-    assert _fewest({1: 9.0, 2: 5.0, 3: 4.1, 4: 4.0}.__getitem__, range(1, 5)) == 3
 
 
 # Parameters of torchvision's models without weights, as its documentation lists them.

@@ -11,7 +11,6 @@ from torch import nn
 import estimator as est
 from estimator.advise.swap.problem import SwapProblem, swap_problem
 from estimator.advise.swap.search import plan_within
-from estimator.errors import WorkloadError
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.trace.trace import trace_graph
 from tests.advise.swap.swap_problems import link
@@ -75,8 +74,3 @@ def test_plans_for_sliced_updates_are_sound(graph: OpGraph, ratio: float) -> Non
     problem = problem_of(graph, UpdateSchedule(place="paced", sub_group_bytes=4096))
     found = plan_within(problem, int(ratio * problem.vanilla_bytes))
     assert plan_flaws(problem, found.plan, found.played) == []
-
-
-def test_a_sub_group_of_nothing_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="at least 1 byte"):
-        UpdateSchedule(sub_group_bytes=0)
