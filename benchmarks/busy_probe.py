@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -26,11 +25,7 @@ from records import say
 import estimator as est
 from estimator.errors import ProbeError
 from estimator.graph.models import load_model
-from estimator.machines.comparison import (
-    Compared,
-    compare_profiles,
-    median_difference_ratio,
-)
+from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
 from estimator.probe.machine import probe_machine
 
@@ -42,8 +37,6 @@ MODELS = (
     "hf:vit,num_hidden_layers=4",
 )
 TURN_S = 0.1
-# Dispatching an operator takes some microseconds.
-DISPATCHED_S = 1e-5
 
 Row = dict[str, Any]
 
@@ -105,21 +98,13 @@ def probed_beside(hog: Hog, quiet: MachineProfile, budget_s: float) -> MachinePr
 def compared(
     beside: str, quiet: MachineProfile, found: MachineProfile, graphs: Mapping[str, est.OpGraph]
 ) -> list[Row]:
-    """How far it is off: over all entries, by family, and in the steps of models."""
+    """How far it is off: over all entries, and in the steps of models."""
     now_s, then_s = found.canary_s or math.nan, quiet.canary_s or math.nan
     note = f"{found.interference}; canary {1e3 * now_s:.2f} ms, was {1e3 * then_s:.2f}; "
     note += f"{len(found.missing)} parts missing, were {len(quiet.missing)}"
     entries = [row for row in compare_profiles(quiet, found) if row.unit != "bytes"]
     total = f"all {len(entries)} entries"
     rows = [judged(beside, total, median_difference_ratio(entries), BOUND_RATIO, note=note)]
-    families: dict[str, list[Compared]] = {}
-    for entry in entries:
-        families.setdefault(family_of(entry), []).append(entry)
-    for family, some in families.items():
-        middle = statistics.median(row.ratio for row in some)
-        shown = f"{len(some)} of {family}"
-        note = f"the second is {middle:.3f} of the first in the median"
-        rows.append(judged(beside, shown, median_difference_ratio(some), None, note=note))
     for graph in graphs.values():
         before, after = (
             est.estimate(graph, "1x1:local", profile=profile) for profile in (quiet, found)
@@ -131,13 +116,6 @@ def compared(
         name = f"step of {graph.name}"
         rows.append(judged(beside, name, abs(off_ratio), BOUND_RATIO, note=width))
     return rows
-
-
-def family_of(entry: Compared) -> str:
-    """The group of a number; of kernels, whether dispatching or the call's own work prevails."""
-    if not entry.group.startswith("kernel"):
-        return entry.group
-    return "kernels up to 10 us" if entry.first <= DISPATCHED_S else "kernels above 10 us"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ continues. ``--target cpu`` runs three tiny cases through the same code where th
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, device_backend, release, run_for_real
-from options import add_work, local_machine, parser_of, print_found
+from options import local_machine, parser_of
 from records import Record, Records, measured_fields, say
-from summary import Bound, noise_ratio, summarise
+from summary import Bound, describe, noise_ratio, summarise
 from zoo.gpu import ALL, BY_NAME, TINY
 from zoo.inputs import Workload
 
@@ -355,8 +356,8 @@ def figures(cases: Sequence[Record]) -> Iterator[Record]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trace, predict, write down, measure, report."""
     parser = parser_of(__doc__)
-    add_work(parser, "gpu_accuracy")
     add = parser.add_argument
+    add("--work", type=Path, default=Path("build", "gpu_accuracy"), help="where results are kept")
     add("--profile", type=Path, help="the file of this machine's profile; without it, a probe")
     add("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: three tiny cases")
     add("--seconds", type=float, default=720.0, help="time for all of it, tracing included")
@@ -373,13 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     predict_all(cases, graphs, profile, records)
     measure_all(cases, graphs, profile, records, end)
     found = assemble(cases, profile, records)
-    print_found(
-        options,
-        machine=profile.devices[0].name,
-        cases=[*found, *figures(found)],
-        bounds=BOUNDS,
-        summary=summarise(found, by=("method",), bounds=BOUNDS),
-    )
+    rows = [asdict(row) for row in summarise(found, by=("method",), bounds=BOUNDS)]
+    report = list(describe(found, BOUNDS))
+    answer = {"cases": [*found, *figures(found)], "summary": rows, "report": report}
+    print(json.dumps(answer, allow_nan=False) if options.json else "\n".join(report))
     # 1: what was asked for is not all there yet; a further run continues.
     sys.exit(int(any(case["reason"] == UNREACHED for case in found)))
 

@@ -1,10 +1,9 @@
 """Ask published steps of large language models as they were run, and judge every answer.
 
-``python -m benchmarks run llm [--data DIR] [--cache DIR] [--only TEXT] [--unseen]`` reads
-``llm_published.csv`` and, for its recipes, ``llm_recipes.csv``. Every row is asked with its own
-layout, batches, precision and recipe; what cannot be asked is counted by the reason. Half of the
-models, drawn by `SEED`, are asked only with ``--unseen``: nothing is tuned on them. Two rows of a
-release whose vendor states a regression are left out.
+Tables are ``llm_published.csv`` and, for its recipes, ``llm_recipes.csv``. Every row is asked with
+its own layout, batches, precision and recipe; what cannot be asked is counted by the reason. Half
+of the models, drawn by `SEED`, are asked only with ``--only unseen``: nothing is tuned on them. Two
+rows of a release whose vendor states a regression are left out.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from __future__ import annotations
 import csv
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from options import add_data, parser_of, print_found
+from options import Options
 from records import say
 from summary import format_rows, summarise
 from torch import Tensor, nn
@@ -390,27 +388,22 @@ def case_of(row: Row, store: GraphStore) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Ask, compare, print; progress goes to stderr."""
-    parser = parser_of(__doc__)
-    add_data(parser)
-    parser.add_argument("--cache", type=Path, default=Path("build", "llm"), help="traced models")
-    parser.add_argument("--only", nargs="+", default=(), help="parts of ids, models, GPUs, formats")
-    parser.add_argument("--unseen", action="store_true", help="the half that nothing is tuned on")
-    options = parser.parse_args()
+def run(options: Options) -> Mapping[str, Any]:
+    """Every row that is asked for; a quick run takes Llama-3 8B."""
     if not (options.data / "llm_published.csv").is_file():
-        sys.exit(f"llm: there is no llm_published.csv in {options.data}; say --data DIR")
+        raise FileNotFoundError(f"{options.data} has no llm_published.csv; say --data DIR")
+    words = options.only or (("Llama-3 8B",) if options.quick else ())
     rows = rows_of(options.data)
-    kept = unseen([row.model for row in rows])
-    rows = [row for row in rows if (row.model in kept) == options.unseen]
-    rows = [row for row in rows if _is_named(row, options.only)]
+    hidden = unseen([row.model for row in rows])
+    rows = [row for row in rows if (row.model in hidden) == ("unseen" in words)]
+    rows = [row for row in rows if _is_named(row, [word for word in words if word != "unseen"])]
     # Rows of one model and recipe follow each other: few graphs are held at a time.
     rows.sort(key=lambda row: (row.model, row.published["seq_len"], row.published["precision"]))
-    store, cases = GraphStore(options.cache), []
+    store, cases = GraphStore(options.work), []
     for row in rows:
         cases.append(case_of(row, store))
         say(_line(cases[-1]))
-    print_found(options, _report(cases), machine="published", cases=cases)
+    return {"cases": cases, "report": _report(cases)}
 
 
 def _is_named(row: Row, words: Sequence[str]) -> bool:
@@ -443,7 +436,3 @@ def _report(cases: Sequence[dict[str, Any]]) -> list[str]:
     lines.append(format_rows(summarise(every, by=("source",))))
     lines.append(format_rows(summarise(cases, by=("model", "machine"))))
     return lines
-
-
-if __name__ == "__main__":
-    main()

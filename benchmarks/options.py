@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from published_data import shipped_tables
-from records import Record, now, say
-from summary import Bound, SummaryRow, describe
+from records import say
 
 from estimator.machines.profile import MachineProfile
 
@@ -73,37 +71,3 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         default=shipped_tables(),
         help="a folder of tables in the same columns, instead of data/published",
     )
-
-
-def add_work(parser: argparse.ArgumentParser, folder: str | None) -> None:
-    """``--work``, by default `folder` of ``build/``; None: chosen later."""
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("build", folder) if folder else None,
-        help="where results are kept, and where a further run continues",
-    )
-
-
-def print_found(
-    options: argparse.Namespace,
-    lines: Iterable[str] | None = None,
-    *,
-    machine: str | None = None,
-    cases: Sequence[Record],
-    bounds: Mapping[str, Bound] | None = None,
-    summary: Sequence[SummaryRow] = (),
-    **more: Any,
-) -> None:
-    """The lines for people, or with ``--json`` one object: machine, time, cases, report.
-
-    Without lines a table of the cases and their summary are printed, by `bounds` where given.
-    """
-    report = list(describe(cases, bounds) if lines is None else lines)
-    if not options.json:
-        print("\n".join(report))
-        return
-    answer = {"machine": machine, "at": now(), "cases": list(cases), "report": report, **more}
-    if summary:
-        answer["summary"] = [asdict(row) for row in summary]
-    print(json.dumps(answer, allow_nan=False))

@@ -7,21 +7,20 @@ the kernel limits to a known rate, between two network namespaces made for it (n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from options import Options
 from records import say
-from testbed.network import limit_command, remove, run_command, unavailable_reason
+from testbed.description import TestbedDescription
+from testbed.launch import launch
+from testbed.network import testbed, unavailable_reason
 
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
@@ -38,14 +37,7 @@ SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
 MEGABITS_PER_S = (200, 1000)
 # Of the 1514 bytes of a full Ethernet frame at MTU 1500, 1448 are TCP payload (with timestamps).
 PAYLOAD_RATIO = 1448 / 1514
-# What may pass at once: so little that the rate shows at every size, and so much that a timer which
-# fires a little late loses nothing.
-BURST_S = 200e-6
-LINK_BUDGET_S, LINK_TIMEOUT_S = 12.0, 120.0
-# Reserved for documentation (RFC 5737), and used nowhere but inside the two namespaces.
-ADDRESSES = ("198.51.100.1/30", "198.51.100.2/30")
-# The interface at either end of the link.
-JOINT = "joint"
+LINK_BUDGET_S = 12.0
 
 Row = dict[str, Any]
 
@@ -179,9 +171,10 @@ def links_part() -> list[Row]:
         name = f"{megabits_per_s} Mbit/s"
         rate = parse_bandwidth_bytes_per_s(name)
         expected = rate * PAYLOAD_RATIO
-        with limited_link(rate) as namespaces, tempfile.TemporaryDirectory() as folder:
-            message = exchange(namespaces, f"{folder}/store")
-        link = pair_link("tcp", "rack", message)
+        two = TestbedDescription.uniform(nodes=2, devices=1, uplink=name)
+        with testbed(two) as bed:
+            said, _ = launch(bed, two.all_devices(), [sys.executable, __file__], pinned=True)
+        link = pair_link("tcp", "rack", json.loads(said))
         error = abs(link.bandwidth_bytes_per_s / expected - 1)
         note = f"{link.bandwidth_bytes_per_s / 1e6:.2f} of {expected / 1e6:.2f} MB/s of payload"
         rows.append(judged("links", f"link limited to {name}", error, LINK_BOUND_RATIO, note=note))
@@ -194,56 +187,12 @@ def skipped(part: str, reason: str) -> Row:
     return {"id": f"{part}: skipped", "status": "skipped", "reason": reason}
 
 
-@contextlib.contextmanager
-def limited_link(bytes_per_s: float) -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by one link of that rate each way, without a switch between them."""
-    prefix = f"link{os.getpid()}-"
-    names = (f"{prefix}0", f"{prefix}1")
-    try:
-        for name in names:
-            run_command(("ip", "netns", "add", name))
-        # Made inside a namespace: the machine's own never sees the link.
-        pair = ("type", "veth", "peer", "name", JOINT, "netns", names[1])
-        run_command(("ip", "-n", names[0], "link", "add", JOINT, *pair))
-        for name, address in zip(names, ADDRESSES, strict=True):
-            run_command(("ip", "-n", name, "address", "add", address, "dev", JOINT))
-            for device in ("lo", JOINT):
-                run_command(("ip", "-n", name, "link", "set", device, "up"))
-            run_command(limit_command(name, JOINT, bytes_per_s, round(bytes_per_s * BURST_S)))
-        yield names
-    finally:
-        remove(prefix)
-
-
-def exchange(namespaces: Sequence[str], store: str) -> Any:
-    """What the sender saw of the probe's own messages, one rank in each namespace."""
-    ranks = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, __file__, str(rank), store],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": JOINT, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, name in enumerate(namespaces)
-    ]
-    try:
-        printed, _ = (rank.communicate(timeout=LINK_TIMEOUT_S)[0] for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank in a namespace failed; its words are above")
-    return json.loads(printed)
-
-
-def send_messages(rank: int, store: str) -> None:
-    """One rank of `exchange`."""
+def send_messages() -> None:
+    """One of two ranks: the first prints what it saw of the probe's own messages."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     how = {"kind": "cpu", "group": None, "sizes_bytes": MESSAGE_SIZES_BYTES}
     for message in time_pairs([[(0, 1)]], **how, budget_s=LINK_BUDGET_S):
         print(json.dumps(message))
@@ -252,4 +201,4 @@ def send_messages(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    send_messages(int(sys.argv[1]), sys.argv[2])
+    send_messages()

@@ -148,14 +148,7 @@ SUITES: dict[str, Suite] = {
     ),
     "llm": Suite(
         question="published steps of large language models, each asked with its own recipe",
-        parts=(
-            Part(
-                name="llm",
-                words=("--data", "{data}", "--cache", "{work}/llm"),
-                quick=("--data", "{data}", "--cache", "{work}/llm", "--only", "Llama-3 8B"),
-                takes=DATA,
-            ),
-        ),
+        parts=(Part(name="llm", takes=DATA),),
         times=False,
     ),
     "gpu": Suite(

@@ -261,13 +261,13 @@ def look_at_transformers(kind: str) -> dict[str, Any]:
     if not trains(type(model)):
         return {"status": "no_training_head"}
     try:
-        return {**traced(model, batch, name), **how_named(name)}
+        return traced(model, batch, name)
     except TraceError:
         # A model without weights has no values of buffers to branch on: try it with them.
         if sum(parameter.nbytes for parameter in model.parameters()) > MEMORY_BYTES // 4:
             raise
         model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=length)
-        return {**traced(model, batch, name), **how_named(name)}
+        return traced(model, batch, name)
 
 
 def head_classes(kind: str) -> list[Any]:
@@ -306,11 +306,6 @@ def positions_of(kind: str) -> int:
         return LENGTH
     found = getattr(text, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else LENGTH
-
-
-def how_named(name: str) -> dict[str, bool]:
-    """What a model's name tells of the way it was built."""
-    return {"completed": "," in name, "text_alone": "text alone" in name}
 
 
 def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:

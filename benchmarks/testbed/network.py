@@ -132,12 +132,9 @@ def _fitting(interface: str, rate: float) -> str:
     return f"link set dev {interface} gso_max_size {min(65536, _burst_bytes(rate) // 2)}"
 
 
-def limit_command(
-    namespace: str, interface: str, bytes_per_s: float, burst_bytes: int | None = None
-) -> Command:
+def limit_command(namespace: str, interface: str, bytes_per_s: float) -> Command:
     """The command that lets an interface send at a line rate and no faster."""
-    burst_bytes = burst_bytes or _burst_bytes(bytes_per_s)
-    shape = f"rate {round(8 * bytes_per_s)}bit burst {burst_bytes}"
+    shape = f"rate {round(8 * bytes_per_s)}bit burst {_burst_bytes(bytes_per_s)}"
     qdisc = f"qdisc replace dev {interface} root tbf {shape} limit {_QUEUE_BYTES}"
     return ("tc", "-n", namespace, *qdisc.split())
 
