@@ -406,7 +406,7 @@ def test_ones_prefers_who_is_closer_to_the_epochs_of_jobs_that_have_ended() -> N
 def test_ones_reorders_so_that_the_fewest_devices_change_hands() -> None:
     # Job 1 keeps two of its three devices and 2 its one; 2's other and 3 take what is left.
     running = np.array([1, 1, 1, 2, -1])
-    assert reordered(np.array([2, 3, 2, 1, 1]), running).tolist() == [1, 1, 2, 2, 3]
+    assert reordered(np.array([[0, 2, 2, 1]]), running).tolist() == [[1, 1, 2, 2, 3]]
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +21,20 @@ ROUND_S = 60.0
 EPOCHS_ASSUMED = 10
 NOBODY = -1
 
-Holders = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 
-class Genome(NamedTuple):
-    """A genome: the job of each device, and the global batch of each job whose batch may change."""
+class Schedules(NamedTuple):
+    """Schedules of one machine type: a genome is a row of both arrays.
 
-    holders: Holders
-    batches: Mapping[int, int]
+    `holders`, of shape (schedules, devices), is the number of the job that each device trains, in
+    the order of `names`; `batches`, of shape (schedules, jobs), its global batch, 0 where that is
+    not chosen.
+    """
+
+    names: list[str]
+    holders: Numbers
+    batches: Numbers
 
 
 class Ones(Pools):
@@ -55,14 +60,13 @@ class Ones(Pools):
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
-        self._numbers: dict[str, int] = {}
-        self._populations: dict[str, list[Genome]] = {}
+        self._populations: dict[str, Schedules] = {}
         # By the name of an unfinished job: all its epochs, and (epochs done, samples left).
         self._epochs: dict[str, float] = {}
         self._reports: dict[str, tuple[int, float]] = {}
         self._ended_epochs: list[float] = []
-        # By machine type and the number of a job: the least samples a device that did not fit.
-        self._too_much: dict[tuple[str, int], float] = {}
+        # By machine type and job: the least samples a device that did not fit.
+        self._too_much: dict[tuple[str, str], float] = {}
 
     def plan(self, view: View) -> dict[str, Grant]:
         """The fittest schedule of each machine type."""
@@ -71,57 +75,48 @@ class Ones(Pools):
 
     def share(self, view: View) -> dict[str, Grant]:
         """The fittest schedule's counts and batches on one machine type."""
-        for waiting in view.jobs:
-            self._numbers.setdefault(waiting.job.name, len(self._numbers))
-        jobs = {
-            self._numbers[waiting.job.name]: _Contender(
-                waiting,
-                self._left(waiting),
-                view.curve(waiting.job),
-                self._too_much.get((view.machine, self._numbers[waiting.job.name]), math.inf),
-            )
-            for waiting in view.jobs
-        }
-        known = self._populations.get(view.machine, [])
-        parents = [self._refreshed(one, view, jobs) for one in known]
-        parents = parents or [Genome(np.full(view.nodes.total(view.machine), NOBODY), {})]
-        candidates = [self._refilled(one, jobs) for one in parents]
-        for _ in range(POPULATION):
-            first, second = (parents[i] for i in self._rng.integers(len(parents), size=2))
-            child = self._refilled(self._child(first, second, jobs), jobs)
-            ordered = reordered(child.holders, parents[0].holders)
-            candidates.append(Genome(ordered, child.batches))
-        counts = [_counts(one.holders) for one in candidates]
-        view.ask(
-            (jobs[number].job, count, one.batches[number])
-            for one, held in zip(candidates, counts, strict=True)
-            for number, count in held.items()
-            if number in one.batches
+        limits = self._limits(view)
+        parents = self._refreshed(view)
+        children = self._children(parents, limits)
+        running = parents.holders[0]
+        holders = np.concatenate([parents.holders, children.holders])
+        counts = _refilled(_counts(holders, len(view.jobs)), limits, len(running))
+        batches = limits.batches(np.concatenate([parents.batches, children.batches]), counts)
+        rates = self._rates(view, counts, batches)
+        counts[rates == 0] = 0
+        needed_s = np.divide(
+            counts * limits.left, rates, out=np.zeros(rates.shape), where=rates > 0
         )
-        scores = [self._score(*one, jobs, view) for one in zip(candidates, counts, strict=True)]
-        fittest = np.argsort(scores, kind="stable")[:POPULATION]
-        self._populations[view.machine] = [candidates[i] for i in fittest]
-        batches = candidates[fittest[0]].batches
+        fittest = np.argsort(needed_s.sum(axis=1), kind="stable")[:POPULATION]
+        kept = reordered(counts[fittest], running), batches[fittest] * (counts[fittest] > 0)
+        self._populations[view.machine] = Schedules(parents.names, *kept)
         return {
-            jobs[number].job.name: Grant(count, view.machine, batches.get(number))
-            for number, count in counts[fittest[0]].items()
+            waiting.job.name: Grant(count, view.machine, batch or None)
+            for waiting, count, batch in zip(
+                view.jobs, counts[fittest[0]].tolist(), batches[fittest[0]].tolist(), strict=True
+            )
+            if count
         }
 
-    def _child(self, first: Genome, second: Genome, jobs: Mapping[int, _Contender]) -> Genome:
+    def _children(self, parents: Schedules, limits: _Limits) -> Schedules:
         """Crossover of two schedules; some jobs dropped, some batches halved or doubled."""
-        of_first = self._rng.random(len(first.holders)) < 0.5
-        holders = np.where(of_first, first.holders, second.holders)
-        dropped = [number for number in jobs if self._rng.random() < MUTATION_PROBABILITY]
-        holders[np.isin(holders, dropped)] = NOBODY
-        batches = {}
-        for number in [n for n, waiting in jobs.items() if waiting.job.most_global_batch]:
-            parents = [one.batches for one in (first, second) if number in one.batches]
-            if parents:
-                batch = parents[int(self._rng.integers(len(parents)))][number]
-                if self._rng.random() < MUTATION_PROBABILITY:
-                    batch = batch * 2 if self._rng.random() < 0.5 else max(batch // 2, 1)
-                batches[number] = batch
-        return Genome(holders, batches)
+        draw = self._rng.random
+        first, second = self._rng.integers(len(parents.holders), size=(2, POPULATION))
+        holders, batches = parents.holders[first], parents.batches[first]
+        np.copyto(holders, parents.holders[second], where=draw(holders.shape) < 0.5)
+        # The last column is that of devices without a job.
+        dropped = draw((POPULATION, batches.shape[1] + 1)) < MUTATION_PROBABILITY
+        holders[np.take_along_axis(dropped, holders, axis=1)] = NOBODY
+        others = parents.batches[second]
+        np.copyto(
+            batches, others, where=(others > 0) & ((batches == 0) | (draw(others.shape) < 0.5))
+        )
+        mutated = (batches > 0) & (draw(batches.shape) < MUTATION_PROBABILITY)
+        doubled = draw(batches.shape) < 0.5
+        batches[mutated & doubled] *= 2
+        halved = mutated & ~doubled
+        batches[halved] = np.maximum(batches[halved] // 2, 1)
+        return Schedules(parents.names, holders, batches)
 
     def _learn(self, view: View) -> None:
         """Remember how many epochs the jobs took that have ended since the last plan."""
@@ -140,110 +135,129 @@ class Ones(Pools):
             self._reports[name] = done, left
         return left
 
-    def _refreshed(self, schedule: Genome, view: View, alive: Mapping[int, _Contender]) -> Genome:
-        """Without jobs that have ended, for the devices there are now."""
-        devices = view.nodes.total(view.machine)
-        fresh = np.full(devices, NOBODY)
-        known = schedule.holders[:devices]
-        fresh[: len(known)] = np.where(np.isin(known, list(alive)), known, NOBODY)
-        return Genome(fresh, {n: b for n, b in schedule.batches.items() if n in alive})
+    def _limits(self, view: View) -> _Limits:
+        """Of each job of this round: samples left by the draw, limits of devices and batch.
 
-    def _refilled(self, schedule: Genome, jobs: Mapping[int, _Contender]) -> Genome:
-        """Free devices go to new jobs, then to those with the least left; batches fit them."""
-        filled = schedule.holders.copy()
-        counts = _counts(filled)
-        for number, count in list(counts.items()):
-            kept = jobs[number].most if count >= jobs[number].least else 0
-            if count > kept:
-                filled[np.flatnonzero(filled == number)[kept:]] = NOBODY
-                counts[number] = kept
-        free = np.flatnonzero(filled == NOBODY).tolist()
-        order = sorted(jobs, key=lambda number: (jobs[number].left, bool(counts.get(number))))
-        for number in order if free else ():
-            held = counts.get(number, 0)
-            more = min(jobs[number].most - held, len(free))
-            if more > 0 and held + more >= jobs[number].least:
-                filled[free[:more]] = number
-                free = free[more:]
-                counts[number] = held + more
-        batches = {
-            number: jobs[number].batch_within(schedule.batches.get(number), count)
-            for number, count in counts.items()
-            if count and jobs[number].job.most_global_batch
-        }
-        return Genome(filled, batches)
-
-    def _score(
-        self, schedule: Genome, counts: dict[int, int], jobs: Mapping[int, _Contender], view: View
-    ) -> float:
-        """Device time that the scheduled jobs still need; the lower the better.
-
-        Jobs whose batch does not fit on their devices lose them: memory is part of ONES' limit.
+        A job whose batch is its own is given no count that is believed slower than a lower one.
         """
-        total = 0.0
-        for number, count in list(counts.items()):
-            batch = schedule.batches.get(number)
-            rate = view.rate(jobs[number].job, count, None, batch)
-            if rate:
-                total += count * jobs[number].left / rate
-                continue
-            if batch is not None:
-                key, share = (view.machine, number), batch / count
-                self._too_much[key] = min(self._too_much.get(key, math.inf), share)
-            schedule.holders[schedule.holders == number] = NOBODY
-            del counts[number]
-        return total
+        rows = []
+        for waiting in view.jobs:
+            job, curve = waiting.job, view.curve(waiting.job)
+            least = next(iter(curve))
+            growth = min(2 ** (_epochs_done(waiting) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
+            most = max(min(job.devices * growth, job.highest_count), least)
+            if not job.most_global_batch:
+                most = min(most, max(curve, key=curve.__getitem__))
+            batch = min(job.global_batch * growth, job.most_global_batch or 0)
+            share = max(job.global_batch // job.devices, 1)
+            too_much = self._too_much.get((view.machine, job.name), math.inf)
+            rows.append((self._left(waiting), least, most, share, batch, too_much))
+        return _Limits(*np.array(rows, dtype=float).reshape(-1, len(_Limits._fields)).T)
+
+    def _refreshed(self, view: View) -> Schedules:
+        """The last schedules without jobs that have ended, for the devices there are now."""
+        names = [waiting.job.name for waiting in view.jobs]
+        shape = 1, view.nodes.total(view.machine)
+        if (last := self._populations.get(view.machine)) is None:
+            return Schedules(names, np.full(shape, NOBODY), np.zeros((1, len(names)), int))
+        numbers = {name: number for number, name in enumerate(last.names)}
+        before = np.array([numbers.get(name, NOBODY) for name in names], int)
+        now = np.full(len(last.names) + 1, NOBODY)
+        now[before[before >= 0]] = np.flatnonzero(before >= 0)
+        holders = np.full((len(last.holders), shape[1]), NOBODY)
+        known = last.holders[:, : shape[1]]
+        holders[:, : known.shape[1]] = now[known]
+        none = np.zeros((len(last.batches), 1), int)
+        return Schedules(names, holders, np.hstack([last.batches, none])[:, before])
+
+    def _rates(self, view: View, counts: Numbers, batches: Numbers) -> NDArray[np.float64]:
+        """Believed throughput of each job of each schedule; 0: no device, or it does not fit.
+
+        Memory is part of ONES' limit: what does not fit is remembered.
+        """
+        rates = np.zeros(counts.shape)
+        held = counts.nonzero()
+        columns = np.stack([held[1], counts[held], batches[held]], axis=1)
+        unlike, which = np.unique(columns, axis=0, return_inverse=True)
+        jobs = [waiting.job for waiting in view.jobs]
+        asked = [(jobs[number], count, batch or None) for number, count, batch in unlike.tolist()]
+        view.ask(one for one in asked if one[2])
+        known = [view.rate(job, count, None, batch) for job, count, batch in asked]
+        for rate, (job, count, batch) in zip(known, asked, strict=True):
+            if batch and not rate:
+                key = view.machine, job.name
+                self._too_much[key] = min(self._too_much.get(key, math.inf), batch / count)
+        rates[held] = np.array(known)[which.ravel()] if known else 0
+        return rates
 
 
-class _Contender:
-    """A job of this round: samples left by the draw, and its limits of devices and batch.
+class _Limits(NamedTuple):
+    """Arrays over the jobs of a round: samples left, fewest and most devices, and batches.
 
-    A job whose batch is its own is given no count that is believed slower than a lower one.
+    `share` is a new batch's on one device, `most_batch` 0 where a job's batch is its own,
+    `too_much` the least samples a device that did not fit.
     """
 
-    def __init__(
-        self, waiting: Waiting, left: float, curve: Mapping[int, float], too_much: float
-    ) -> None:
-        self.job, self.left, self.least = waiting.job, left, next(iter(curve))
-        self._too_much = too_much
-        growth: int = min(2 ** (_epochs_done(waiting) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
-        self.most = max(min(self.job.devices * growth, self.job.highest_count), self.least)
-        own = self.job.global_batch
-        self._most_batch = min(own * growth, self.job.most_global_batch or own)
-        if not self.job.most_global_batch:
-            self.most = min(self.most, max(curve, key=curve.__getitem__))
+    left: NDArray[np.float64]
+    least: NDArray[np.float64]
+    most: NDArray[np.float64]
+    share: NDArray[np.float64]
+    most_batch: NDArray[np.float64]
+    too_much: NDArray[np.float64]
 
-    def batch_within(self, batch: int | None, count: int) -> int:
-        """A global batch on so many devices; a new one is the job's own share of each of them."""
-        share = batch or max(self.job.global_batch // self.job.devices, 1) * count
-        chosen = min(share, self._most_batch)
-        if chosen >= self._too_much * count:
-            chosen = int(self._too_much * count / 2)
-        return max(chosen, count)
+    def batches(self, batches: Numbers, counts: Numbers) -> Numbers:
+        """Global batches on so many devices; a new one is the job's own share of each of them."""
+        chosen = np.minimum(np.where(batches, batches, self.share * counts), self.most_batch)
+        limit = self.too_much * np.maximum(counts, 1)
+        chosen = np.where(chosen >= limit, limit / 2, chosen)
+        return (np.maximum(chosen, counts) * ((counts > 0) & (self.most_batch > 0))).astype(int)
 
 
-def _counts(holders: Holders) -> dict[int, int]:
-    """Devices by the number of the job that holds them."""
-    counts = np.bincount(holders + 1)[1:]
-    held = np.flatnonzero(counts)
-    return dict(zip(held.tolist(), counts[held].tolist(), strict=True))
+def _counts(holders: Numbers, jobs: int) -> Numbers:
+    """Devices of each job in each schedule, of shape (schedules, jobs)."""
+    rows = np.arange(len(holders))[:, None] * (jobs + 1)
+    counts = np.bincount((rows + holders + 1).ravel(), minlength=len(holders) * (jobs + 1))
+    return counts.reshape(len(holders), jobs + 1)[:, 1:]
 
 
-def reordered(schedule: Holders, running: Holders) -> Holders:
-    """The same counts where the fewest devices change hands: jobs stay on those that they hold.
+def _refilled(counts: Numbers, limits: _Limits, devices: int) -> Numbers:
+    """Free devices go to new jobs, then to those with the least left."""
+    counts = np.where(counts >= limits.least, np.minimum(counts, limits.most), 0).astype(int)
+    free = devices - counts.sum(axis=1)
+    order = np.lexsort((counts > 0, np.broadcast_to(limits.left, counts.shape)))
+    rows = np.arange(len(counts))
+    for number in order.T:
+        held = counts[rows, number]
+        given = np.minimum(limits.most[number] - held, free).astype(int)
+        given[held + given < limits.least[number]] = 0
+        counts[rows, number] += given
+        free -= given
+        if not free.any():
+            break
+    return counts
 
-    >>> reordered(np.array([2, 2, 1, 3]), np.array([1, 1, 2, -1])).tolist()
-    [1, 2, 2, 3]
+
+def reordered(counts: Numbers, running: Numbers) -> Numbers:
+    """The jobs of devices where the fewest change hands: jobs stay on those that they hold.
+
+    `counts` are devices by schedule and job, `running` is the job of each device.
+
+    >>> reordered(np.array([[0, 1, 2, 1]]), np.array([1, 1, 2, -1])).tolist()
+    [[1, 2, 2, 3]]
     """
-    placed = np.full_like(schedule, NOBODY)
-    is_free = np.ones(len(schedule), dtype=bool)
-    moving: list[int] = []
-    for number, count in zip(*np.unique(schedule, return_counts=True), strict=True):
-        kept = np.flatnonzero(running == number)[:count]
-        placed[kept], is_free[kept] = number, False
-        moving += [number] * (count - len(kept))
-    placed[is_free] = moving
-    return placed
+    counts = np.column_stack([len(running) - counts.sum(axis=1), counts])
+    by_holder = np.argsort(running, kind="stable")
+    place = np.empty_like(running)
+    place[by_holder] = np.arange(len(running)) - np.searchsorted(
+        running[by_holder], running[by_holder]
+    )
+    stays = place < counts[:, running + 1]
+    held = np.bincount(running + 1, minlength=counts.shape[1])
+    moving = counts - np.minimum(counts, held)
+    holders = np.where(stays, running, NOBODY)
+    numbers = np.tile(np.arange(counts.shape[1]) - 1, len(counts))
+    holders[~stays] = np.repeat(numbers, moving.ravel())
+    return holders
 
 
 def _epoch(job: Job) -> float:
