@@ -169,12 +169,6 @@ class Calibration(Protocol):
         ...
 
 
-def hosts_apart(calibration: Calibration, engine: StepPredictor) -> frozenset[str]:
-    """The hosts that a calibration takes to be slower or faster than others of their type."""
-    apart = getattr(calibration, "hosts_apart", None)
-    return frozenset() if apart is None else apart(engine)
-
-
 def check_calibration(calibration: Any) -> None:
     """Raise WorkloadError for an argument of another kind; None is one."""
     if calibration is not None and not hasattr(calibration, "coefficients_for"):

@@ -178,11 +178,6 @@ class Calibrator:
         fitted = self._knowing(first.job, first.workload, engine)
         return fitted.coefficients_for(engine, questions, allocations)
 
-    def hosts_apart(self, engine: StepPredictor) -> frozenset[str]:
-        """The hosts that are slower or faster for a job than others of their type."""
-        job = engine.content.fingerprint
-        return self._knowing(job, engine.workload, engine).hosts_apart(job)
-
     def counting_drifts(
         self, cluster: Cluster, *, hosts: Collection[str] | None = None
     ) -> tuple[Cluster, list[str]]:

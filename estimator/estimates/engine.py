@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -46,15 +46,13 @@ from estimator.timeline.plan import (
     StepPlan,
     answer_of,
     compiled_step,
-    groups_of,
     members_of,
     step_plan,
 )
 from estimator.timeline.rank.layer_collectives import layer_collectives_of, ranks_of_own
-from estimator.timeline.rank.rules import Groups, StepShape
-from estimator.timeline.strategies import rules_of
+from estimator.timeline.rank.rules import StepShape
 from estimator.workload import Strategy, check_count
-from estimator.workload.layouts import DATA_PARALLEL, Layout
+from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
@@ -241,22 +239,6 @@ class Engine:
         parts = step.graph, step.mesh.placement, step.batches, step.shape, self.cache
         members = members_of(*parts, merging=step.mesh.replicas > 1)
         return step_plan(step.mesh, members, self.cache, coefficients)
-
-    def groups(
-        self,
-        request: EstimateRequest,
-        shape: StepShape,
-        number_of: Callable[[MachineProfile], int],
-    ) -> Groups:
-        """The process groups of data-parallel ranks, with numbers for their profiles."""
-        placement = self.place(request.allocation, cluster=request.cluster, profile=request.profile)
-        mesh = Mesh.laid_out(placement, DATA_PARALLEL, shape.strategy)
-        groups, profiles = groups_of(mesh, rules_of(request.graph, shape, self.cache))
-        numbers = [number_of(profile) for profile in profiles]
-        return {
-            axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
-            for axis, some in groups.items()
-        }
 
 
 def _traffic_timing(own: float, ratio: float) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from operator import methodcaller
@@ -32,8 +32,7 @@ class AllocationColumns:
     `machine` is an index into `machines`, −1 where a row has no further group; `nodes` and
     `devices` say how many nodes, and how many devices on each. All have the shape (rows, groups).
     A machine is a type, or with ``[]`` behind its name a host of a cluster file, of which a group
-    takes one node. `highest` is the highest device index named on a host; None where hosts give
-    devices in order.
+    takes one node, whose devices it has in order.
 
     >>> columns = AllocationColumns.from_texts(["1x8:v100+2x4:t4", "a1[0,1]"])
     >>> columns.machines, columns.machine.tolist()
@@ -44,18 +43,11 @@ class AllocationColumns:
     machine: Integers
     nodes: Integers
     devices: Integers
-    highest: Integers | None = None
 
     def __post_init__(self) -> None:
-        for name in ("machine", "nodes", "devices", "highest"):
-            column = getattr(self, name)
-            if column is None:
-                continue
-            if (
-                column.ndim != 2
-                or column.shape != self.machine.shape
-                or column.dtype.kind not in "iu"
-            ):
+        for name in ("machine", "nodes", "devices"):
+            column, shape = getattr(self, name), self.machine.shape
+            if column.ndim != 2 or column.shape != shape or column.dtype.kind not in "iu":
                 raise AllocationError(
                     f"column '{name}' is {column.dtype} of shape {column.shape}; give integers, "
                     "one row an allocation and one column a group, alike for all columns"
@@ -72,21 +64,7 @@ class AllocationColumns:
             machine=self.machine[rows],
             nodes=self.nodes[rows],
             devices=self.devices[rows],
-            highest=None if self.highest is None else self.highest[rows],
         )
-
-    def takes_part(self, hosts: Iterable[str]) -> NDArray[np.bool_]:
-        """Whether each of some hosts is named in each row; last, whether any node is counted.
-
-        (hosts + 1, rows); no row of it where there are no hosts.
-        """
-        marked = [name + HOST_MARK for name in sorted(hosts)]
-        if not marked:
-            return np.zeros((0, len(self)), dtype=np.bool_)
-        place = {name: number for number, name in enumerate(self.machines)}
-        counted = np.array([*(not name.endswith(HOST_MARK) for name in self.machines), False])
-        named = [(self.machine == place.get(name, len(place))).any(axis=1) for name in marked]
-        return np.array([*named, counted[self.machine].any(axis=1)])
 
     def allocation(self, row: int) -> Allocation:
         """A row as an allocation; a host gives its devices in order. Raises AllocationError."""
@@ -125,13 +103,11 @@ class AllocationColumns:
                 padded[: len(column), start : start + column.shape[1]] = column
             return padded.T
 
-        named = any(part.highest is not None for _, part in parts)
         return cls(
             machines=reader.machines,
             machine=stacked("machine", -1),
             nodes=stacked("nodes", 0),
             devices=stacked("devices", 0),
-            highest=stacked("highest", 0) if named else None,
         )
 
 
@@ -214,36 +190,28 @@ class TextReader:
         known = np.array(groups.columns, dtype=np.int32)
         width = int(joins.max()) + 1
         first = np.cumsum(joins + 1) - (joins + 1)
-        columns = np.empty((4, width, count), dtype=np.int32)
+        columns = np.empty((3, width, count), dtype=np.int32)
         for number in range(width):
             there = joins >= number
             group = codes[np.minimum(first + number, len(codes) - 1)]
             columns[:, number] = known[:, group]
             columns[0, number][~there] = -1
-        machine, nodes, devices, highest = (column.T for column in columns)
-        named = groups.any_host
-        if named:
-            self._check_devices(texts, columns[0], columns[1])
+        machine, nodes, devices = (column.T for column in columns)
+        if groups.any_host and self._strict:
+            _check_devices(texts)
         return AllocationColumns(
             machines=self.machines,
             machine=machine,
             nodes=nodes,
             devices=devices,
-            highest=highest if named else None,
         )
 
-    def _check_devices(self, texts: Sequence[str], machine: Integers, nodes: Integers) -> None:
-        """Rows that name a host twice may name a device twice, which only their text tells."""
-        is_host = np.array([name.endswith(HOST_MARK) for name in self.machines])
-        in_order = np.sort(machine, axis=0)
-        again = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0) & is_host[in_order[1:]]
-        for row in np.flatnonzero(again.any(axis=0)).tolist():
-            try:
-                Allocation.parse(texts[row])
-            except AllocationError:
-                if self._strict:
-                    raise
-                nodes[0, row] = 0
+
+def _check_devices(texts: Sequence[str]) -> None:
+    """Raise AllocationError where a device is named twice, which only the whole text tells."""
+    for text in texts:
+        if "[" in text:
+            Allocation.parse(text)
 
 
 class _GroupNumbers(dict[str, int]):
@@ -251,21 +219,21 @@ class _GroupNumbers(dict[str, int]):
 
     def __init__(self) -> None:
         self.machines: dict[str, int] = {}
-        self.columns: list[list[int]] = [[], [], [], []]
+        self.columns: list[list[int]] = [[], [], []]
         self.any_host = False
 
     def __missing__(self, text: str) -> int:
         group = Allocation.parse(text).groups[0]
         if group.host is None:
-            name, highest = group.machine or "", group.devices_per_node - 1
+            name = group.machine or ""
         else:
-            name, highest = group.host + HOST_MARK, max(group.devices)
+            name = group.host + HOST_MARK
             self.any_host = True
-        return self._number(text, name, group.nodes, group.devices_per_node, highest)
+        return self._number(text, name, group.nodes, group.devices_per_node)
 
-    def _number(self, text: str, name: str, nodes: int, devices: int, highest: int) -> int:
+    def _number(self, text: str, name: str, nodes: int, devices: int) -> int:
         machine = self.machines.setdefault(name, len(self.machines))
-        for column, value in zip(self.columns, (machine, nodes, devices, highest), strict=True):
+        for column, value in zip(self.columns, (machine, nodes, devices), strict=True):
             column.append(value)
         number = self[text] = len(self)
         return number
@@ -276,13 +244,13 @@ class _GroupNumbers(dict[str, int]):
             try:
                 self[text]
             except AllocationError:
-                self._number(text, "", 0, 0, 0)
+                self._number(text, "", 0, 0)
 
     def forget_if_many(self) -> None:
         """Start again, machines apart, before the groups themselves fill the memory."""
         if len(self) > _MOST_GROUPS_KNOWN:
             self.clear()
-            self.columns = [[], [], [], []]
+            self.columns = [[], [], []]
 
 
 def _raise_first(texts: Sequence[str], start: int) -> None:
@@ -391,7 +359,6 @@ class AllocationGrid:
             machine=np.broadcast_to(first.machine, nodes.shape),
             nodes=nodes,
             devices=devices,
-            highest=None if first.highest is None else np.broadcast_to(first.highest, nodes.shape),
         )
 
 

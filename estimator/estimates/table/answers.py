@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.coefficients import StepQuestion, hosts_apart
+from estimator.coefficients import StepQuestion
 from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import TrialEngine
@@ -23,19 +23,16 @@ from estimator.estimates.estimate import (
     relative_error,
 )
 from estimator.estimates.table.placed import (
-    NetworkTable,
-    NodeGroupTable,
+    MachineTable,
     PlacedColumns,
     RankClassTable,
-    place_columns,
+    hold_whole_replicas,
+    nested_groups,
 )
 from estimator.estimates.table.request import TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.kernels.durations import why_not_on
-from estimator.machines.profile import MachineProfile
 from estimator.placement.columns import AllocationColumns, TextReader
-from estimator.placement.mesh import ProcessGroup
-from estimator.placement.topology import Cluster
 from estimator.timeline.plan import (
     UNCALIBRATED_RATIOS,
     Breakdown,
@@ -79,61 +76,43 @@ class StepColumns:
 
 
 class StepRows:
-    """The steps of one graph on the node groups indexed so far.
+    """The steps of one graph on the machines numbered so far.
 
-    `runs` says which node groups' machines can run the graph's step.
+    `runs` says which of them can run the graph's step.
     """
 
     def __init__(
-        self, graph: OpGraph, table: NodeGroupTable, shape: StepShape, cache: Cache
+        self, graph: OpGraph, machines: MachineTable, shape: StepShape, cache: Cache
     ) -> None:
-        self._network_table = NetworkTable(table)
-        self._kinds = RankClassTable(graph, table, shape, cache)
+        self._machines = machines
+        self._kinds = RankClassTable(graph, machines, shape, cache)
         self._rules = rules_of(graph, shape, cache)
         self._has_loader = shape.loader is not None
         self._network: Network | None = None
-        able = [why_not_on(graph, group.profile) is None for group in table.groups]
+        able = [why_not_on(graph, profile) is None for profile in machines.profiles]
         self.runs = np.array([*able, True])
 
-    def number_of(self, profile: MachineProfile) -> int:
-        """The index of a profile, as process groups refer to it."""
-        number = self._network_table.number_of.get(id(profile))
-        if number is None:
-            # Its file was rewritten and loaded again since the node groups were indexed.
-            number = [profile.name for profile in self._network_table.profiles].index(profile.name)
-        return number
-
-    def are_mixed(self, placed: PlacedColumns) -> Flags:
-        """The rows whose devices differ in machine or speed; see `Placement.is_mixed`."""
-        return self._kinds.are_mixed(placed)
-
-    def columns(
-        self,
-        placed: PlacedColumns,
-        batch: Indices | int,
-        ratios: Ratios,
-        groups_of: Callable[[int], Groups],
-    ) -> StepColumns:
+    def columns(self, placed: PlacedColumns, batch: Indices | int, ratios: Ratios) -> StepColumns:
         """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced.
 
-        `groups_of` derives the process groups of one row, where they do not follow from counts.
+        Replicas that are sharded apart have each a node of their own.
         """
         kind_of = self._kinds.indices(placed, batch)
         kinds, ranks = self._kinds.columns, placed.ranks
         shards, share = self._rules.shards(ranks), self._rules.update_share(ranks)
         slowest, lane_s = _first_largest(kind_of, kinds.length_s(kind_of, shards))
         last, _ = _first_largest(kind_of, after_s(kinds.update(kind_of), share, ratios))
-        lane = _at_peak_together(
-            kinds.lane(slowest), kinds, kind_of, self.are_mixed(placed), placed
-        )
+        lane = _at_peak_together(kinds.lane(slowest), kinds, kind_of, placed)
         several = ranks > 1
         waiting_s: Any = 0.0
         unknown, error = np.zeros_like(several), np.zeros(len(several))
         slower_s: Any = 0.0
         if several.any():
-            groups = self._groups(placed, groups_of)
+            if self._network is None:
+                self._network = self._rules.network(self._machines.profiles, None)
+            groups = self._groups(placed)
             ranks_of_rows = _ranks(kinds, kind_of, slowest, lane_s, groups, ratios)
-            seconds = self._costs().communication(ranks_of_rows)
+            seconds = self._network.communication(ranks_of_rows)
             waiting_s = np.where(several, seconds.exposed_s, 0.0)
             unknown = seconds.unknown & several
             error = np.where(several, seconds.relative_error, 0.0)
@@ -162,24 +141,15 @@ class StepRows:
             unknown=unknown,
         )
 
-    def _costs(self) -> Network:
-        if self._network is None:
-            self._network = self._rules.network(
-                self._network_table.profiles, self._network_table.cluster
-            )
-        return self._network
-
-    def _groups(self, placed: PlacedColumns, groups_of: Callable[[int], Groups]) -> Groups:
-        groups: ProcessGroup = self._network_table.whole_groups(placed)
+    def _groups(self, placed: PlacedColumns) -> Groups:
+        groups = self._machines.whole_groups(placed)
         if self._rules.axes == (DP,):
             return {DP: (groups,)}
         shard = self._rules.shape.strategy.shard_ranks
         if shard is None:
             return {DP: (groups,), DP_SHARD: (groups,), DP_REPLICATE: ()}
-        return {
-            DP: (groups,),
-            **self._network_table.nested_groups(placed, groups, shard, groups_of),
-        }
+        inside, between = nested_groups(placed, groups, shard)
+        return {DP: (groups,), DP_SHARD: inside, DP_REPLICATE: between}
 
 
 def _ranks(
@@ -242,12 +212,13 @@ class _RowReady:
 
 
 def _at_peak_together(
-    lane: LaneCosts, kinds: RankColumns, kind_of: Indices, mixed: Flags, placed: PlacedColumns
+    lane: LaneCosts, kinds: RankColumns, kind_of: Indices, placed: PlacedColumns
 ) -> LaneCosts:
     """The lanes with what the FLOPs take at the peak of all devices; see `ranks.at_peak_s`.
 
     All ranks of a row compute as many FLOPs: their devices' peaks are as 1 over these times.
     """
+    mixed = placed.is_mixed
     if not mixed.any():
         return lane
     ranks, chosen = placed.group_ranks, []
@@ -269,7 +240,7 @@ def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:
 
 Columns = Mapping[str, NDArray[np.generic]]
 
-# Rows of a chunk, and nodes of all of its rows: their arrays stay in the caches.
+# Rows of a chunk, and groups of all of its rows: their arrays stay in the caches.
 _ROWS_AT_ONCE = 16384
 _CELLS_AT_ONCE = 1 << 18
 # Elements of a chunk in FSDP's table of compute between collectives.
@@ -284,11 +255,10 @@ class RowAnswers:
         self._graph, self._strategy = shared.graph, shared.strategy
         self._accumulation_steps = shared.accumulation_steps
         self._shape = StepShape(self._strategy, self._accumulation_steps, shared.loader)
-        self._node_groups = NodeGroupTable(shared.cluster, shared.profile)
+        self._machines = MachineTable(shared.profile)
         self._reader = TextReader()
         self._engine = request.engine
         self._steps: StepRows | None = None
-        self._indexed_groups = 0
 
     def fill(self, request: TableRequest, columns: Columns) -> None:
         """Write every row's estimate into `columns`; rows that have none are left as they are.
@@ -296,7 +266,7 @@ class RowAnswers:
         Where the question is strict, the first of those raises.
         """
         for start, part in self._parts(request):
-            answer_rows = _rows_at_once(part, self._shared.cluster, self._segments)
+            answer_rows = _rows_at_once(part, self._segments)
             for first in range(0, len(part), answer_rows):
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
                 self._answer(request, part[first : first + answer_rows], rows, columns)
@@ -317,22 +287,23 @@ class RowAnswers:
         columns: Columns,
     ) -> None:
         """Write the estimates of `part`, whose rows in the question are `rows`."""
-        placed = place_columns(part, self._node_groups)
+        numbers = _numbers(rows)
+        placed = self._machines.place(part)
         steps = self._tables()
-        placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
+        placed.invalid |= ~steps.runs[placed.machine].all(axis=0)
         batch, invalid = self._batches(request, rows, placed)
-        one_by_one = self._by_speed(request, placed, steps)
-        one_by_one |= request.are_laid_out(_numbers(rows))
+        one_by_one = request.are_apart(numbers) | self._by_speed(request, placed)
+        shard = self._strategy.shard_ranks
+        if shard is not None:
+            one_by_one |= ~hold_whole_replicas(placed, shard) & ~placed.invalid
         invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
         apart = placed.invalid | invalid | one_by_one
         if apart.any():
             self._answer_rest(request, part, rows, columns, apart=apart, one_by_one=one_by_one)
             return
-        numbers = _numbers(rows)
-        ratios, errors = self._calibrated(request, part, placed, batch, numbers)
-        groups_of = self._groups_of(request, numbers, steps)
+        ratios, errors = self._calibrated(request, placed, batch, numbers)
         with np.errstate(divide="ignore", invalid="ignore"):
-            step = steps.columns(placed, batch, ratios, groups_of)
+            step = steps.columns(placed, batch, ratios)
             if step.unknown.any():
                 self._answer_rest(request, part, rows, columns, apart=step.unknown)
                 return
@@ -357,10 +328,7 @@ class RowAnswers:
         apart: Flags,
         one_by_one: Flags | bool = False,
     ) -> None:
-        """Answer some rows `one_by_one`: by layouts, or whose batch is split by speed.
-
-        Then all that are not `apart`.
-        """
+        """Answer some rows `one_by_one`, then all that are not `apart`."""
         numbers = _numbers(rows)
         refused = apart if request.strict else apart & one_by_one
         for number in numbers[refused].tolist():
@@ -375,36 +343,21 @@ class RowAnswers:
         if not apart.all():
             self._answer(request, part[~apart], numbers[~apart], columns)
 
-    def _by_speed(
-        self, request: TableRequest, placed: PlacedColumns, steps: StepRows
-    ) -> Flags | bool:
+    def _by_speed(self, request: TableRequest, placed: PlacedColumns) -> Flags | bool:
         """The rows whose global batch is split over unlike devices."""
         if request.global_batch is None or request.batch_per_gpu is not None:
             return False
-        return steps.are_mixed(placed) & ~placed.invalid
-
-    def _groups_of(
-        self, request: TableRequest, numbers: Indices, steps: StepRows
-    ) -> Callable[[int], Groups]:
-        """A function for the process groups of one row, with profiles by the indices of `steps`."""
-
-        def groups_of(row: int) -> Groups:
-            allocation = request.allocation(int(numbers[row]))
-            placed = replace(self._shared, allocation=allocation)
-            return self._engine.groups(placed, self._shape, steps.number_of)
-
-        return groups_of
+        return placed.is_mixed & ~placed.invalid
 
     @property
     def _segments(self) -> int:
-        """How many elements a row has for each of its node groups, beside those of the buckets."""
+        """How many elements a row has for each of its groups, beside those of the buckets."""
         return rules_of(self._graph, self._shape, self._engine.cache).segments
 
     def _tables(self) -> StepRows:
-        """The steps on the node groups indexed so far, rebuilt whenever there are more."""
-        if self._steps is None or self._indexed_groups != len(self._node_groups.groups):
-            self._indexed_groups = len(self._node_groups.groups)
-            self._steps = StepRows(self._graph, self._node_groups, self._shape, self._engine.cache)
+        """The steps on the machines numbered so far, rebuilt whenever there are more."""
+        if self._steps is None or len(self._steps.runs) <= len(self._machines.profiles):
+            self._steps = StepRows(self._graph, self._machines, self._shape, self._engine.cache)
         return self._steps
 
     def _batches(
@@ -435,7 +388,6 @@ class RowAnswers:
     def _calibrated(
         self,
         request: TableRequest,
-        part: AllocationColumns,
         placed: PlacedColumns,
         batch: Indices | int,
         numbers: Indices,
@@ -449,22 +401,22 @@ class RowAnswers:
             return UNCALIBRATED_RATIOS, None
         engine = TrialEngine(self._engine, self._shared)
         job = engine.content.fingerprint
-        names = sorted({group.profile.name for group in self._node_groups.groups})
-        number_of = [names.index(group.profile.name) for group in self._node_groups.groups]
+        profiles = self._machines.profiles
+        names = sorted({profile.name for profile in profiles})
+        number_of = [names.index(profile.name) for profile in profiles]
         has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
-        for machine in np.array([*number_of, len(names)])[placed.node_group]:
+        for machine in np.array([*number_of, len(names)])[placed.machine]:
             has[machine, np.arange(len(machine))] = True
         sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
         sizes = np.broadcast_to(sizes, placed.ranks.shape)
-        most_on_node = placed.ranks_on_node.max(axis=0)
-        has = np.vstack([has[:-1], part.takes_part(hosts_apart(calibration, engine))])
-        columns = np.vstack([placed.ranks, placed.nodes, most_on_node, sizes, has])
+        most_on_node = placed.per_node.max(axis=0)
+        columns = np.vstack([placed.ranks, placed.nodes, most_on_node, sizes, has[:-1]])
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
                 job=job,
                 workload=self._graph.workload,
-                machines="+".join(n for n, one in zip(names, machines, strict=False) if one),
+                machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
                 nodes=nodes,
                 most_on_node=most,
@@ -529,10 +481,8 @@ class RowAnswers:
         }
 
 
-def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: int) -> int:
+def _rows_at_once(part: AllocationColumns, segments: int) -> int:
     width = part.machine.shape[1]
-    if cluster is not None and len(part):
-        width = max(width, int(np.clip(part.nodes, 0, 1 << 20).sum(axis=1).max()))
     rows = min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1))
     return int(max(min(rows, _SEGMENTS_AT_ONCE // max(width * segments, 1)), 1))
 

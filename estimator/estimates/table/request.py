@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,9 +79,14 @@ class TableRequest:
         except EstimatorError as error:
             raise type(error)(f"row {self.first_row + row}: {error}") from None
 
-    def are_laid_out(self, numbers: Indices) -> Flags | bool:
-        """Which of some rows have ranks that share a micro-batch's computing, or exchange in it."""
-        if ranks_of_own(self.shared.graph, self.engine.cache) is not None:
+    def are_apart(self, numbers: Indices) -> Flags | bool:
+        """Which of some rows are answered one by one.
+
+        Those on nodes of a cluster, and those whose ranks share a micro-batch's computing or
+        exchange in it.
+        """
+        shared = self.shared
+        if shared.cluster is not None or ranks_of_own(shared.graph, self.engine.cache) is not None:
             return True
         if self.layouts is None:
             return False
@@ -114,121 +118,50 @@ def _of_row(value: int | Integers | None, row: int) -> int | None:
 
 Columns = dict[str, NDArray[Any]]
 
-# Rows of a table that is kept, and rows kept of one request. A larger table costs little a row.
+# Rows of a table that is kept. A larger one costs little a row.
 MOST_ROWS = 1024
-_MOST_KEPT = 8192
 
 
-class KnownRows:
-    """The rows answered of one question, whatever its allocations; safe under threads.
-
-    Rows are forgotten once the file of a machine that one is on has changed.
-    """
-
-    def __init__(self) -> None:
-        self.columns: Columns = {}
-        self._place: dict[str, int] = {}
-        self._machines: dict[str, MachineProfile] = {}
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, request: TableRequest) -> KnownRows | None:
-        """Those of a question; None for one whose rows are not kept.
-
-        Corrections change with what is observed, and a large table is made of columns.
-        """
-        if (
-            request.shared.calibration is not None
-            or request.layouts is not None
-            or isinstance(request.allocations, AllocationColumns)
-            or not 0 < len(request.allocations) <= MOST_ROWS
-            or isinstance(request.batch_per_gpu, np.ndarray)
-            or isinstance(request.global_batch, np.ndarray)
-        ):
-            return None
-        owners, details = _key(request)
-        return request.engine.cache.get("rows", owners, cls, *details)
-
-    def table(self, request: TableRequest, made: Callable[[TableRequest], Columns]) -> Columns:
-        """The columns of a question; `made` makes those of the rows that are not known."""
-        texts = [request.text(row) for row in range(len(request.allocations))]
-        with self._lock:
-            self._forget_if_changed(request)
-            missing = [text for text in dict.fromkeys(texts) if text not in self._place]
-            if not missing:
-                return self._rows(self.columns, self._place, texts)
-            computed = made(replace(request, allocations=missing, strict=False))
-            columns, place = self._joined(computed, missing)
-            self._keep(request, columns, place, missing)
-            owners, details = _key(request)
-            request.engine.cache.grown((computed, missing), "rows", owners, *details)
-            return self._rows(columns, place, texts)
-
-    def _joined(self, computed: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
-        if not self._place:
-            return computed, {text: row for row, text in enumerate(texts)}
-        first = len(self._place)
-        columns = {name: np.concatenate([self.columns[name], computed[name]]) for name in computed}
-        return columns, self._place | {text: first + row for row, text in enumerate(texts)}
-
-    def _keep(
-        self,
-        request: TableRequest,
-        columns: Columns,
-        place: dict[str, int],
-        added: list[str],
-    ) -> None:
-        """Keep the rows that have an answer: a machine may yet be described."""
-        if len(place) > _MOST_KEPT:
-            self._forget()
-            return
-        answered = ~np.isnan(columns["step_time_s"])
-        if not answered.all():
-            texts = [text for text, row in place.items() if answered[row]]
-            columns = {name: column[answered] for name, column in columns.items()}
-            place = {text: row for row, text in enumerate(texts)}
-        self.columns, self._place = columns, place
-        if request.shared.profile is None:
-            for machine in _machines(request, (text for text in added if text in place)):
-                self._machines.setdefault(machine, named_profile(machine))
-
-    def _forget_if_changed(self, request: TableRequest) -> None:
-        try:
-            if all(named_profile(name) is profile for name, profile in self._machines.items()):
-                return
-        except EstimatorError:  # its file is gone or damaged
-            pass
-        self._forget()
-
-    def _forget(self) -> None:
-        self.columns, self._place, self._machines = {}, {}, {}
-
-    @staticmethod
-    def _rows(columns: Columns, place: Mapping[str, int], texts: list[str]) -> Columns:
-        rows = np.array([place[text] for text in texts], dtype=np.intp)
-        return {name: column[rows] for name, column in columns.items()}
-
-
-def _key(request: TableRequest) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
-    """(objects, details) by which the engine's cache keeps the rows of a request."""
+def kept_columns(request: TableRequest, made: Callable[[TableRequest], Columns]) -> Columns:
+    """The columns of a question, which a scheduler asks again in every round."""
+    owners = _machines(request)
+    if owners is None:
+        return made(request)
     shared = request.shared
-    owners = (shared.graph, shared.cluster, shared.profile)
-    batches: tuple[Any, ...] = (request.batch_per_gpu, request.global_batch)
-    return owners, (
-        *batches,
-        shared.accumulation_steps,
-        shared.strategy,
-        shared.loader,
-        shared.strict,
+    texts = tuple(request.text(row) for row in range(len(request.allocations)))
+    columns = request.engine.cache.get(
+        "table",
+        (shared.graph, shared.cluster, *owners),
+        lambda: made(replace(request, strict=False)),
+        *(texts, request.batch_per_gpu, request.global_batch, shared.accumulation_steps),
+        *(shared.strategy, shared.loader, shared.strict),
     )
+    return {name: column.copy() for name, column in columns.items()}
 
 
-def _machines(request: TableRequest, texts: Iterable[str]) -> set[str]:
-    """The machines that allocations are on."""
-    groups = {text.strip() for listed in texts for text in listed.split("+")}
-    cluster, profiles = request.shared.cluster, set()
-    for text in groups:
-        group = Allocation.parse(text).groups[0]
-        host = cluster.nodes[group.host] if cluster and group.host else None
-        profiles.add(host.machine if host else group.machine or "")
-    return profiles
+def _machines(request: TableRequest) -> tuple[MachineProfile, ...] | None:
+    """The machines of a table that is kept: a file that changed is another one's. Else None.
+
+    Corrections change with what is observed, a machine that is not known may yet be described, and
+    a large table is made of columns.
+    """
+    shared = request.shared
+    if (
+        shared.calibration is not None
+        or request.layouts is not None
+        or isinstance(request.allocations, AllocationColumns)
+        or not 0 < len(request.allocations) <= MOST_ROWS
+        or isinstance(request.batch_per_gpu, np.ndarray)
+        or isinstance(request.global_batch, np.ndarray)
+    ):
+        return None
+    if shared.profile is not None:
+        return (shared.profile,)
+    nodes = shared.cluster.nodes if shared.cluster else {}
+    try:
+        parsed = [request.allocation(row) for row in range(len(request.allocations))]
+        groups = [group for allocation in parsed for group in allocation.groups]
+        names = {group.machine or nodes[group.host or ""].machine for group in groups}
+        return tuple([named_profile(name) for name in sorted(names)])
+    except (EstimatorError, KeyError):
+        return None

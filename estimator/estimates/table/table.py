@@ -36,7 +36,7 @@ from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import FITS, Estimate
 from estimator.estimates.request import EstimateRequest, agreed_layout
 from estimator.estimates.table.answers import RowAnswers
-from estimator.estimates.table.request import Allocations, KnownRows, TableRequest
+from estimator.estimates.table.request import Allocations, TableRequest, kept_columns
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -336,10 +336,7 @@ def estimate_many(
         engine=engine,
         strict=strict,
     )
-    known = KnownRows.of(request)
-    if known is None:
-        return EstimateTable(request=request, **columns_of(request))
-    table = EstimateTable(request=request, **known.table(request, columns_of))
+    table = EstimateTable(request=request, **kept_columns(request, columns_of))
     if strict and table.errors:
         request.refuse(next(iter(table.errors)))
     return table

@@ -678,14 +678,15 @@ def test_a_global_batch_is_split_as_the_estimate_of_the_row_splits_it(
         assert table.row(row).batches == answer.batches
 
 
-def test_rows_asked_again_are_kept_until_their_machine_changes(
+def test_a_table_asked_again_is_kept_until_its_machine_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
     machine_file, asked = tmp_path / "machines" / "slow.json", engine.Engine()
     slow = machines()["slow"]
     slow.save(machine_file)
-    before = estimate_many(PLAIN, ["1x1:slow", "1x2:slow"], engine=asked)
+    texts = ["1x1:slow", "1x2:slow"]
+    before = estimate_many(PLAIN, texts, engine=asked)
     filled: list[int] = []
     fill = RowAnswers.fill
 
@@ -694,14 +695,17 @@ def test_rows_asked_again_are_kept_until_their_machine_changes(
         fill(answers, request, columns)
 
     monkeypatch.setattr(RowAnswers, "fill", counted)
-    again = estimate_many(PLAIN, ["1x4:slow", "1x2:slow", "1x1:slow", "1x1:slow"], engine=asked)
-    assert filled == [1]  # 1x4:slow
-    kept = [before.step_time_s[1], before.step_time_s[0], before.step_time_s[0]]
-    assert again.step_time_s[1:].tolist() == kept
-    estimate_many(PLAIN, ["1x1:slow"], engine=asked, batch_per_gpu=16)
-    assert filled == [1, 1]
+    again = estimate_many(PLAIN, map(Allocation.parse, texts), engine=asked)
+    assert again.to_dict() == before.to_dict()
+    # Columns are the caller's own.
+    again.step_time_s[:] = 0.0
+    assert estimate_many(PLAIN, texts, engine=asked).step_time_s.all()
+    assert not filled
+    estimate_many(PLAIN, texts, engine=asked, batch_per_gpu=16)
+    estimate_many(PLAIN, ["1x4:slow", *texts], engine=asked)
+    assert filled == [2, 3]
     replace(machines()["fast"], name="slow").save(machine_file)
-    changed = estimate_many(PLAIN, ["1x1:slow"], engine=asked)
+    changed = estimate_many(PLAIN, texts, engine=asked)
     assert changed.step_time_s[0] < before.step_time_s[0]
 
 
@@ -717,7 +721,7 @@ def test_a_row_without_an_answer_is_asked_again(
     assert not estimate_many(PLAIN, texts, engine=asked).errors
 
 
-def test_kept_rows_count_towards_the_bytes_of_the_cache() -> None:
+def test_kept_tables_count_towards_the_bytes_of_the_cache() -> None:
     asked = engine.Engine()
     texts = [f"{nodes}x2:slow" for nodes in range(1, 900)]
     estimate_many(PLAIN, texts[:1], engine=asked)
