@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.baselines import checked, nonnegative_fit
+from estimator.calibrate.baselines import checked
 from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError
+from estimator.graph.costs.call_costs import nonnegative_fit
 
 Array = NDArray[np.float64]
 

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS
 from estimator.errors import WorkloadError
+from estimator.graph.costs.call_costs import nonnegative_fit
 
 Array = NDArray[np.float64]
 
@@ -29,13 +30,6 @@ def checked(X: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise WorkloadError("step times must be positive seconds; leave out the others")
     return rows, times
-
-
-def nonnegative_fit(features: Array, times: Array) -> Array:
-    """Non-negative least squares of relative errors."""
-    from scipy.optimize import nnls
-
-    return np.asarray(nnls(features / times[:, None], np.ones(len(times)))[0])
 
 
 class OptimusRegressor:

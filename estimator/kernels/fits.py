@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ProfileError, printable
-from estimator.graph.costs.call_costs import Features, features_of
+from estimator.graph.costs.call_costs import Features, features_of, nonnegative_fit
 from estimator.graph.memory.sizes import BLOCK, WIDEST_DEPTHWISE
 from estimator.kernels.roofline import COMPUTED_FAMILIES, KernelPrediction, Roofline, is_unaligned
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
@@ -194,16 +194,6 @@ _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 # Machines are probed with the same calls.
 _features_of_grid = lru_cache(maxsize=4096)(features_of)
-
-
-def nonnegative_fit(rows: Array, seconds: Array) -> Array:
-    """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients."""
-    from scipy.optimize import nnls
-
-    scaled = rows / seconds[:, None]
-    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
-    solution, _ = nnls(scaled / norms, np.ones(len(seconds)), maxiter=50 * rows.shape[1])
-    return np.asarray(solution / norms)
 
 
 def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:

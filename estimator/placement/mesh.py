@@ -95,9 +95,10 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
         leaving, rate = flows[node_group.host], placement.kinds[number].nic_bytes_per_s
         if rate is not None and leaving:
             yield rate / leaving, _UPLINK, (node_group.host or "",)
-    for a, b in hops:
-        yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
     named = [(a.host or "", b.host or "") for a, b in hops]
+    for (a, _), ends in zip(hops, named, strict=True):
+        if a.profile.pairs is not None:
+            yield from _measured_limit(a.profile.pairs, ends)
     yield from _switch_limits(_leaving(named, cluster), cluster)
 
 
@@ -172,20 +173,19 @@ def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float 
     return pairs.bandwidth_bytes_per_s[pairs.hosts.index(a)][pairs.hosts.index(b)]
 
 
-def _switches_left(hop: _Hop, cluster: Cluster) -> Iterator[str]:
-    """A hop leaves every switch that is above its start and not above its end."""
-    beyond = cluster.switches_above(hop[1])
-    for switch in cluster.switches_above(hop[0]):
-        if switch in beyond:
-            return
-        yield switch
+def _outside(switches: Sequence[str], beyond: Sequence[str]) -> list[str]:
+    """The switches above the start of a hop that are not above its end: it leaves them."""
+    return [switch for switch in switches if switch not in beyond]
 
 
 def _leaving(hops: Sequence[_Hop], cluster: Cluster) -> Counter[str]:
     """How many hops leave each switch."""
+    above = cluster.switches_above
+    # Most hops of a large ring go from and to the same switches.
+    alike = Counter([(above(a), above(b)) for a, b in hops])
     leaving: Counter[str] = Counter()
-    for hop in hops:
-        leaving.update(_switches_left(hop, cluster))
+    for (switches, beyond), count in alike.items():
+        leaving.update(dict.fromkeys(_outside(switches, beyond), count))
     return leaving
 
 
@@ -299,13 +299,13 @@ def _shared_limits(
     if cluster is None:
         return {}
     hops = [hop for group in crossing for hop in group]
-    leaving = _leaving(hops, cluster)
+    leaving, above = _leaving(hops, cluster), cluster.switches_above
     limits = {
         names[0]: (rate, _share(leaving[names[0]]) + link, names)
         for rate, link, names in _switch_limits(leaving, cluster)
     }
     return {
-        hop: [limits[name] for name in _switches_left(hop, cluster) if name in limits]
+        hop: [limits[name] for name in _outside(*map(above, hop)) if name in limits]
         for hop in set(hops)
     }
 

@@ -214,16 +214,14 @@ def _on_hosts(
             )
     locality = hop_locality(cluster)
     kinds = []
-    unlike: dict[tuple[int, NodeNetwork | None, float], _NodesByCount] = {}
+    unlike: dict[tuple[int, float | None, float], _NodesByCount] = {}
     for node_group in node_groups:
-        network = network_in_cluster(node_group.profile, cluster, node_group.host or "")
-        key = (id(node_group.profile), network, node_group.slowdown_ratio)
+        host, profile = node_group.host or "", node_group.profile
+        key = id(profile), cluster.nodes[host].uplink_bytes_per_s, node_group.slowdown_ratio
         if key not in unlike:
-            unlike[key] = _nodes_of(
-                node_group.profile, locality, cache, network, node_group.slowdown_ratio
-            )
-        nodes = unlike[key]
-        kind = nodes[on_host[node_group.host]]
+            network = network_in_cluster(profile, cluster, host)
+            unlike[key] = _nodes_of(profile, locality, cache, network, node_group.slowdown_ratio)
+        kind = unlike[key][on_host[node_group.host]]
         if kind.nic_bytes_per_s is None and len(on_host) > 1:
             raise _no_network(allocation, node_group.host)
         kinds.append(kind)
@@ -335,9 +333,9 @@ def _in_cluster(
                 f"'{group}' asks for {group.nodes} free nodes of '{group.machine}', of which the "
                 f"cluster has {len(free)}; ask for at most {len(free)}"
             )
+        taken.update(free[: group.nodes])
+        devices = tuple(range(group.devices_per_node))
         for host in free[: group.nodes]:
-            taken.add(host)
-            devices = tuple(range(group.devices_per_node))
             node_groups.append(node_group_of(host, devices, cluster, profile, known))
     return node_groups
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from estimator.graph.costs.call_costs import features_of
-from estimator.kernels.fits import KernelFits, nonnegative_fit, terms, variant
+from estimator.graph.costs.call_costs import features_of, nonnegative_fit
+from estimator.kernels.fits import KernelFits, terms, variant
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from estimator.elementwise import Array
 from estimator.errors import WorkloadError, printable
 from estimator.graph.costs import matmuls, memory_bound
 from estimator.graph.costs.matmuls import is_channels_last, matmul_layout, whole_attention_flops
@@ -101,6 +102,8 @@ STEP_PART = "summary.step_part"
 # Pollux's single-T4 step times of BERT, ResNet-18 and DeepSpeech2 (petuum/adaptdl, OSDI 2021
 # artifact): from one batch size to the next the median of d log seconds / d log batch is 0.79.
 _FIXED_RATIO = 0.2
+# Of a coefficient or what it gains, beside rounding.
+_NO_GAIN = 1e-12
 # There, the median error for each e-fold of the batch beyond those fitted to (mean of the three
 # models): of that rule from one step time 0.15, of the line through two 0.12.
 _ERROR_PER_E_FOLD_OF_ONE, _ERROR_PER_E_FOLD = 0.15, 0.12
@@ -153,6 +156,38 @@ class StepLine:
         return max(self.relative_error, _LEAST_ERROR) + per_e_fold * beyond
 
 
+def nonnegative_fit(rows: Array, seconds: Array) -> Array:
+    """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients.
+
+    Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23; importing scipy's takes
+    longer than all fits of a machine.
+
+    >>> nonnegative_fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([3.0, 4.0])).round(9)
+    array([2., 1.])
+    """
+    scaled = rows / seconds[:, None]
+    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
+    scaled /= norms
+    gram, goal, solution = scaled.T @ scaled, scaled.sum(axis=0), np.zeros(len(norms))
+    free: list[int] = []
+    # Where columns are all but alike, rounding may let one in and out again.
+    for _ in range(50 * len(norms)):
+        gradient = goal - gram @ solution
+        gradient[free] = 0.0
+        if gradient.max() <= _NO_GAIN * len(seconds):
+            break
+        free.append(int(gradient.argmax()))
+        while (wanted := np.linalg.solve(gram[np.ix_(free, free)], goal[free])).min() <= 0.0:
+            # As far as the first of them becomes 0.
+            known, below = solution[free], wanted <= 0.0
+            change = wanted - known
+            known -= (known[below] / change[below]).max() * change
+            solution[free] = known = np.where(known > _NO_GAIN, known, 0.0)
+            free = [place for place, value in zip(free, known.tolist(), strict=True) if value]
+        solution[free] = wanted
+    return np.asarray(solution / norms)
+
+
 def fit_step_line(
     step_times: Sequence[tuple[int, float]], *, peak_flops_per_s: float | None = None
 ) -> StepLine:
@@ -164,21 +199,19 @@ def fit_step_line(
     >>> round(line.fixed_s, 6), round(line.per_sample_s, 6)
     (0.1, 0.025)
     """
-    from scipy.optimize import nnls
-
     batches = np.array([batch for batch, _ in step_times], dtype=float)
     seconds = np.array([time_s for _, time_s in step_times])
     low, high = int(batches.min()), int(batches.max())
-    rows = np.column_stack([1 / seconds, batches / seconds])
+    rows = np.column_stack([np.ones(len(batches)), batches])
     if low == high:
         shape = np.array([_FIXED_RATIO, (1 - _FIXED_RATIO) / low])
         fitted = shape * float(np.median(seconds))
     else:
-        fitted = nnls(rows, np.ones(len(seconds)))[0]
+        fitted = nonnegative_fit(rows, seconds)
     return StepLine(
         fixed_s=float(fitted[0]),
         per_sample_s=float(fitted[1]),
-        relative_error=float(np.median(np.abs(rows @ fitted - 1))),
+        relative_error=float(np.median(np.abs(rows @ fitted / seconds - 1))),
         low_batch=low,
         high_batch=high,
         peak_flops_per_s=peak_flops_per_s,

@@ -225,12 +225,12 @@ def fit_update(
     (1.0, 1.0, 0.01)
     """
     import numpy as np
-    from scipy.optimize import nnls
+
+    from estimator.graph.costs.call_costs import nonnegative_fit
 
     rows = np.array([(1.0, tensors, parameters) for tensors, parameters, _ in points])
     seconds = np.array([measured for _, _, measured in points])
-    scale = rows.max(axis=0)
-    costs = nnls(rows / scale / seconds[:, None], np.ones(len(rows)))[0] / scale
+    costs = nonnegative_fit(rows, seconds)
     errors = np.abs(rows @ costs / seconds - 1.0)
     return float(costs[0]), float(costs[1]), float(costs[2]), float(np.median(errors))
 
