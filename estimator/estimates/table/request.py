@@ -129,11 +129,12 @@ def kept_columns(request: TableRequest, made: Callable[[TableRequest], Columns])
         return made(request)
     shared = request.shared
     texts = tuple(request.text(row) for row in range(len(request.allocations)))
+    batches: tuple[Any, ...] = (request.batch_per_gpu, request.global_batch)
     columns = request.engine.cache.get(
         "table",
         (shared.graph, shared.cluster, *owners),
         lambda: made(replace(request, strict=False)),
-        *(texts, request.batch_per_gpu, request.global_batch, shared.accumulation_steps),
+        *(texts, *batches, shared.accumulation_steps),
         *(shared.strategy, shared.loader, shared.strict),
     )
     return {name: column.copy() for name, column in columns.items()}
