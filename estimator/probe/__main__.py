@@ -59,8 +59,8 @@ def probe(
 ) -> None:
     """Measure the network between nodes; every rank of a launcher runs this.
 
-    Rank 0 writes the profile. It keeps what it has when ranks are lost, the budget is over or it is
-    interrupted, and says what is missing. Ranks on several hosts need one secret for all, in
+    Rank 0 writes the profile. When a rank is lost, the budget is over or it is interrupted, it ends
+    with what it has, and says what is missing. Ranks on several hosts need one secret for all, in
     ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names; ranks of one host
     without one have it probed as 'estimator probe' does.
     """
@@ -75,13 +75,7 @@ def probe(
     kind: DeviceKind | None = "cpu" if name == "local-cpu" else None
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
-        reason = take_part(
-            place,
-            host=socket.gethostname(),
-            versions=versions(),
-            probe_machine=probe_machine,
-            kind=kind,
-        )
+        reason = take_part(place, host=socket.gethostname(), versions=versions(), kind=kind)
         if reason:
             _tell(f"estimator: {reason}")
         return
@@ -133,7 +127,7 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
     # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda number, _frame: signals.append(number))
-    findings = probe_cluster(
+    profile = probe_cluster(
         place,
         request,
         host=socket.gethostname(),
@@ -144,12 +138,8 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
         is_called_off=lambda: bool(signals),
     )
     progress.end()
-    findings.profile.save(path)
-    for host, profile in findings.others.items():
-        beside = path.with_name(f"{path.stem}-{host}.json")
-        profile.save(beside)
-        _tell(f"node {host} is another machine, described in {beside}")
-    return findings.profile
+    profile.save(path)
+    return profile
 
 
 def versions() -> dict[str, str]:

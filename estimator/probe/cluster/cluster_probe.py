@@ -6,6 +6,7 @@ It says who takes part and when it is over, watches over the ranks, and keeps wh
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import threading
 import time
@@ -14,8 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import Device, MachineProfile, Provenance
+from estimator.errors import ProbeError
+from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster.discovery import Place
 from estimator.probe.cluster.findings import (
@@ -26,14 +27,22 @@ from estimator.probe.cluster.findings import (
     in_world_order,
     unequal_versions,
 )
-from estimator.probe.cluster.rank import START_S, ProbeMachine, take_part
+from estimator.probe.cluster.rank import (
+    START_S,
+    Heartbeat,
+    another_connection,
+    own_facts,
+    run_share,
+)
 from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
-from estimator.probe.cluster.steps import LEAST_STEP_S, steps_of
+from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
 from estimator.probe.devices.inventory import Cpu, core_device, core_groups
 from estimator.units import GIB
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
+# `estimator.probe.machine.probe_machine`.
+ProbeMachine = Callable[..., MachineProfile]
 
 # Of the budget, what is planned for the machine itself where no profile of it is given, and when
 # that is called off.
@@ -48,20 +57,10 @@ _RESERVE_RATIO, _RESERVE_S = 0.08, _GIVEN_UP_S + 1.0
 _OVERTIME_RATIO, _OVERTIME_S = 2.0, 5.0
 # How long ranks may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
 # SIGKILL after 1 s) leave less.
-_LEAVE_S, _SHORT_LEAVE_S = 3.0, 0.3
-_POLL_S = 0.05
-# What a rank says when a peer of its world is lost.
-_CONSEQUENCES = ("Connection closed", "Connection reset", "died without a result", "Timed out")
+_LEAVE_S, _SHORT_LEAVE_S = 3.0, 0.6
+_POLL_S = 0.1
 # A host is a part of the name of a file.
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterProfiles:
-    """The profile of rank 0's machine with the network, and those of other machine types."""
-
-    profile: MachineProfile
-    others: Mapping[str, MachineProfile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,43 +92,28 @@ def probe_cluster(
     report: Report,
     say: Say,
     is_called_off: Callable[[], bool],
-) -> ClusterProfiles:
+) -> MachineProfile:
     """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
     `host` is the name of this node. Out of time, called off or with ranks lost it returns what
     it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
-    Raises KeyboardInterrupt when it `is_called_off` before all ranks have come.
+    Raises KeyboardInterrupt when it `is_called_off` before all ranks have come. `probe_machine`
+    measures this node alone where no profile of it is given.
     """
     listener = None if place.has_store else listen(place)
     tcp_store = connect(
         place.master_address, place.master_port, listener=listener, timeout_s=START_S
     )
     store = begin_session(tcp_store, place)
-    keeper = _Keeper(store, place.world_size, request, is_called_off, report, say)
-
-    def work() -> None:
-        # What goes wrong is in the store, where the keeper reads it.
-        with contextlib.suppress(EstimatorError):
-            take_part(
-                place,
-                host=host,
-                versions=versions,
-                probe_machine=probe_machine,
-                kind="cpu" if request.on_cpu else None,
-                on_report=keeper.take,
-            )
-
-    # A thread of its own, so that rank 0's steps run beside the watch over all.
-    own = threading.Thread(target=work, name="rank 0", daemon=True)
-    own.start()
-    try:
-        keeper.run()
-        return keeper.profiles()
-    finally:
-        # Where the store has ended, nobody is left to be told.
-        with contextlib.suppress(ProbeError):
-            keeper.finish()
-        own.join(timeout=2.0)
+    keeper = _Keeper(place, store, request, is_called_off, report, say)
+    with Heartbeat(place, store):
+        try:
+            keeper.run(host, versions, probe_machine)
+            return keeper.profile()
+        finally:
+            # Where the store has ended, nobody is left to be told.
+            with contextlib.suppress(ProbeError):
+                keeper.finish()
 
 
 class Silence:
@@ -160,70 +144,86 @@ class _Keeper:
 
     def __init__(
         self,
+        place: Place,
         store: SignedStore,
-        world_size: int,
         request: ClusterRequest,
         is_called_off: Callable[[], bool],
         tell_progress: Report,
         tell_people: Say,
     ) -> None:
-        self.store, self.world_size, self.request = store, world_size, request
+        self.place, self.store, self.request = place, store, request
         self.is_called_off = is_called_off
         self.tell_progress, self.tell_people = tell_progress, tell_people
-        self.base, self.others = request.base, dict[str, MachineProfile]()
+        self.base = request.base
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
         self.missing: list[str] = []
         self.remarks: list[str] = []
-        self.world = self._everyone = World(members=())
-        # What every order says of the ranks: which process each is, and why some have none.
-        self._roster: dict[str, Any] = {"nonces": {}, "refused": {}}
-        self._orders = 0
+        # Everyone who came, and those of them who have fallen silent.
+        self.world, self.lost = World(members=()), dict[int, Member]()
         self._doing, self._left = "waiting for all ranks", list[str]()
         self._begun = self._step_ends = time.monotonic()
-        self._silence, self._heard_at = Silence(range(world_size)), time.monotonic()
+        self._silence, self._heard_at = Silence(range(place.world_size)), time.monotonic()
 
-    def run(self) -> None:
+    def run(self, host: str, versions: Mapping[str, str], probe_machine: ProbeMachine) -> None:
         """Have everything measured, and say what is missing."""
         starts_by = time.monotonic() + START_S
-        facts = self._gathered(
+        kind: DeviceKind | None = "cpu" if self.request.on_cpu else None
+        facts = {0: own_facts(self.place, host, versions, kind)} | self._gathered(
             "facts",
-            range(self.world_size),
+            range(1, self.place.world_size),
             lambda _: self.is_called_off() or time.monotonic() > starts_by,
         )
         if self.is_called_off():
             raise KeyboardInterrupt
         # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
-        members, refused = members_of(facts, self.request, self.world_size)
-        nonces = {str(member.rank): facts[member.rank]["nonce"] for member in members}
-        self._roster = {"nonces": nonces, "refused": refused}
+        members, refused = members_of(facts, self.request, self.place.world_size)
+        cluster = self.request.cluster
+        self.world = World(members=in_world_order(members, cluster), has_racks=cluster is not None)
         for reason in dict.fromkeys(refused.values()):
             self._miss(reason)
-        cluster = self.request.cluster
-        self._everyone = self.world = World(
-            members=in_world_order(members, cluster), has_racks=cluster is not None
-        )
         self._greet()
+        # Each process sees by its own number that the order answers it.
+        nonces = {str(rank): own.get("nonce") for rank, own in facts.items()}
         try:
-            self._probe_machines()
-            self._run_steps()
+            if self.base is None:
+                self._probe_machine(probe_machine)
+            self._run_steps({"refused": refused, "nonces": nonces})
         except ProbeError as error:
             self._miss(f"{self._doing} and what follows: {error}")
 
     def _gathered(
         self, key: str, ranks: Iterable[int], is_over: Callable[[Mapping[int, Any]], bool]
     ) -> dict[int, Any]:
-        """What the ranks say under a key, until all have or it `is_over`."""
+        """What the ranks say under a key, until all that are not lost have or it `is_over`."""
         answers: dict[int, Any] = {}
         waiting = list(ranks)
         while waiting and not is_over(answers):
-            self._tell()
             time.sleep(_POLL_S)
+            self._listen()
             for rank in waiting:
                 if (value := self.store.read(f"{key}/{rank}")) is not None:
                     answers[rank] = value
-            waiting = [rank for rank in waiting if rank not in answers]
+            waiting = [r for r in waiting if r not in answers and r not in self.lost]
         return answers
+
+    def _listen(self) -> None:
+        """Say how far it is, and take note of members that have stopped beating."""
+        now = time.monotonic()
+        tick_s = now - self._heard_at
+        if tick_s < _POLL_S:
+            return
+        self._heard_at = now
+        self.tell_progress(self._doing, min(1.0, self._used_s() / self.request.budget_s))
+        for member in self.world.members:
+            rank = member.rank
+            if rank in self.lost or rank == 0:
+                continue
+            if not self._silence.is_alive(rank, self.store.read(f"beat/{rank}"), tick_s):
+                self.lost[rank] = member
+                self._miss(
+                    f"rank {rank} on node {member.host} stopped answering during {self._doing}"
+                )
 
     def _greet(self) -> None:
         """Say what is unlike the rest before anything is measured."""
@@ -233,6 +233,14 @@ class _Keeper:
             self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
         for host in self.world.unknown_hosts():
             self._remark(f"the cluster file does not name node {host}, so its rack is not known")
+        ours = self.world.home.machine
+        others = {member.machine: member.host for member in self.world.members}
+        for machine, host in others.items():
+            if machine != ours:
+                self._remark(
+                    f"node {host} is another machine ({machine}) than rank 0's ({ours}); run "
+                    "'estimator probe' there for a profile of it"
+                )
 
     def _miss(self, sentence: str) -> None:
         self.missing.append(sentence)
@@ -245,186 +253,116 @@ class _Keeper:
     def _used_s(self) -> float:
         return time.monotonic() - self._begun
 
-    def _tell(self) -> None:
-        self.tell_progress(self._doing, min(1.0, self._used_s() / self.request.budget_s))
-
-    def _probe_machines(self) -> None:
-        """Rank 0's machine there, other types on the first node of each, at the same time."""
-        probing: dict[str, Member] = {}
-        if self.base is None:
-            for member in sorted(self.world.members, key=lambda member: member.rank):
-                probing.setdefault(member.machine, member)
-        budget_s = _MACHINE_RATIO * self.request.budget_s
-        number = self._order(
-            machines={
-                str(member.rank): {
-                    "name": self.request.name if member.rank == 0 else member.host,
-                    "devices": (
-                        len(self.world.nodes[member.host]) if member.device.kind == "cpu" else None
-                    ),
-                    "budget_s": budget_s,
-                    "kind": member.device.kind,
-                }
-                for member in probing.values()
-            }
-        )
-        if not probing:
-            return
-        self._doing, lost = "the machine itself", set[int]()
-        waiting = {member.rank: member for member in probing.values()}
+    def _probe_machine(self, probe_machine: ProbeMachine) -> None:
+        """Rank 0's machine, as far as the time goes; the other ranks wait meanwhile."""
+        self._doing, home = "the machine itself", self.world.home
         ends_at = time.monotonic() + _MACHINE_END_RATIO * self.request.budget_s
 
-        def is_over(answers: Mapping[int, Any]) -> bool:
-            left = waiting.keys() - answers.keys()
-            lost.update(self._silent(left))
-            return left <= lost or self.is_called_off() or time.monotonic() > ends_at
+        def poll(_part: str, _ratio: float) -> None:
+            self._listen()
+            if self.is_called_off() or time.monotonic() > ends_at:
+                raise KeyboardInterrupt
 
-        answers = self._gathered(f"ended/{number}", waiting, is_over)
-        # What is interrupted has its profile so far within a moment.
-        self.store.post(f"given_up/{number}", True)
-        late_by = time.monotonic() + _GIVEN_UP_S
-        late = waiting.keys() - answers.keys() - lost
-        answers |= self._gathered(f"ended/{number}", late, lambda _: time.monotonic() > late_by)
-        for rank, member in waiting.items():
-            reason = "stopped answering" if rank in lost else "did not end in time"
-            self._take_machine(member, answers.get(rank, {"failure": reason}))
+        try:
+            self.base = probe_machine(
+                name=self.request.name,
+                devices=len(self.world.own_devices) if home.device.kind == "cpu" else None,
+                budget_s=_MACHINE_RATIO * self.request.budget_s,
+                kind=home.device.kind,
+                report=poll,
+                # Ranks that wait for each other are busy themselves.
+                patience_s=0.0,
+            )
+        except ProbeError as error:
+            self._miss(f"the machine of node {home.host}: {error}")
 
-    def _take_machine(self, member: Member, answer: Mapping[str, Any]) -> None:
-        if "failure" in answer:
-            self._miss(f"the machine of node {member.host}: {answer['failure']}")
-        elif member is self.world.home:
-            self.base = MachineProfile.from_dict(answer["profile"])
-        else:
-            self.others[member.host] = MachineProfile.from_dict(answer["profile"])
+    def _begin(self, left: list[str], planned_s: float) -> None:
+        """A step begins, on rank 0's thread of the steps; it and those of `left` are to be done."""
+        self._left, self._doing = left, left[0]
+        self._step_ends = time.monotonic() + _OVERTIME_RATIO * planned_s + _OVERTIME_S
 
-    # the steps
+    def _keep(self, findings: ClusterFindings) -> None:
+        known, self.findings = self.findings, copy.deepcopy(findings)
+        for sentence in self.findings.missing[len(known.missing) :]:
+            self.tell_people(f"not measured: {sentence}")
+        for sentence in self.findings.remarks[len(known.remarks) :]:
+            self.tell_people(sentence)
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        """What rank 0's own share of the steps reports: those that are left, or all findings."""
-        if "left" in message:
-            self._left, self._doing = message["left"], message["left"][0]
-            planned_s = message["planned_s"]
-            self._step_ends = time.monotonic() + _OVERTIME_RATIO * planned_s + _OVERTIME_S
-        else:
-            known = len(self.findings.missing), len(self.findings.remarks)
-            self.findings = ClusterFindings.from_dict(message["findings"])
-            for sentence in self.findings.missing[known[0] :]:
-                self.tell_people(f"not measured: {sentence}")
-            for sentence in self.findings.remarks[known[1] :]:
-                self.tell_people(sentence)
-
-    def _run_steps(self) -> None:
-        """World after world, until all steps are done or there is no time or nobody left."""
-        steps = steps_of(self.world, all_pairs=self.request.all_pairs)
-        self._left, retried = [step.name for step in steps], ""
-        while self._left:
-            if reason := self._why_over():
-                self._miss(f"{', '.join(self._left)}: {reason}")
-                break
-            lost, failure = self._run_world()
-            for rank, member in lost.items():
-                self._miss(
-                    f"rank {rank} on node {member.host} stopped answering during {self._doing}; "
-                    "the rest goes on without it"
-                )
-            left = tuple(member for member in self.world.members if member.rank not in lost)
-            self.world = replace(self.world, members=left)
-            if not lost and not failure:
-                break
-            if failure:
-                self._miss(f"{self._doing}: {failure}")
-            if lost and retried != self._doing:
-                # Once more without the ranks that were lost during it.
-                retried = self._doing
-            else:
-                self._left = self._left[1:]
+    def _run_steps(self, roster: Mapping[str, Any]) -> None:
+        """All steps, until they are done, the time is over or a rank is lost or fails."""
+        left = tuple(member for member in self.world.members if member.rank not in self.lost)
+        world = replace(self.world, members=left)
+        self._left = [step.name for step in steps_of(world, all_pairs=self.request.all_pairs)]
+        left_s = self.request.budget_s - self._used_s()
+        measuring_s = left_s - max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
+        reason = "interrupted" if self.is_called_off() else ""
+        if len(left) < 2:
+            reason = "no two ranks are left"
+        elif measuring_s < LEAST_STEP_S:
+            reason = "the budget was over"
+        if not reason:
+            order = {
+                **roster,
+                "members": [member.to_dict() for member in left],
+                "has_racks": world.has_racks,
+                "left_s": measuring_s,
+                "timeout_s": left_s + _GIVEN_UP_S,
+                "all_pairs": self.request.all_pairs,
+            }
+            reason = self._why_ended(order, [member.rank for member in left])
+        if reason:
+            self._miss(f"{', '.join(self._left)}: {reason}")
         if forged := self.store.forged:
             self._remark(
                 f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
                 "of this launch and were ignored; somebody else writes to rank 0's store"
             )
 
-    def _left_s(self) -> float:
-        return self.request.budget_s - self._used_s()
+    def _why_ended(self, order: Mapping[str, Any], ranks: Sequence[int]) -> str:
+        """Have the ranks run the steps; why they ended too early, or ""."""
+        findings = copy.deepcopy(self.findings)
+        plan = ProbePlan(findings=findings, begin=self._begin, keep=lambda: self._keep(findings))
+        ends_at = self._step_ends = time.monotonic() + order["timeout_s"] - 2 * _GIVEN_UP_S
+        own = another_connection(self.place, self.store)
 
-    @property
-    def _reserve_s(self) -> float:
-        return max(_RESERVE_RATIO * self.request.budget_s, _RESERVE_S)
+        def share() -> None:
+            # Where the store has ended, the keeper finds that out itself.
+            with contextlib.suppress(ProbeError):
+                own.post("ended/0", run_share(self.place, own, order, plan))
 
-    def _why_over(self) -> str:
-        """Why nothing more can be measured, or ""."""
-        if self.is_called_off():
-            return "interrupted"
-        if len(self.world.members) < 2:
-            return "no two ranks are left"
-        return "the budget was over" if self._left_s() - self._reserve_s < LEAST_STEP_S else ""
-
-    def _run_world(self) -> tuple[dict[int, Member], str]:
-        """The members lost in a new world, and why a step failed where none was; or nothing."""
-        ends_at = self._step_ends = time.monotonic() + self._left_s() - _GIVEN_UP_S
-        number = self._order(
-            timeout_s=self._left_s() + _GIVEN_UP_S,
-            has_racks=self.world.has_racks,
-            steps=self._left,
-            left_s=self._left_s() - self._reserve_s,
-            all_pairs=self.request.all_pairs,
-            known_links=[(link.kind, link.locality) for link in self.base.links]
-            if self.base
-            else [],
-            findings=self.findings.to_dict(self.world),
-        )
-        members = {member.rank: member for member in self.world.members}
-        silent: set[int] = set()
+        lost_before = len(self.lost)
+        self.store.post("order", order)
+        # Beside the watch over all; a thread that waits for a lost rank ends with this process.
+        threading.Thread(target=share, name="steps", daemon=True).start()
         trouble_at: float | None = None
 
         def is_over(ended: Mapping[int, str]) -> bool:
             nonlocal trouble_at
-            silent.update(self._silent(members.keys() - ended.keys()))
-            now, failures = time.monotonic(), [failure for failure in ended.values() if failure]
-            if failures or silent:
-                trouble_at = now if trouble_at is None else trouble_at
-            # A lost peer is no cause: the lost are known by their silence, after some seconds.
+            now = time.monotonic()
+            if trouble_at is None and (any(ended.values()) or len(self.lost) > lost_before):
+                trouble_at = now
+            # Of a failure the cause may be a rank that is known for lost some seconds later.
             is_failed = trouble_at is not None and now - trouble_at > _GIVEN_UP_S
-            is_late = now > min(ends_at, self._step_ends)
-            return self.is_called_off() or is_late or is_failed or bool(_cause(failures))
+            return self.is_called_off() or is_failed or now > min(ends_at, self._step_ends)
 
-        ended = self._gathered(f"ended/{number}", members, is_over)
-        self.store.post(f"given_up/{number}", True)
-        reasons = [failure for failure in ended.values() if failure]
-        lost = {rank: members[rank] for rank in silent - ended.keys()}
-        if lost or len(ended) == len(members):
-            return lost, "" if lost else next(iter(reasons), "")
-        if self.is_called_off():
-            return {}, "cut short"
-        return {}, _cause(reasons) or next(iter(reasons), "the budget was over")
-
-    def _order(self, **order: Any) -> int:
-        """Say what comes next; the number of that."""
-        members = [member.to_dict() for member in self.world.members]
-        self.store.post(f"order/{self._orders}", {"members": members, **self._roster, **order})
-        self._orders += 1
-        return self._orders - 1
-
-    def _silent(self, ranks: Iterable[int]) -> set[int]:
-        now = time.monotonic()
-        tick_s, self._heard_at = now - self._heard_at, now
-        return {
-            rank
-            for rank in ranks
-            if not self._silence.is_alive(rank, self.store.read(f"beat/{rank}"), tick_s)
-        }
+        ended = self._gathered("ended", ranks, is_over)
+        if len(self.lost) > lost_before:
+            return "a rank was lost; probe again without it"
+        if failure := next(filter(None, ended.values()), ""):
+            return failure
+        if len(ended) == len(ranks):
+            return ""
+        return "interrupted" if self.is_called_off() else "the budget was over"
 
     def finish(self) -> None:
         """Tell all ranks that it is over, and let them hear it before the store ends."""
-        self._order(members=[])
+        self.store.post("over", True)
         patience_s = _SHORT_LEAVE_S if self.is_called_off() else _LEAVE_S
         deadline = time.monotonic() + patience_s
-        living = [member.rank for member in self.world.members]
-        while living and time.monotonic() < deadline:
-            living = [rank for rank in living if self.store.read(f"leave/{rank}") is None]
-            time.sleep(_POLL_S)
+        members = [member.rank for member in self.world.members if member.rank]
+        self._gathered("left", members, lambda _: time.monotonic() > deadline)
 
-    def profiles(self) -> ClusterProfiles:
+    def profile(self) -> MachineProfile:
         """Everything found; raises ProbeError where that is nothing."""
         measured = replace(
             self.findings,
@@ -437,22 +375,15 @@ class _Keeper:
         # The machine of rank 0 where nothing but the network was measured.
         bare = MachineProfile(
             name=self.request.name,
-            devices=self._everyone.own_devices,
+            devices=self.world.own_devices,
             provenance=Provenance(source="measured", at=measured.at, samples=0),
         )
-        profile = measured.merged(
+        return measured.merged(
             self.base or bare,
             name=self.request.name,
-            world=self._everyone,
+            world=self.world,
             used_s=self._used_s(),
         )
-        return ClusterProfiles(profile=profile, others=self.others)
-
-
-def _cause(failures: Sequence[str]) -> str:
-    """The failure that made others fail, or "" where all say that a peer was lost."""
-    causes = (why for why in failures if not any(words in why for words in _CONSEQUENCES))
-    return next(causes, "")
 
 
 def numbered(facts: Mapping[int, Mapping[str, Any]], rank: int) -> tuple[int, int, bool]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from estimator.machines.profile import (
     CollectiveCost,
@@ -22,8 +22,6 @@ from estimator.machines.profile import (
 )
 from estimator.placement.mesh import carrier_of
 from estimator.placement.topology import Cluster
-
-DeviceLocality = Literal["device_switch", "socket", "node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,14 +209,6 @@ def shape_words(world: World, group: Sequence[int]) -> str:
     return f"{len(group)} ranks"
 
 
-def device_locality(device: Device, other: Device) -> DeviceLocality:
-    """How far apart two devices of one node are: a switch of their own (NVLink), or NUMA nodes."""
-    peers = str(device.details.get("peer_access") or "").split()
-    if f"{other.index}:nvlink" in peers:
-        return "device_switch"
-    return "socket" if device.numa_node == other.numa_node else "node"
-
-
 # A node is called slow if it takes this much longer than the middle one, links if they carry less.
 _SLOW_COMPUTE_RATIO = 1.25
 _SLOW_LINK_RATIO = 0.7
@@ -279,8 +269,6 @@ class ClusterFindings:
         self, base: MachineProfile, *, name: str, world: World, used_s: float
     ) -> MachineProfile:
         """The machine's own numbers with the network's; what was measured anew wins."""
-        anew = {(link.kind, link.locality, link.flows) for link in self.links}
-        kept = [link for link in base.links if (link.kind, link.locality, link.flows) not in anew]
         groups = {(cost.op, cost.group_size, cost.nodes) for cost in self.collectives}
         collectives = [
             cost
@@ -297,7 +285,6 @@ class ClusterFindings:
         return replace(
             base,
             name=name,
-            links=(*kept, *self.links),
             network=tuple(self.network),
             pairs=self.pairs,
             collectives=(*collectives, *self.collectives),

@@ -1,41 +1,41 @@
-"""One rank of a probe of several nodes: it joins, does what rank 0 orders with all others, leaves.
+"""One rank of a probe of several nodes: it joins, measures with all others what rank 0 plans.
 
-A rank's own process keeps in touch with rank 0 through the store, and has one more process on its
-device, which runs the steps in a world with those of the other ranks. That world is given up on all
-ranks where one is lost or a step fails; the rest goes on in another one.
+Each rank is one process. A thread of it says that it lives, and ends it once rank 0 says that the
+probe is over or says nothing for long: nothing else ends a wait for a rank that is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
-from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import Device, DeviceKind, MachineProfile
-from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
-from estimator.probe.cluster.findings import device_from
-from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
-from estimator.probe.devices.inventory import choose_devices, read_cpu
-from estimator.probe.devices.ranks import run_on_devices
+import torch
 
-# `estimator.probe.machine.probe_machine`.
-ProbeMachine = Callable[..., MachineProfile]
+from estimator.errors import EstimatorError, ProbeError, sentence
+from estimator.machines.profile import DeviceKind
+from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
+from estimator.probe.cluster.findings import Member, World
+from estimator.probe.cluster.group import Group
+from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
+from estimator.probe.cluster.steps import ProbePlan, run_steps
+from estimator.probe.devices.inventory import choose_devices, pinned, read_cpu
+from estimator.probe.devices.ranks import process_group
 
 # Ranks start within this time of each other, file systems being slow.
 START_S = 55.0
 _BEAT_EVERY_S = 0.5
-# How long a rank hears nothing of rank 0 before it ends.
-_LATE_S = 20
+# How long a rank hears nothing of rank 0 before it ends, and how long its main thread has to say
+# itself that rank 0's store is gone.
+_LATE_S, _LAST_WORDS_S = 20, 2.0
+_UNREACHABLE = 2
 # Of a reason to fail.
 _MOST_CHARACTERS = 1000
-# What the process on the device runs.
-_STEPS = "estimator.probe.cluster.steps"
 
 
 def take_part(
@@ -43,71 +43,39 @@ def take_part(
     *,
     host: str,
     versions: Mapping[str, str],
-    probe_machine: ProbeMachine,
     kind: DeviceKind | None = None,
-    on_report: Callable[[dict[str, Any]], None] = lambda message: None,
 ) -> str:
-    """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
+    """Take part as `place` says; why rank 0 refused this rank.
 
-    `host` is what this rank's node is called, `probe_machine` measures it alone where rank 0 asks
-    for that. Of `kind` "cpu" no GPU is looked for. `on_report` gets what this rank's steps report.
-    Raises ProbeError where rank 0 is not to be reached; another rank ends its process, saying
-    so, where nothing was heard of rank 0 for long.
+    Ends this process once rank 0 says that it is over, or nothing was heard of it for long. `host`
+    is what this rank's node is called. Of `kind` "cpu" no GPU is looked for. Raises ProbeError
+    where rank 0 is not to be reached.
     """
     store = join_session(_connect(place, START_S), place, START_S)
-    # Another connection to the same store, for another thread.
-    beats = SignedStore(dist.PrefixStore(prefix_of(place), _connect(place)), store.signer)
-    nonce = secrets.token_hex(16)
-    rank, number = place.rank, 0
-    with _Heartbeat(beats, rank):
+    rank, nonce = str(place.rank), secrets.token_hex(16)
+    with Heartbeat(place, store):
         store.post(f"facts/{rank}", {**own_facts(place, host, versions, kind), "nonce": nonce})
-        while (order := _ordered(store, number))["members"]:
-            if reason := order["refused"].get(str(rank)):
-                return str(reason)
-            if order["nonces"].get(str(rank)) != nonce:
-                raise ProbeError(
-                    f"rank {rank} was answered as another process of that rank; start every rank "
-                    "once"
-                )
-            members = {member["rank"]: member for member in order["members"]}
-            if rank not in members:
-                return f"rank {rank} was taken for lost"
-            if "machines" not in order:
-                answer: Any = _run_world(place, store, number, members, order, on_report)
-            elif arguments := order["machines"].get(str(rank)):
-                answer = _probe_machine(probe_machine, store, number, arguments)
-            else:
-                answer = None
-            if answer is not None:
-                store.post(f"ended/{number}/{rank}", answer)
-            number += 1
-        store.post(f"leave/{rank}", True)
+        order = store.await_value("order")
+        if reason := order["refused"].get(rank):
+            return str(reason)
+        if order["nonces"].get(rank) != nonce:
+            raise ProbeError(
+                f"rank {rank} was answered as another process of that rank; start every rank once"
+            )
+        store.post(f"ended/{rank}", run_share(place, store, order, ProbePlan()))
+        store.await_value("never")
         return ""
-
-
-def _ordered(store: SignedStore, number: int) -> Mapping[str, Any]:
-    """What rank 0 orders next; the heart beat ends the wait where rank 0 is lost."""
-    while (order := store.await_value(f"order/{number}", _LATE_S)) is None:
-        pass
-    return dict(order)
 
 
 def own_facts(
     place: Place, host: str, versions: Mapping[str, str], kind: DeviceKind | None
 ) -> dict[str, Any]:
     """What rank 0 chooses this rank's device by; `failure` says why it can have none."""
-    cpu, gpus, visible, failure = read_cpu(), list[Device](), 0, ""
+    cpu, failure = read_cpu(), ""
     try:
-        # From here on the process that ranks are forked from has imported torch.
-        device = Device(kind="cpu", index=0, name="any", memory_bytes=1)
-        _run_on(device, "nothing", {}, START_S)
         gpus = [device for device in choose_devices(cpu, kind=kind) if device.kind == "cuda"]
     except ProbeError as error:
-        failure = _words(error)
-    if gpus:
-        import torch
-
-        visible = torch.cuda.device_count()
+        gpus, failure = [], _words(error)
     return {
         "host": host,
         "address": own_address_towards(place.master_address),
@@ -120,96 +88,81 @@ def own_facts(
             "numa_cores": list(cpu.numa_cores.items()),
         },
         "gpus": [asdict(device) for device in gpus],
-        "visible": visible,
+        "visible": torch.cuda.device_count() if gpus else 0,
         "failure": failure,
     }
 
 
-def _words(error: EstimatorError) -> str:
-    return " ".join(str(error).split())[:_MOST_CHARACTERS]
+def run_share(place: Place, store: SignedStore, order: Mapping[str, Any], plan: ProbePlan) -> str:
+    """Run the steps of `order` with the other members, on this rank's device; why they failed.
 
-
-def _run_on(
-    device: Device,
-    step: str,
-    arguments: Mapping[str, Any],
-    timeout_s: float,
-    on_report: Callable[[dict[str, Any]], None] = lambda message: None,
-) -> None:
-    run_on_devices(
-        [device],
-        f"{_STEPS}:{step}",
-        arguments,
-        timeout_s=timeout_s,
-        on_report=lambda _rank, message: on_report(message),
-        imported=(_STEPS,),
-        trains=False,
-    )
-
-
-def _probe_machine(
-    probe_machine: ProbeMachine, store: SignedStore, number: int, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    def poll(_part: str, _ratio: float) -> None:
-        if store.read(f"given_up/{number}") is not None:
-            raise KeyboardInterrupt
-
+    The calling thread and those that it starts stay on the device's cores.
+    """
+    members = tuple(Member.from_dict(member) for member in order["members"])
+    own = next((n for n, member in enumerate(members) if member.rank == place.rank), None)
+    if own is None:
+        return f"rank {place.rank} was taken for lost"
+    world, device = World(members=members, has_racks=order["has_racks"]), members[own].device
+    if interface := _interface(members[own], members):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
-        # Ranks that wait for each other are busy themselves.
-        profile = probe_machine(report=poll, patience_s=0.0, **arguments)
-        return {"profile": profile.to_dict()}
-    except EstimatorError as error:
-        return {"failure": _words(error)}
-
-
-def _run_world(
-    place: Place,
-    store: SignedStore,
-    number: int,
-    members: Mapping[int, Mapping[str, Any]],
-    order: Mapping[str, Any],
-    on_report: Callable[[dict[str, Any]], None],
-) -> str:
-    """Run the steps in a world with the other members; why that failed, or ""."""
-    own = members[place.rank]
-    arguments = {
-        **order,
-        "rank": list(members).index(place.rank),
-        "name": f"world/{number}",
-        "given_up": f"given_up/{number}",
-        "address": place.master_address,
-        "port": place.master_port,
-        "prefix": prefix_of(place),
-        "session_key": store.signer.secret.hex(),
-        "interface": _interface(own, members.values()),
-    }
-    try:
-        _run_on(device_from(own["device"]), "run_steps", arguments, order["timeout_s"], on_report)
-    except EstimatorError as error:
-        return _words(error)
+        if device.kind == "cuda":
+            torch.cuda.set_device(device.index)
+        # A connection of its own, whose waits last as long as those of the process group.
+        addresses = _connect(place)
+        addresses.set_timeout(timedelta(seconds=order["timeout_s"]))
+        signed = SignedStore(
+            dist.PrefixStore(f"{prefix_of(place)}/world", addresses), store.signer.derived("world")
+        )
+        with (
+            pinned(device.cores, threads=max(1, len(device.cores))),
+            process_group(
+                device.kind,
+                signed,
+                rank=own,
+                world_size=len(members),
+                timeout_s=order["timeout_s"],
+            ),
+        ):
+            group = Group(store, world, own)
+            run_steps(group, plan, seconds=order["left_s"], all_pairs=order["all_pairs"])
+            # A rank that leaves first would end connections that others still use.
+            dist.barrier()
+    # What torch, gloo and NCCL raise where a peer is lost, memory runs out or an operator fails.
+    except (EstimatorError, RuntimeError, LookupError, OSError, TypeError, ValueError) as error:
+        return _words(error) or type(error).__name__
     return ""
 
 
-def _interface(own: Mapping[str, Any], members: Iterable[Mapping[str, Any]]) -> str | None:
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MOST_CHARACTERS]
+
+
+def _interface(own: Member, members: Sequence[Member]) -> str | None:
     """Where the other nodes are; ranks of one node alone meet over the loopback."""
-    peer = next((one["address"] for one in members if one["host"] != own["host"]), None)
+    peer = next((member.address for member in members if member.host != own.host), None)
     if peer is not None:
         return interface_of(own_address_towards(peer))
     return "lo" if sys.platform == "linux" else None
+
+
+def another_connection(place: Place, store: SignedStore) -> SignedStore:
+    """The same store for another thread."""
+    return SignedStore(dist.PrefixStore(prefix_of(place), _connect(place)), store.signer)
 
 
 def _connect(place: Place, timeout_s: float = _LATE_S) -> Any:
     return connect(place.master_address, place.master_port, timeout_s=timeout_s)
 
 
-class _Heartbeat:
-    """Says every half second that this rank lives, and ends this process where rank 0 does not.
+class Heartbeat:
+    """Says every half second that this rank lives.
 
-    Nothing else ends a wait on a broken connection.
+    On all ranks but 0 it ends this process once rank 0 says that it is over, or is out of reach.
     """
 
-    def __init__(self, store: SignedStore, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, place: Place, store: SignedStore) -> None:
+        self._store, self._rank = another_connection(place, store), place.rank
         self._ended = threading.Event()
         self._silent_s = 0
 
@@ -224,22 +177,32 @@ class _Heartbeat:
 
     def _beat(self) -> None:
         count, heard = 0, None
-        # Where the store has ended, the main thread meets the same, and says it.
-        with contextlib.suppress(ProbeError):
+        try:
             while not self._ended.wait(_BEAT_EVERY_S):
                 count += 1
                 self._store.post(f"beat/{self._rank}", count)
+                if self._rank == 0:
+                    continue
+                if self._store.read("over"):
+                    self._store.post(f"left/{self._rank}", True)
+                    os._exit(0)
                 now = self._store.read("beat/0")
                 if now != heard:
                     heard, self._silent_s = now, 0
+        except ProbeError as error:
+            # The main thread meets the same and says it, unless it waits for a rank that is lost.
+            if self._rank != 0 and not self._ended.wait(_LAST_WORDS_S):
+                _end(str(error))
 
     def _watch(self) -> None:
         # Counted and not read from a clock: time during which this process was stopped is no time.
         while not self._ended.wait(1.0):
             self._silent_s += 1
             if self._silent_s > _LATE_S:
-                sys.stderr.write(
-                    "estimator: rank 0 has been out of reach for too long; check the links\n"
-                )
-                sys.stderr.flush()
-                os._exit(2)
+                _end("rank 0 has been out of reach for too long; check the links")
+
+
+def _end(words: str) -> None:
+    sys.stderr.write(f"estimator: {sentence(words)}\n")
+    sys.stderr.flush()
+    os._exit(_UNREACHABLE)

@@ -27,6 +27,7 @@ _DIGEST = "sha256"
 _MAC_CHARACTERS = 64
 # A question to the store takes milliseconds, unless the way to it is broken.
 _ANSWER_S = 20.0
+_FOREVER_S = 86_400.0
 # How often a key is read again that holds what nobody of this launch has signed.
 _POLL_S = 0.02
 
@@ -138,8 +139,11 @@ class SignedStore(dist.Store):  # type: ignore[misc]
             return None
         return json.loads(body)
 
-    def await_value(self, key: str, timeout_s: float) -> Any:
-        """The JSON value of a key once it is there; None where it is not within `timeout_s`."""
+    def await_value(self, key: str, timeout_s: float = _FOREVER_S) -> Any:
+        """The JSON value of a key once it is there; None where it is not within `timeout_s`.
+
+        Whoever waits without one is ended by its heartbeat, or by whoever started it.
+        """
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             try:

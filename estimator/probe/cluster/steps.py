@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -20,19 +20,17 @@ from estimator.machines.profile import (
     CollectiveName,
     DeviceKind,
     LinkKind,
-    Locality,
 )
 from estimator.placement.mesh import carrier_of
 from estimator.probe.cluster.findings import (
     ClusterFindings,
     World,
-    device_locality,
     shape_words,
     shapes,
     slow_links,
     slow_nodes,
 )
-from estimator.probe.cluster.group import Group, group_of_node, run_in_world
+from estimator.probe.cluster.group import Group, group_of_node
 from estimator.probe.cluster.signed_store import dist
 from estimator.probe.devices.backend import open_backend
 from estimator.probe.devices.contention import rank_jitter_ratio, summarise, time_contention
@@ -81,14 +79,15 @@ FEW_NODES = 16
 
 @dataclass(slots=True, kw_only=True)
 class ProbePlan:
-    """What is measured: `known_links` are not measured anew.
+    """What was found, whole on the home rank alone.
 
-    `findings` are whole on the home rank alone, which calls `keep` whenever there is something new.
+    That calls `keep` whenever there is something new, and `begin` with the names of the steps that
+    are left and the seconds that are planned for the first of them.
     """
 
-    findings: ClusterFindings
-    known_links: frozenset[tuple[str, str]] = frozenset()
+    findings: ClusterFindings = field(default_factory=lambda: ClusterFindings(at=""))
     keep: Callable[[], None] = lambda: None
+    begin: Callable[[list[str], float], None] = lambda steps, planned_s: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,48 +122,27 @@ def steps_of(world: World, *, all_pairs: bool | None = None) -> list[Step]:
         (True, Step("other collectives", 0.08, other_collectives)),
         (several and not two_ranks, Step("sharding in groups", 0.10, sharding_in_groups)),
         (several, Step("communication beside compute", 0.11, beside_compute)),
-        (dense, Step("links inside a node", 0.03, links_inside_a_node)),
     )
     return [step for is_wanted, step in wanted if is_wanted]
 
 
-def nothing(_rank: int, _world_size: int, _arguments: Mapping[str, Any]) -> None:
-    """What a rank runs first, so that its server has imported torch before anything is timed."""
-
-
-def run_steps(_rank: int, _world_size: int, order: Mapping[str, Any]) -> None:
-    """Run the steps that `order` names, in the world that it describes."""
-    run_in_world(order["rank"], order, partial(_run_steps, order))
-
-
-def _run_steps(order: Mapping[str, Any], group: Group) -> None:
-    findings = ClusterFindings.from_dict(order["findings"])
-
-    def keep() -> None:
-        if group.is_home:
-            report({"findings": findings.to_dict(group.world)})
-
-    plan = ProbePlan(
-        findings=findings,
-        known_links=frozenset((kind, locality) for kind, locality in order["known_links"]),
-        keep=keep,
-    )
-    ends_at = time.monotonic() + order["left_s"]
-    possible = steps_of(group.world, all_pairs=order["all_pairs"])
-    steps = [step for step in possible if step.name in order["steps"]]
+def run_steps(group: Group, plan: ProbePlan, *, seconds: float, all_pairs: bool | None) -> None:
+    """Measure step after step, each within its share of the time that is left."""
+    ends_at = time.monotonic() + seconds
+    steps = steps_of(group.world, all_pairs=all_pairs)
     for number, step in enumerate(steps):
         rest = steps[number:]
+        names = [one.name for one in rest]
         left_s = group.agreed(ends_at - time.monotonic())
         if left_s < LEAST_STEP_S:
-            findings.missing.append(f"{', '.join(one.name for one in rest)}: the budget was over")
-            keep()
+            plan.findings.missing.append(f"{', '.join(names)}: the budget was over")
+            plan.keep()
             return
         planned_s = left_s * step.share / sum(one.share for one in rest)
-        if group.is_home:
-            report({"left": [one.name for one in rest], "planned_s": planned_s})
+        plan.begin(names, planned_s)
         if reason := step.measure(group, plan, planned_s):
-            findings.missing.append(f"{step.name}: {reason}")
-        keep()
+            plan.findings.missing.append(f"{step.name}: {reason}")
+        plan.keep()
 
 
 # Longer than the period in which Linux rations CPU time, 0.1 s by default.
@@ -310,28 +288,6 @@ def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
         if len(sending) == count > 1 and len(nodes) > count:
             receiving = tuple(node[0] for node in nodes[1 : count + 1])
             yield sending + receiving, f"{count} flows to {count} nodes"
-
-
-def links_inside_a_node(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """One pair of devices of one node for each way in which two of them are near."""
-    ranks = group.world.densest_first[0]
-    on_cuda = group.kind == "cuda"
-    kind: LinkKind = "d2d" if on_cuda else "loopback"
-    pairs: dict[Locality, tuple[int, int]] = {}
-    for (a, one), (b, two) in permutations(enumerate(ranks), 2):
-        members = group.world.members
-        # The loopback of a host is one, whichever cores talk over it.
-        locality: Locality = (
-            device_locality(members[one].device, members[two].device) if on_cuda else "node"
-        )
-        if (kind, locality) not in plan.known_links:
-            pairs.setdefault(locality, (a, b))
-    if pairs:
-        alone = [[pair] for pair in pairs.values()]
-        timed = _pairs(group, ranks, alone, MESSAGE_SIZES_BYTES, seconds)
-        for locality, pair in pairs.items():
-            if pair in timed:
-                plan.findings.links.append(pair_link(kind, locality, timed[pair]))
 
 
 def _slow_pairs(
@@ -545,7 +501,11 @@ def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[
 def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     """The links between devices of this node; of accelerators those to the host, all busy, too."""
     if group.kind != "cuda":
-        links_inside_a_node(group, plan, seconds)
+        # The loopback of a host is one, whichever cores talk over it.
+        timed = _pairs(group, (0, 1), [[(0, 1)]], MESSAGE_SIZES_BYTES, seconds)
+        plan.findings.links += [
+            pair_link("loopback", "node", message) for message in timed.values()
+        ]
         return
     devices = group.world.own_devices
     everything = range(len(devices))
@@ -565,13 +525,13 @@ def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
     points: dict[tuple[LinkKind, bool], Points] = {}
     for message in itertools.chain(*group.measured(everything, over_the_host)):
         points.setdefault((message["kind"], message["pinned"]), []).extend(message["points"])
-    for (kind, pinned), timed in points.items():
-        plan.findings.links.append(link_from(kind, timed, pinned=pinned, flows=len(devices)))
+    for (kind, pinned), copied in points.items():
+        plan.findings.links.append(link_from(kind, copied, pinned=pinned, flows=len(devices)))
     plan.keep()
     # One process copies from any device to any other.
     indices = [device.index for device in devices]
-    (copied,) = group.measured((0,), lambda **_: time_peer_copies(indices, budget_s=own_s)) or [[]]
-    pairs = {(one["from"], one["to"]): one["points"] for one in copied}
+    (between,) = group.measured((0,), lambda **_: time_peer_copies(indices, budget_s=own_s)) or [[]]
+    pairs = {(one["from"], one["to"]): one["points"] for one in between}
     plan.findings.links += peer_links(devices, pairs)
     plan.keep()
 

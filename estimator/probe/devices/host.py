@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from estimator.probe.devices.backend import Backend
 from estimator.probe.devices.jobs import Emit
+from estimator.probe.devices.ranks import process_group
 
 # More than the private caches of a core hold.
 COOLING_BYTES = 4 << 20
@@ -208,20 +207,12 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
     )
 
 
-@contextmanager
-def world_of_one(backend: Backend) -> Iterator[None]:
+def world_of_one(backend: Backend) -> AbstractContextManager[None]:
     """A process group of this process alone, over what ranks on such a device talk over."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
-    # As ranks.py does: gloo otherwise looks up the host's own name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    over = "nccl" if backend.kind == "cuda" else "gloo"
-    dist.init_process_group(over, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return process_group(backend.kind, dist.HashStore(), rank=0, world_size=1, timeout_s=600.0)
 
 
 def _medians(

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -116,7 +117,7 @@ def _be_rank(link_number: int, log: int) -> None:
         os.chdir(place["folder"])
         # Without cores (accelerators) one thread, as torchrun sets it for its workers.
         threads = max(1, len(place["cores"]))
-        with pinned(place["cores"], threads=threads), _process_group(place):
+        with pinned(place["cores"], threads=threads), _world_of(place):
             # One call after the other, until there are no more.
             while (call := _received(link)) is not None:
                 module, _, name = call["function"].partition(":")
@@ -134,34 +135,44 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _process_group(place: Mapping[str, Any]) -> Iterator[None]:
-    """A torch.distributed world around the calls, if they are to have one."""
+def process_group(
+    kind: str, store: Any, *, rank: int, world_size: int, timeout_s: float
+) -> Iterator[None]:
+    """A torch.distributed world of such devices around the block; after an error it stays."""
     import torch
-
-    device = None
-    if place["kind"] == "cuda":
-        torch.cuda.set_device(place["index"])
-        device = torch.device("cuda", place["index"])
-    if place["store"] is None:
-        yield
-        return
-    from datetime import timedelta
-
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
+    on_cuda = kind == "cuda"
     # Gloo otherwise looks up the host's own name, which fails on machines without a name service.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
-        "nccl" if place["kind"] == "cuda" else "gloo",
-        store=dist.FileStore(place["store"], place["world_size"]),
-        rank=place["rank"],
-        world_size=place["world_size"],
-        timeout=timedelta(seconds=max(1.0, place["timeout_s"])),
-        device_id=device,
+        "nccl" if on_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=max(1.0, timeout_s)),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda else None,
     )
     yield
     dist.destroy_process_group()
+
+
+def _world_of(place: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """The world of a rank that is to have one; its device is the current one."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    if place["kind"] == "cuda":
+        torch.cuda.set_device(place["index"])
+    if place["store"] is None:
+        return contextlib.nullcontext()
+    dist: Any = torch_distributed
+    store = dist.FileStore(place["store"], place["world_size"])
+    size, timeout_s = place["world_size"], place["timeout_s"]
+    return process_group(
+        place["kind"], store, rank=place["rank"], world_size=size, timeout_s=timeout_s
+    )
 
 
 RankReport = Callable[[int, Any], None]

@@ -13,10 +13,10 @@ import pytest
 from estimator.machines.profile import Device
 from estimator.probe.cluster import steps
 from estimator.probe.cluster.discovery import Place
-from estimator.probe.cluster.findings import ClusterFindings, Member, World
-from estimator.probe.cluster.group import Group, run_in_world
-from estimator.probe.cluster.signed_store import Signer, connect, listen
-from estimator.probe.devices.ranks import report, run_on_devices
+from estimator.probe.cluster.findings import Member, World
+from estimator.probe.cluster.group import Group
+from estimator.probe.cluster.signed_store import SignedStore, Signer, connect, dist, listen
+from estimator.probe.devices.ranks import process_group, report, run_on_devices
 
 CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
 SECRET = b"0123456789abcdef" * 2
@@ -36,8 +36,13 @@ def _steps(group: Group) -> None:
     report({"busy": busy, "begun": begun})
 
 
-def in_step(rank: int, _size: int, order: Mapping[str, Any]) -> None:
-    run_in_world(rank, order, _steps)
+def in_step(rank: int, _size: int, arguments: Mapping[str, Any]) -> None:
+    store = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
+    signed = SignedStore(dist.PrefixStore("messages", store), Signer(SECRET))
+    members = tuple(Member(rank=n, host="a", device=CORE, machine="m") for n in range(3))
+    addresses = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
+    with process_group("cpu", addresses, rank=rank, world_size=3, timeout_s=60.0):
+        _steps(Group(signed, World(members=members), rank))
 
 
 def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before() -> None:
@@ -54,24 +59,11 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
         secret=SECRET,
     )
     store = connect("127.0.0.1", port, listener=listen(place), timeout_s=10.0)
-    members = [Member(rank=rank, host="a", device=CORE, machine="m") for rank in range(3)]
-    order = {
-        "members": [member.to_dict() for member in members],
-        "has_racks": False,
-        "interface": "lo",
-        "session_key": Signer(SECRET).secret.hex(),
-        "timeout_s": 60.0,
-        "given_up": "never",
-        "name": "world/0",
-        "address": "127.0.0.1",
-        "port": port,
-        "prefix": "estimator/0",
-    }
     found: dict[int, Any] = {}
     run_on_devices(
         [replace(CORE, index=rank) for rank in range(3)],
         f"{__name__}:in_step",
-        order,
+        {"port": port},
         timeout_s=90.0,
         on_report=found.__setitem__,
         trains=False,
@@ -83,44 +75,6 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
     # Everything comes together on rank 0 alone.
     assert [found[rank] for rank in (1, 2)] == [{"busy": [], "begun": []}] * 2
     assert store.num_keys() > 0
-
-
-def test_a_world_with_fewer_ranks_goes_on_with_the_steps_that_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-
-    def step(name: str) -> steps.Step:
-        def measure(_group: Group, _plan: steps.ProbePlan, _seconds: float) -> str:
-            done.append(name)
-            return ""
-
-        return steps.Step(name, 0.5, measure)
-
-    class Alone:
-        """A group of one, at home."""
-
-        world = World(members=(Member(rank=0, host="a", device=CORE, machine="m"),))
-        is_home = True
-
-        def agreed(self, value: float) -> float:
-            return value
-
-    # "dense" was to come next; without the lost ranks no node has two devices.
-    monkeypatch.setattr(steps, "steps_of", lambda *_, **__: [step("links"), step("pairs")])
-    order = {
-        "steps": ["dense", "pairs"],
-        "findings": ClusterFindings(at="now").to_dict(Alone.world),
-        "known_links": [],
-        "all_pairs": None,
-        "left_s": 100.0,
-    }
-    reports: list[Any] = []
-    monkeypatch.setattr(steps, "report", reports.append)
-    steps._run_steps(order, Alone())  # type: ignore[arg-type]
-    assert done == ["pairs"]
-    (first,) = (report["left"] for report in reports if "left" in report)
-    assert first == ["pairs"]
 
 
 @pytest.mark.parametrize(("hosts", "is_wanted"), [("ab", False), ("aabb", True), ("abc", True)])

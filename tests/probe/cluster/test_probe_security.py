@@ -29,8 +29,8 @@ from estimator.probe.cluster.signed_store import Signer
 dist: Any = torch_distributed
 # What only an attacker says: no link takes so long.
 ABSURD_S = 98765.0
-# A probe of two ranks has one world of some ten values, and another where one is given up.
-WORLDS, VALUES = 4, 12
+# The steps of two ranks exchange some ten values.
+VALUES = 12
 PAYLOAD = """
 import os, pathlib
 
@@ -67,15 +67,15 @@ class Attacker:
         self.replayed: set[str] = set()
 
     def forge(self) -> None:
-        """Post orders, measurements and ends of every world to come, signed with a guess."""
-        for number in range(WORLDS):
-            self._post(f"order/{number}", FORGED_ORDER)
+        """Post orders, measurements and ends to come, signed with a guess."""
+        self._post("order", FORGED_ORDER)
+        self._post("over", True)
+        for rank in range(2):
+            self._post(f"ended/{rank}", "")
+        for count in range(1, VALUES):
+            self._post(f"step/{count}", 0.0)
             for rank in range(2):
-                self._post(f"ended/{number}/{rank}", "")
-            for count in range(1, VALUES):
-                self._post(f"world/{number}/{count}", 0.0)
-                for rank in range(2):
-                    self._post(f"world/{number}/{count}/{rank}", ABSURD_REPORT)
+                self._post(f"step/{count}/{rank}", ABSURD_REPORT)
 
     def _post(self, key: str, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -86,13 +86,11 @@ class Attacker:
 
     def replay(self) -> None:
         """Copy what the ranks say to where they say the next, as long as nothing else is there."""
-        # First each machine is said to be known, then the steps run in world 1.
         for number in range(1, VALUES - 1):
             for end in ("", "/0", "/1"):
-                self._replay(f"world/1/{number}{end}", f"world/1/{number + 1}{end}")
-        for number in range(2):
-            self._replay(f"order/{number}", f"order/{number + 1}")
-            self._replay(f"ended/{number}/1", f"ended/{number + 1}/1")
+                self._replay(f"step/{number}{end}", f"step/{number + 1}{end}")
+        self._replay("order", "over")
+        self._replay("ended/1", "ended/0")
 
     def _replay(self, key: str, later: str) -> None:
         there = self.store.get(key)
@@ -206,7 +204,7 @@ def test_forged_measurements_and_ends_are_ignored_and_said(attacked: Attacked) -
 
 def test_replayed_messages_are_ignored(attacked: Attacked) -> None:
     kinds = {key.split("/")[0] for key in attacked.attacker.replayed}
-    assert {"order", "world"} <= kinds
+    assert {"order", "step"} <= kinds
     # A message of before that is taken for the next one leaves that unmeasured.
     check_that_real_steps_ran(attacked)
     # Two would be found where a step ran twice or a report counted twice.

@@ -19,7 +19,6 @@ from estimator.probe.cluster.findings import (
     ClusterFindings,
     Member,
     World,
-    device_locality,
     in_world_order,
     shapes,
     slow_links,
@@ -148,22 +147,6 @@ def test_racks_come_from_the_cluster_file_by_host_name_with_or_without_domain() 
     assert world.locality("a.example.org", "b") == "rack"
     assert world.locality("b", "c") == "cluster"
     assert world.unknown_hosts() == ("x",)
-
-
-def test_devices_on_one_numa_node_are_on_one_socket_unless_joined_by_nvlink() -> None:
-    def gpu(index: int, numa: int, peers: str = "") -> Device:
-        return Device(
-            kind="cuda",
-            index=index,
-            name="gpu",
-            memory_bytes=1,
-            numa_node=numa,
-            details={"peer_access": peers},
-        )
-
-    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(1, 1)) == "device_switch"
-    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(2, 0)) == "socket"
-    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(3, 1)) == "node"
 
 
 def test_nccl_goes_over_verbs_where_there_are_any(tmp_path: Path) -> None:
