@@ -164,8 +164,11 @@ def _showing() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def progress(label: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
+def progress(label: str, *, in_lines: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr, if that is a terminal; the value is told what is under way and how far.
+
+    Elsewhere a line for each part `in_lines`, if asked for, as for a log of many ranks.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -173,8 +176,13 @@ def progress(label: str) -> Iterator[Callable[[str, float], None]]:
     console = Console(stderr=True)
     with _showing() as shows, Progress(*columns, console=console, disable=not shows) as bar:
         task = bar.add_task(spelt_out(label), total=1.0)
+        last = ""
 
         def report(what: str, done_ratio: float) -> None:
+            nonlocal last
+            if in_lines and not shows and what != last:
+                remark(f"{what}, {done_ratio:.0%} of the time")
+            last = what
             bar.update(task, description=spelt_out(f"{label}: {what}"), completed=done_ratio)
 
         yield report

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,12 +20,14 @@ from estimator.cli.console import (
     progress,
     remark,
 )
-from estimator.errors import ProfileError, UnknownMachineError
+from estimator.errors import ProbeError, ProfileError, UnknownMachineError
 from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
+    from estimator.probe.cluster.cluster_probe import ClusterRequest
+    from estimator.probe.cluster.discovery import Place
 
 
 def _machine_name(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
@@ -50,6 +55,18 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     help="Print what starts a probe of several nodes instead.",
 )
 @click.option("--nodes", type=Count(), help="Nodes, each with --devices ranks.")
+@click.option("--together", is_flag=True, help="Be one of the ranks that a launcher starts.")
+@click.option("--base", help="With --together: profile with the machine's own numbers.")
+@click.option(
+    "--pairs",
+    type=click.Choice(["classes", "all"]),
+    help="With --together: of nodes; default all up to 16.",
+)
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    help="With --together: cluster file that names the racks.",
+)
 def probe(
     name: str,
     devices: int | None,
@@ -60,6 +77,10 @@ def probe(
     as_json: bool,
     launch: Literal["slurm", "mpi", "k8s"] | None,
     nodes: int | None,
+    together: bool,
+    base: str | None,
+    pairs: str | None,
+    cluster: Path | None,
 ) -> None:
     """Measure this machine and keep the profile under its name.
 
@@ -67,17 +88,41 @@ def probe(
     replaced by one that was cut short (exit code 1). It waits a quarter of the budget for other
     programs to end; what they disturb after that is marked, and intervals are wider for it.
 
-    Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
-    prints.
+    Several nodes are probed together by 'torchrun -m estimator.probe' on each, which is
+    --together, or by what --launch prints. Rank 0 writes the profile; when a rank is lost, the
+    budget is over or it is interrupted, it ends with what it has. Ranks on several hosts need one
+    secret, in ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names.
     """
     if launch is not None:
         _print_launch(launch, name, nodes, devices, out, budget, as_json)
         return
     if nodes is not None:
         raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
-    from estimator.files import check_writable, home
+    from estimator.files import home
 
     path = out or home() / "machines" / f"{name}.json"
+    if together:
+        if devices or thorough or strict:
+            raise click.UsageError("--devices, --thorough and --strict go with one machine alone")
+        _probe_together(name, path, budget, as_json, base=base, pairs=pairs, cluster=cluster)
+        return
+    if base or pairs or cluster:
+        raise click.UsageError("--base, --pairs and --cluster go with --together")
+    _probe_alone(name, devices, path, budget, as_json, thorough=thorough, strict=strict)
+
+
+def _probe_alone(
+    name: str,
+    devices: int | None,
+    path: Path,
+    budget_s: float,
+    as_json: bool,
+    *,
+    thorough: bool = False,
+    strict: bool = False,
+) -> None:
+    from estimator.files import check_writable
+
     check_writable(path)
     from estimator.probe.machine import probe_machine
 
@@ -86,7 +131,7 @@ def probe(
         profile = probe_machine(
             name=name,
             devices=devices,
-            budget_s=budget,
+            budget_s=budget_s,
             thorough=thorough,
             report=report,
             # 'local-cpu' means this machine's cores, whatever else it has.
@@ -106,6 +151,85 @@ def probe(
         print_json(profile.to_dict())
     else:
         print_text(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+def _probe_together(
+    name: str,
+    path: Path,
+    budget_s: float,
+    as_json: bool,
+    *,
+    base: str | None,
+    pairs: str | None,
+    cluster: Path | None,
+) -> None:
+    """One rank's part of a probe of several nodes; of ranks on one machine the first probes it."""
+    from estimator.files import check_writable
+    from estimator.machines.catalogue import load_profile
+    from estimator.placement.topology import Cluster
+    from estimator.probe.cluster.cluster_probe import ClusterRequest
+    from estimator.probe.cluster.discovery import discover
+    from estimator.probe.cluster.rank import take_part, versions
+
+    place = discover(os.environ)
+    if place is None:
+        raise ProbeError(
+            "no launcher started this; use torchrun, the command that 'estimator probe --launch' "
+            "prints, or 'estimator probe' for this machine alone"
+        )
+    if place.rank != 0:
+        if place.secret is not None:
+            kind: Any = "cpu" if name == "local-cpu" else None
+            reason = take_part(place, host=socket.gethostname(), versions=versions(), kind=kind)
+            # Rank 0 knows it too; a failing code would have the launcher stop all other ranks.
+            remark(reason)
+        return
+    request = ClusterRequest(
+        name=name,
+        budget_s=budget_s,
+        base=load_profile(base) if base else None,
+        cluster=Cluster.load(cluster) if cluster else None,
+        all_pairs=None if pairs is None else pairs == "all",
+    )
+    check_writable(path)
+    if place.secret is not None:
+        profile = _lead(place, request)
+        profile.save(path)
+        if as_json:
+            print_json(profile.to_dict())
+        else:
+            print_text(str(path))
+        return
+    if base is not None:
+        raise ProbeError(
+            "all ranks are on one machine, which is probed whole; leave out --base, or give the "
+            "ranks a secret to measure between them"
+        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _probe_alone(name, place.world_size, path, budget_s, as_json)
+
+
+def _lead(place: Place, request: ClusterRequest) -> MachineProfile:
+    """Rank 0's part, until all is measured or a signal ends it."""
+    from estimator.probe.cluster.cluster_probe import probe_cluster
+    from estimator.probe.cluster.rank import versions
+    from estimator.probe.machine import probe_machine
+
+    signals: list[int] = []
+    # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda number, _frame: signals.append(number))
+    with progress("probing", in_lines=True) as report:
+        return probe_cluster(
+            place,
+            request,
+            host=socket.gethostname(),
+            versions=versions(),
+            probe_machine=probe_machine,
+            report=report,
+            say=remark,
+            is_called_off=lambda: bool(signals),
+        )
 
 
 def _say_what_is_missing(profile: MachineProfile) -> None:

@@ -6,7 +6,9 @@ probe is over or says nothing for long: nothing else ends a wait for a rank that
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import secrets
 import sys
 import threading
@@ -65,6 +67,19 @@ def take_part(
         store.post(f"ended/{rank}", run_share(place, store, order, ProbePlan()))
         store.await_value("never")
         return ""
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes for them to work together."""
+    named = {"python": platform.python_version()}
+    for name, package in (("estimator", "throughput-estimator"), ("torch", "torch")):
+        try:
+            named[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            named[name] = "unknown"
+    if torch.cuda.is_available():
+        named["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
+    return named
 
 
 def own_facts(

@@ -19,10 +19,10 @@ import testbed.network as cables
 from testbed.description import TestbedDescription
 from testbed.launch import place
 
+from estimator.cli.main import main
 from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
-from estimator.probe import __main__ as probe_main
 from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
 from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.findings import Member, World, unequal_versions
@@ -438,8 +438,9 @@ def test_the_command_line_refuses_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", {**environment, "ESTIMATOR_HOME": str(tmp_path)})
-    monkeypatch.setattr(sys, "argv", ["estimator.probe", *options])
-    assert probe_main.run() == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["probe", "--together", *options])
+    assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
