@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.machine_priors import priors_of
 from calibration.protocols import DRAWS, Split, k_shot
 from calibration.rivals import LinearScaling
@@ -26,7 +27,6 @@ from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
 from summary import interval_score
 
-from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.intervals import COVERAGE_RATIO, Spread
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor

@@ -93,7 +93,7 @@ class FittedSpeeds:
 
     As in Optimus (EuroSys 2018, section 3.2) a job first runs for a few steps on a few counts,
     which is charged to nobody; later steps are added as the replay sees them. `form` makes one of
-    the regressors of `calibrate.baselines`; `workload` is as in `CalibratedSpeeds`.
+    the regressors of `calibration.baselines`; `workload` is as in `CalibratedSpeeds`.
     """
 
     def __init__(
@@ -156,5 +156,5 @@ def sample_counts(nodes: Nodes, job: Job) -> list[AllocationShape]:
 
 
 def _row(job: Job, shape: AllocationShape, global_batch: int | None) -> tuple[float, ...]:
-    """Ranks, nodes, samples per rank and micro-batch, micro-batches; see `calibrate.baselines`."""
+    """Ranks, nodes, samples per rank and micro-batch, micro-batches (`calibration.baselines`)."""
     return (shape.ranks, len(shape.per_node), *job.split(shape.ranks, global_batch))

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.rivals import OnesRegressor
 from options import Options
 from published.graphs import GraphStore
@@ -29,7 +30,6 @@ from replay_speeds import REQUESTS, FittedSpeeds, sample_counts
 from schedulers import SEEDS, Case, gains, in_processes, replayed
 
 import estimator as est
-from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
 from estimator.replay.job_files import drawn_run_s

@@ -44,8 +44,8 @@ class Regressor(Protocol):
 REGRESSORS = {
     "calibrated": "estimator.calibrate.regressor:StepTimeRegressor",
     "linear": "calibration.rivals:LinearScaling",
-    "optimus": "estimator.calibrate.baselines:OptimusRegressor",
-    "pollux": "estimator.calibrate.baselines:PolluxRegressor",
+    "optimus": "calibration.baselines:OptimusRegressor",
+    "pollux": "calibration.baselines:PolluxRegressor",
     "ones": "calibration.rivals:OnesRegressor",
 }
 WORKER_REGRESSORS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.baselines import checked
+from calibration.baselines import checked
 from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError

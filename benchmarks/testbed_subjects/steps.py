@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.rivals import LinearScaling
 from records import Record, Records, measured_fields
 from summary import Bound, summarise
 from testbed_cases import Case
 from testbed_runs import MACHINE, ModelBench, Trial
-
-from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 
 BOUNDS = {
     "computing": Bound(median_ratio=0.08, worst_ratio=0.25),

@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.calibrate import design
-from estimator.calibrate.baselines import OptimusRegressor, PolluxRegressor
 from estimator.calibrate.design import (
     USUAL_NOISE_SIGMA,
     Dataset,
@@ -39,7 +38,7 @@ from estimator.calibrate.design import (
     effective_ratio,
     noise_variance,
 )
-from estimator.calibrate.performance_model import NODES, RANKS, Array
+from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS, Array
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 256
@@ -174,9 +173,35 @@ class Posterior:
         )
 
 
-MODEL, ENGINE = "model", "engine"
-Form = OptimusRegressor | PolluxRegressor
+MODEL, ENGINE, FORM = "model", "engine", "form"
 OUTLIER_WEIGHT = 0.1
+
+
+class LinearForm:
+    """Step times as a sum of non-negative terms: computing, and synchronisation, nothing hidden.
+
+    A constant and the samples of a rank; then α + β·(ranks − 2) within a node, and others across
+    nodes, as in Pollux (Qiao et al., OSDI 2021). Fitted to relative errors.
+    """
+
+    def __init__(self, rows: Array, times: Array) -> None:
+        from scipy.optimize import nnls
+
+        self.coefficients_ = nnls(self._terms(rows) / times[:, None], np.ones(len(times)))[0]
+
+    def log_step(self, rows: Array) -> Array:
+        """Logarithms of step times, in seconds."""
+        step_s = self._terms(rows) @ self.coefficients_
+        return np.asarray(np.log(np.maximum(step_s, np.finfo(float).tiny)))
+
+    @staticmethod
+    def _terms(rows: Array) -> Array:
+        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
+        kinds, beyond = _kinds(rows), rows[:, RANKS] - 2
+        within, across = kinds == 1, kinds == 2
+        return np.column_stack(
+            [samples, np.ones(len(rows)), within, within * beyond, across, across * beyond]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +231,7 @@ class MixturePrior:
 # Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
 # The performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, "optimus": 1.0, "pollux": 2.0},
+    weights={MODEL: 2.0, ENGINE: 0.25, FORM: 3.0},
     standard_errors=8.0,
     half=(1.0, 1.0, 30.0),
     agreeing=0.7,
@@ -221,9 +246,8 @@ ENGINE_PRIOR = MixturePrior(
 )
 # An error beyond this factor, in logarithms, says no more than this one.
 _LARGEST_ERROR = 1.0
-# Forms with so few parameters learn nothing from more rows. Of few rows one is left out at a time;
-# of many, groups, a quarter of them each.
-_MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
+# Forms with so few parameters learn nothing from more rows.
+_MOST_ROWS = 60
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
 _MOST_OUTLIERS_RATIO = 0.25
@@ -262,34 +286,26 @@ class Mixture:
         chosen = _chosen(observation_weights[left_out.observation], runs)
         kept = left_out.observation[chosen]
         self.kinds_ = _kinds(rows[kept])
-        self.forms_: dict[str, Form] = {}
+        self.form_: LinearForm | None = None
         self.model_ = left_out, chosen
         self.left_out_ = {MODEL: left_out.log_ratio[chosen]}
         if engine_log_s is not None:
             self.left_out_[ENGINE] = (engine_log_s - log_times)[kept]
         if len(np.unique(places[kept])) > 1:
-            self._fit_forms(rows[kept], np.exp(log_times[kept]))
+            self._fit_form(rows[kept], np.exp(log_times[kept]))
         self.prior_ = self.prior or (PRIOR if engine_log_s is None else ENGINE_PRIOR)
         self.weights_ = self.posterior_weights(self.prior_)
         return self
 
-    def _fit_forms(self, rows: Array, times: Array) -> None:
-        """Fit the forms, and predict every row by fits to those of other inputs."""
-        pollux = PolluxRegressor().fit(rows, times)
-        self.forms_ = {"optimus": OptimusRegressor().fit(rows, times), "pollux": pollux}
-        # The fit to all rows is where the fit to all but a few begins.
-        others: dict[str, Form] = {
-            "optimus": OptimusRegressor(),
-            "pollux": PolluxRegressor([pollux.parameters_]),
-        }
-        self.left_out_ |= {name: np.empty(len(rows)) for name in others}
-        groups = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-        groups %= _GROUPS_OF_FEW if len(rows) <= _FEW_ROWS else _GROUPS_OF_MANY
-        for group in np.unique(groups):
-            out = groups == group
-            for name, form in others.items():
-                predicted = form.fit(rows[~out], times[~out]).predict(rows[out])
-                self.left_out_[name][out] = _log(predicted / times[out])
+    def _fit_form(self, rows: Array, times: Array) -> None:
+        """Fit the form, and predict every input by a fit to the others."""
+        self.form_ = LinearForm(rows, times)
+        errors = self.left_out_[FORM] = np.empty(len(rows))
+        inputs = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        for one in np.unique(inputs):
+            out = inputs == one
+            form = LinearForm(rows[~out], times[~out])
+            errors[out] = form.log_step(rows[out]) - np.log(times[out])
 
     def posterior_weights(self, prior: MixturePrior) -> dict[str, Array]:
         """Weights of the experts for each kind of placement, which sum to 1."""
@@ -310,7 +326,7 @@ class Mixture:
             variance = total / (prior.errors + counts.sum())
             known = same.sum() / (same.sum() + prior.half[kind])
             prior_weights = [
-                prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
+                prior.weights[name] * (known if name == FORM else 1.0) for name in experts
             ]
             log_likelihood = -prior.exponent * counts.sum() / 2 * np.log(variance)
             likelihood = np.exp(log_likelihood - log_likelihood.max())
@@ -336,7 +352,7 @@ class Mixture:
         performance model knows: its n observations have n times the precision of one, beside which
         an expert that keeps none has that of its usual errors.
         """
-        logs = {name: _log(form.step_s(rows)) for name, form in self.forms_.items()}
+        logs = {} if self.form_ is None else {FORM: self.form_.log_step(rows)}
         if engine_log_s is not None:
             logs[ENGINE] = engine_log_s
         share = 1 / (1 + seen * (_FORM_SIGMA / USUAL_NOISE_SIGMA) ** 2)
@@ -394,7 +410,3 @@ def _chosen(observation_weights: Array, counts: Array) -> NDArray[np.intp]:
     outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
     kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
     return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
-
-
-def _log(times: Array) -> Array:
-    return np.log(np.maximum(times, np.finfo(float).tiny))

@@ -4,12 +4,12 @@ WEAK_PRIORS are weakly informative: the medians and standard deviations of fits 
 data-parallel training (Pollux's T4 cluster, the same jobs on two other GPUs), widened since those
 are few.
 
-compute = C·(fixed share ⊕ proportional share·(batch / reference)^exponent), times the jitter of
-the slowest rank and the contention of ranks on one node; synchronisation = C·ring(ranks)·
-(inter-node ⊕ intra-node) + latency per rank; step = (micro-batches − 1)·compute + (compute ⊕
-synchronisation) + stall, that of the input pipeline or the host, the same at every batch. ⊕ is a
-p-norm, (x^p + y^p)^(1/p), as in Pollux (Qiao et al., OSDI 2021): a sum for p = 1, the larger of
-both for p → ∞.
+compute = C·(fixed share ⊕ proportional share·batch / reference), times the jitter of the slowest
+rank and the contention of ranks on one node; synchronisation = C·ring(ranks)·(inter-node ⊕
+intra-node) + latency per rank; step = (micro-batches − 1)·compute + (compute ⊕ synchronisation) +
+stall, that of the input pipeline or the host, the same at every batch. ⊕ is a p-norm,
+(x^p + y^p)^(1/p), as in Pollux (Qiao et al., OSDI 2021): a sum for p = 1, the larger of both for
+p → ∞.
 
 All of it is in logarithms, so that every partial derivative is a share between 0 and 1. A single
 row is computed in plain floats, ten times as fast as arrays of one element.
@@ -72,9 +72,6 @@ WEAK_PRIORS = Priors(
         "compute": LogNormalPrior(1.0, 3.0),
         # Odds of the fixed share of compute: launches, small kernels.
         "fixed_odds": LogNormalPrior(0.65, 1.4),
-        # p − 1 of the norm of fixed and batch-proportional compute, exponent of the batch in that.
-        "knee": LogNormalPrior(1.0, 0.7),
-        "batch_exponent": LogNormalPrior(1.0, 0.15),
         # Factor on compute without other ranks.
         "single_rank": LogNormalPrior(1.0, 0.25),
         # Time of a ring's network links and of those inside a node, and the slowdown of the latter
@@ -101,7 +98,6 @@ PARAMETERS = tuple(WEAK_PRIORS.by_name)
 # nearly 0 (none on top).
 ENGINE_PRIORS = WEAK_PRIORS.updated(
     compute=LogNormalPrior(1.0, 0.3),
-    batch_exponent=LogNormalPrior(1.0, 0.08),
     single_rank=LogNormalPrior(1.0, 0.08),
     jitter=LogNormalPrior(0.01, 1.0),
     contention=LogNormalPrior(0.01, 1.0),
@@ -120,6 +116,8 @@ Derivatives = dict[str, Values]
 # odds of the fixed share fall with the square root of compute, and are the prior's at this length.
 _TYPICAL_COMPUTE_S = 0.25
 _FIXED_ODDS_EXPONENT = 0.5
+# Launches are hidden by the work before them, but not all of them.
+_COMPUTE_NORM = 2.0
 # A ring runs at the rate of its slower link, inter-node or intra-node; with two links that are
 # nearly equal it is slower than either.
 _RING_NORM = 3.0
@@ -257,32 +255,23 @@ def _compute(
 ) -> tuple[Values, Derivatives]:
     """Logarithm of one micro-batch's compute on the slowest rank, and its derivatives."""
     single = rows.ranks == 1
-    exponent = exp(logs["batch_exponent"])
-    log_batch = log(rows.batch / reference.batch)
     if compute_s is not None:
-        value = log(compute_s) + logs["compute"] + (exponent - 1) * log_batch
-        value = value + logs["single_rank"] * single
-        derivatives: Derivatives = {
-            "compute": 1.0,
-            "batch_exponent": exponent * log_batch,
-            "single_rank": single,
-        }
+        value = log(compute_s) + logs["compute"] + logs["single_rank"] * single
+        derivatives: Derivatives = {"compute": 1.0, "single_rank": single}
     else:
         log_scale = logs["compute"] + log(reference.compute_s)
         odds = logs["fixed_odds"] - _FIXED_ODDS_EXPONENT * (log_scale - log(_TYPICAL_COMPUTE_S))
         log_fixed, log_proportional = -logaddexp(0.0, -odds), -logaddexp(0.0, odds)
         fixed = log_fixed + logs["single_rank"] * single
-        proportional = log_proportional + exponent * log_batch
-        knee = exp(logs["knee"])
-        both, share = _norm(fixed, proportional, 1 + knee)
+        both, share = _norm(
+            fixed, log_proportional + log(rows.batch / reference.batch), _COMPUTE_NORM
+        )
         # (1 − share)·(1 − fixed share) − share·(fixed share)
         d_odds = 1 - exp(log_fixed) - share
         derivatives = {
             "compute": 1 - _FIXED_ODDS_EXPONENT * d_odds,
             "fixed_odds": d_odds,
             "single_rank": (1 - share) * single,
-            "batch_exponent": share * exponent * log_batch,
-            "knee": knee / (1 + knee) * (_mean(fixed, proportional, share) - both),
         }
         value = log_scale + both
     # Several ranks slow compute: a step waits for the slowest, and ranks on one node share its

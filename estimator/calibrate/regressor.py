@@ -3,8 +3,7 @@
 Maximum a posteriori least squares in log space, with the priors of `PARAMETERS`, reweighted until
 observations that contradict the others count little (an M-estimator); where any is cast out, once
 more without it. A Gaussian process then models the residuals, and `mixture` weighs all that against
-simple forms. The interface is that of `baselines`, with the most devices on one node as a fifth
-column.
+a simple form.
 
 What was observed before the machines became slower or faster is moved to what it would be today
 (`change_points`), and goes on to teach how steps grow.
@@ -19,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -78,90 +77,72 @@ _FEWEST_ROWS = 5
 _MOST_ALONE_RATIO = 7.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ParameterFit:
-    """Parameters standardised by their priors, and the weights of observations, 0 to 1."""
-
-    standardised: Array
-    weights: Array
-
-
 def fit_parameters(
     data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
-) -> ParameterFit:
-    """A robust fit; `model_at` gives the model at standardised parameters."""
-    search = _RobustFit(data, model_at, prior_sigmas)
-    none = np.zeros(len(prior_sigmas))
-    if search.is_believed_alone():
-        fit = ParameterFit(standardised=none, weights=np.ones(1))
-        return replace(fit, standardised=search.reweighted(fit, most_iterations=1).standardised)
-    fit = search.reweighted(ParameterFit(standardised=none, weights=np.ones(len(data.rows))))
-    if not (fit.weights < OUTLIER_WEIGHT).any():
-        return fit
-    # Before they were known to be outliers they may have led to another local optimum.
-    return search.reweighted(ParameterFit(standardised=none, weights=fit.weights))
+) -> tuple[Array, Array]:
+    """Parameters standardised by their priors, and the weights of observations, 0 to 1.
 
+    Iteratively reweighted least squares; `model_at` gives the model at standardised parameters.
+    """
+    from scipy.optimize import leastsq
 
-class _RobustFit:
-    """Iterations of a robust fit of one model to one set of observations."""
+    row_of = data.distinct()[1]
+    copy_of = _copies(data, row_of)
+    # No two runs agree to the last digit: all copies of one count as one.
+    copies = np.bincount(copy_of, minlength=1)[copy_of]
+    away = np.abs(model_at(np.zeros(len(prior_sigmas))).log_step - data.log_times)
+    is_believed_alone = len(away) == 1 and away.item() < np.log(_MOST_ALONE_RATIO)
 
-    def __init__(
-        self, data: Dataset, model_at: Callable[[Array], ModelValues], prior_sigmas: Array
-    ) -> None:
-        self.data, self.model_at, self.prior_sigmas = data, model_at, prior_sigmas
-        self.row_of = data.distinct()[1]
-        # Of few rows that is no sign of a mistake: three observations confirm each other.
-        values = np.column_stack([self.row_of, data.log_times])
-        self.copy_of = np.arange(len(values))
-        if self.row_of.max(initial=-1) + 1 >= _FEWEST_ROWS:
-            self.copy_of = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
-        # No two runs agree to the last digit: all copies of one count as one.
-        self.copies = np.bincount(self.copy_of, minlength=1)[self.copy_of]
+    @lru_cache(maxsize=1)
+    def errors_at(standardised: bytes, scale: bytes) -> tuple[Array, Array]:
+        """Standardised errors of observations, then of parameters from priors; their jacobian."""
+        z, factors = np.frombuffer(standardised), np.frombuffer(scale)
+        model = model_at(z)
+        errors = np.concatenate([(model.log_step - data.log_times) * factors, z])
+        jacobian = model.jacobian * prior_sigmas * factors[:, None]
+        return errors, np.vstack([jacobian, np.eye(len(z))])
 
-    def is_believed_alone(self) -> bool:
-        """Whether there is but one observation, within a factor of what the priors say."""
-        if len(self.data.rows) != 1:
-            return False
-        model = self.model_at(np.zeros(len(self.prior_sigmas)))
-        away = np.abs(model.log_step - self.data.log_times).item()
-        return bool(away < np.log(_MOST_ALONE_RATIO))
-
-    def reweighted(
-        self, start: ParameterFit, most_iterations: int = _MOST_ITERATIONS
-    ) -> ParameterFit:
-        """Iteratively reweighted least squares: alternate between parameters and weights."""
-        from scipy.optimize import leastsq
-
-        parameters, weights = start.standardised, start.weights
-        for _ in range(most_iterations):
-            counted = self.data.weights * weights / self.copies
-            effective = effective_ratio(counted, self.row_of) / self.copies
-            variance = design.marginal_variance(self.model_at(parameters).sync_share)
-            scale = np.sqrt(self.data.weights * weights * effective / variance)
+    def reweighted(weights: Array) -> tuple[Array, Array]:
+        parameters = np.zeros(len(prior_sigmas))
+        for _ in range(_MOST_ITERATIONS):
             before, weights_before = parameters, weights
+            effective = effective_ratio(data.weights * weights / copies, row_of) / copies
+            variance = design.marginal_variance(model_at(parameters).sync_share)
+            scale = np.sqrt(data.weights * weights * effective / variance).tobytes()
             # Asked for the errors at a point, then for their derivatives there.
-            at = lru_cache(maxsize=1)(partial(self._errors, scale=scale))
             parameters = leastsq(
-                lambda z, at=at: at(z.tobytes())[0],
+                lambda z, scale=scale: errors_at(z.tobytes(), scale)[0],
                 before,
-                Dfun=lambda z, at=at: at(z.tobytes())[1],
+                Dfun=lambda z, scale=scale: errors_at(z.tobytes(), scale)[1],
                 diag=np.ones(len(before)),
                 full_output=True,
                 **_MINPACK,
             )[0]
-            weights = robust_weights(*at(parameters.tobytes()), weights * effective, self.copy_of)
+            if is_believed_alone:
+                break
+            at_end = errors_at(parameters.tobytes(), scale)
+            weights = robust_weights(*at_end, weights * effective, copy_of)
             change = np.abs(weights - weights_before).max()
             if max(change, np.abs(parameters - before).max()) < _TOLERANCE:
                 break
-        return ParameterFit(standardised=parameters, weights=weights)
+        return parameters, weights
 
-    def _errors(self, parameters: bytes, scale: Array) -> tuple[Array, Array]:
-        """Standardised errors of observations, then of parameters from their priors; jacobian."""
-        standardised = np.frombuffer(parameters)
-        model = self.model_at(standardised)
-        errors = np.concatenate([(model.log_step - self.data.log_times) * scale, standardised])
-        jacobian = model.jacobian * self.prior_sigmas * scale[:, None]
-        return errors, np.vstack([jacobian, np.eye(len(standardised))])
+    parameters, weights = reweighted(np.ones(len(data.rows)))
+    if (weights < OUTLIER_WEIGHT).any():
+        # Before they were known to be outliers they may have led to another local optimum.
+        return reweighted(weights)
+    return parameters, weights
+
+
+def _copies(data: Dataset, row_of: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Of which value each observation is a copy; of few rows each is one of its own.
+
+    Of these that is no sign of a mistake: three observations confirm each other.
+    """
+    if row_of.max(initial=-1) + 1 < _FEWEST_ROWS:
+        return np.arange(len(row_of))
+    values = np.column_stack([row_of, data.log_times])
+    return np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 # The columns by whose range a row is inside or outside of the training data.
@@ -410,8 +391,9 @@ class StepTimeRegressor:
         def model_at(standardised: Array) -> ModelValues:
             return self._model(standardised, data.rows, data.engine_times)
 
-        fit = fit_parameters(data, model_at, self.prior_sigmas_)
-        self.standardised_parameters_, self.observation_weights_ = fit.standardised, fit.weights
+        self.standardised_parameters_, self.observation_weights_ = fit_parameters(
+            data, model_at, self.prior_sigmas_
+        )
 
     def _of_today(
         self,

@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from estimator.calibrate.baselines import OptimusRegressor
-from estimator.calibrate.mixture import ENGINE, MODEL, LeftOut, Mixture, MixturePrior
+from estimator.calibrate.mixture import (
+    ENGINE,
+    FORM,
+    MODEL,
+    LeftOut,
+    LinearForm,
+    Mixture,
+    MixturePrior,
+)
 from estimator.calibrate.regressor import StepTimeRegressor
 
 ROWS = np.array(
@@ -20,7 +27,7 @@ ROWS = np.array(
 # Optimus' form exactly: 5 ms a sample, 30 ms, and 20 ms for every rank.
 OPTIMUS_S = 0.005 * ROWS[:, 2] + 0.03 + 0.02 * ROWS[:, 0]
 PRIOR = MixturePrior(
-    weights={MODEL: 1.0, ENGINE: 1.0, "optimus": 1.0, "pollux": 1.0},
+    weights={MODEL: 1.0, ENGINE: 1.0, FORM: 1.0},
     error_sigma=0.1,
 )
 
@@ -54,7 +61,7 @@ def test_the_form_that_a_job_follows_gets_the_weight() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.5)
     for kind in range(3):
         assert mixture.weights_[MODEL][kind] < 0.01
-        assert mixture.weights_["optimus"][kind] > 0.4
+        assert mixture.weights_[FORM][kind] > 0.4
         assert sum(each[kind] for each in mixture.weights_.values()) == pytest.approx(1)
 
 
@@ -88,7 +95,7 @@ def test_an_expert_gets_no_credit_for_what_may_be_chance() -> None:
 def test_where_experts_disagree_the_variance_says_so() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.02)
     rows = np.array([(32.0, 8, 16, 1, 4)])
-    log_s = np.log(OptimusRegressor().fit(ROWS, OPTIMUS_S).predict(rows))
+    log_s = LinearForm(ROWS, OPTIMUS_S).log_step(rows)
     _, agreed = mixture.combine(rows, log_s, VARIANCE, mixture.counts(rows))
     _, disputed = mixture.combine(rows, log_s + 1, VARIANCE, mixture.counts(rows))
     assert disputed > agreed + 0.01
@@ -98,15 +105,14 @@ def test_a_form_says_little_of_placements_of_a_kind_that_it_has_not_seen() -> No
     within = ROWS[:, 1] == 1
     mixture = fitted(ROWS[within], OPTIMUS_S[within], model_error=0.05)
     assert mixture.weights_[MODEL][2] > 0.99
-    assert mixture.weights_["optimus"][1] > 0.3
+    assert mixture.weights_[FORM][1] > 0.3
 
 
 def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.05)
     row = np.array([(4.0, 1, 24, 1, 4)])
-    form = np.log(mixture.forms_["optimus"].predict(row))
-    mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
-    mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5)}
+    form = mixture.form_.log_step(row)
+    mixture.weights_ = {MODEL: np.full(3, 0.5), FORM: np.full(3, 0.5)}
     # Of a model that is 0.02 away from the form, the share that the form takes back.
     taken = [
         1
@@ -123,9 +129,8 @@ def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
 def test_agreement_counts_nothing_where_the_model_corrects_an_engine() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, 0.05, prior=None, engine_log_s=np.log(OPTIMUS_S))
     row = np.array([(4.0, 1, 24, 1, 4)])
-    form = np.log(mixture.forms_["optimus"].predict(row))
-    mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
-    mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5), ENGINE: np.zeros(3)}
+    form = mixture.form_.log_step(row)
+    mixture.weights_ = {MODEL: np.full(3, 0.5), FORM: np.full(3, 0.5), ENGINE: np.zeros(3)}
     found, _ = mixture.combine(row, form + 0.02, np.array([1.0]), mixture.counts(row), form)
     assert found == pytest.approx(form + 0.01)
 
@@ -135,8 +140,7 @@ def test_one_outlier_does_not_reach_the_forms() -> None:
     times_s[5] *= 3
     ours = StepTimeRegressor().fit(ROWS, times_s).mixture_
     clean = StepTimeRegressor().fit(ROWS, OPTIMUS_S).mixture_
-    for name, form in ours.forms_.items():
-        assert form.predict(ROWS) == pytest.approx(clean.forms_[name].predict(ROWS), rel=0.02)
+    assert ours.form_.log_step(ROWS) == pytest.approx(clean.form_.log_step(ROWS), abs=0.02)
 
 
 def test_a_job_that_does_not_follow_the_model_is_predicted_better_than_by_it() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from calibration.baselines import PolluxRegressor
 
-from estimator.calibrate.baselines import PolluxRegressor
 from estimator.calibrate.performance_model import (
     WEAK_PRIORS,
     ComputeReference,

@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+from calibration.baselines import OptimusRegressor
 from replay_speeds import FittedSpeeds, MistakenSpeeds, sample_counts
 from scipy.optimize import linprog
 from scipy.stats import lognorm
 
-from estimator.calibrate.baselines import OptimusRegressor
 from estimator.errors import AllocationError, WorkloadError
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from estimator.calibrate.baselines import (
+from calibration.baselines import (
     OptimusRegressor,
     PolluxRegressor,
 )
+
 from estimator.errors import WorkloadError
 
 ROWS = np.array(
