@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -233,31 +233,16 @@ class StepPart:
 
     def call(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> OpCall:
         """The part as a call that reads and writes these tensors."""
-        line = self.line
-        numbers = (self.share_ratio, self.batch, self.flops_per_sample, line.fixed_s)
-        more = (line.per_sample_s, line.relative_error, line.low_batch, line.high_batch)
-        return OpCall(STEP_PART, (*inputs, *numbers, *more, line.peak_flops_per_s), outputs=outputs)
+        numbers = (self.share_ratio, self.batch, self.flops_per_sample, *astuple(self.line))
+        return OpCall(STEP_PART, (*inputs, *numbers), outputs=outputs)
 
     @classmethod
     def of(cls, call: OpCall) -> StepPart:
         """The part that a call stands for; raises ValueError or TypeError for any other call."""
-        share, batch, flops, fixed, per_sample, error, low, high, peak = call.arguments[
-            len(call.inputs) :
-        ]
-        line = StepLine(
-            fixed_s=float(fixed),
-            per_sample_s=float(per_sample),
-            relative_error=float(error),
-            low_batch=int(low),
-            high_batch=int(high),
-            peak_flops_per_s=None if peak is None else float(peak),
-        )
-        return cls(
-            share_ratio=float(share),
-            batch=int(batch),
-            line=line,
-            flops_per_sample=None if flops is None else float(flops),
-        )
+        share, batch, flops, *numbers = call.arguments[len(call.inputs) :]
+        names = [item.name for item in fields(StepLine)]
+        line = StepLine(**dict(zip(names, numbers, strict=True)))
+        return cls(share_ratio=share, batch=batch, line=line, flops_per_sample=flops)
 
 
 @cost_of(STEP_PART, family="step")
@@ -442,13 +427,11 @@ def _common_run(shape: tuple[int, ...], operands: list[tuple[int, ...]]) -> int:
     return run
 
 
-# Count the FLOPs of a step by which MFU and HFU are told.
-#
-# Counted are matmuls, convolutions, recurrent layers and attention, a multiply-add as 2,
-# whether a kernel fuses them or not; look-ups, elementwise operators and the update are not. In
-# attention every query counts with every key, also where a mask hides some: so do PaLM (Chowdhery
-# et
-# al. 2022, appendix B) and torchtitan (``12 * n_layers * n_heads * head_dim * seq_len`` a token).
+# The FLOPs by which MFU and HFU are told are those of matmuls, convolutions, recurrent layers and
+# attention, a multiply-add as 2, whether a kernel fuses them or not; look-ups, elementwise work
+# and the update do not count. In attention every query counts with every key, also where a mask
+# hides some: so do PaLM (Chowdhery et al. 2022, appendix B) and torchtitan
+# (``12 * n_layers * n_heads * head_dim * seq_len`` a token).
 
 # A part of a step known by its time carries the FLOPs that were given for the model.
 _COUNTED = ("matmul", "convolution", "recurrent", "step")

@@ -21,21 +21,15 @@ from estimator.graph.costs.registry import (
 from estimator.graph.ir.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
 
-_MATRIX_POSITIONS = {
-    "aten.addmm": (1, 2),
-    "aten._addmm_activation": (1, 2),
-    "aten.addbmm": (1, 2),
-    "aten.baddbmm": (1, 2),
-    "aten.addmv": (1, 2),
-    "aten.addr": (1, 2),
-}
+# They add a product to their first argument.
+_ADDING = ("addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr")
 
 
 def factors(call: OpCall) -> tuple[TensorSpec, TensorSpec]:
     """The two tensors that a matmul multiplies."""
-    name = ".".join(call.target.split(".")[:2]).removesuffix("_")
-    first, second = _MATRIX_POSITIONS.get(name, (0, 1))
-    return call.arguments[first], call.arguments[second]
+    first = int(call.name.removesuffix("_") in _ADDING)
+    left, right = call.arguments[first : first + 2]
+    return left, right
 
 
 def matmul_dims(call: OpCall) -> tuple[float, ...]:
@@ -209,27 +203,24 @@ def _convolution_backward(call: OpCall) -> OpCost:
     return OpCost((bool(mask[0]) + bool(mask[1])) * flops, bytes_of(read), written(call))
 
 
-_ATTENTION = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": (0, False, 4),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, True, 7),
-    "aten._scaled_dot_product_flash_attention": (0, False, 4),
-    "aten._scaled_dot_product_flash_attention_backward": (1, True, 11),
-    "aten._scaled_dot_product_efficient_attention": (0, False, 6),
-    "aten._scaled_dot_product_efficient_attention_backward": (1, True, 11),
-    "aten._scaled_dot_product_cudnn_attention": (0, False, 6),
-    "aten._scaled_dot_product_cudnn_attention_backward": (1, True, 14),
-    "aten._scaled_dot_product_fused_attention_overrideable": (0, False, 5),
-    "aten._scaled_dot_product_fused_attention_overrideable_backward": (1, True, 13),
+# Where fused attention of every backend has its is_causal flag, forward and backward.
+_CAUSAL_AT = {
+    "flash_attention_for_cpu": (4, 7),
+    "flash_attention": (4, 11),
+    "efficient_attention": (6, 11),
+    "cudnn_attention": (6, 14),
+    "fused_attention_overrideable": (5, 13),
 }
-# Transformer Engine's kernels stand for torch's, whose arguments they keep.
-_ATTENTION |= {
-    f"te.{target.removeprefix('aten.')}": places for target, places in _ATTENTION.items()
+ATTENTION = {
+    f"_scaled_dot_product_{kind}{'_backward' * place}": (place, bool(place), causal_at)
+    for kind, places in _CAUSAL_AT.items()
+    for place, causal_at in enumerate(places)
 }
 
 
 def attention_arguments(call: OpCall) -> tuple[int, bool, int]:
     """Where a call of attention has its query, whether it is backward, and its is_causal flag."""
-    return _ATTENTION[".".join(call.target.split(".")[:2])]
+    return ATTENTION[call.name]
 
 
 def _attention_dims(call: OpCall) -> tuple[float, ...]:
@@ -245,7 +236,12 @@ def _attention_dims(call: OpCall) -> tuple[float, ...]:
     )
 
 
-@cost_of(*_ATTENTION, family="attention", dims=_attention_dims)
+# Transformer Engine's kernels stand for torch's, whose arguments they keep.
+@cost_of(
+    *(f"{library}.{name}" for library in ("aten", "te") for name in ATTENTION),
+    family="attention",
+    dims=_attention_dims,
+)
 def _attention(call: OpCall) -> OpCost:
     """Scores and their sum over values: 2 matmuls forward; backward recomputes the scores, 5."""
     start, backward, _ = attention_arguments(call)

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from estimator.errors import StrategyError
-from estimator.graph.costs.matmuls import attention_arguments
+from estimator.graph.costs.matmuls import ATTENTION, attention_arguments
 from estimator.graph.costs.registry import argument
 from estimator.graph.ir.collectives import Overlapped, collective_call, ring_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Value
 from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner
-from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Shard, attention_names
+from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Shard
 from estimator.tensors import OpCall, TensorSpec
 
 _TOKENS = 2  # of (samples, heads, tokens, width)
@@ -136,7 +136,6 @@ def _half(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(tuple(shape), spec.dtype)
 
 
-_ATTENTION = frozenset(attention_names())
 _PRODUCTS = ("bmm", "baddbmm")
 # What routes tokens to experts: every rank does so for its own.
 _ROUTING = ("sort", "index", "index_put", "index_put_", "histc", "scatter", "new_zeros")
@@ -224,7 +223,7 @@ class _TokenSplitter(Partitioner):
         return Shard(0, length, rows // (samples * length)) if is_batch else None
 
     def _op(self, op: Op) -> None:
-        if op.call.name in _ATTENTION and any(self.at[value] for value in op.inputs):
+        if op.call.name in ATTENTION and any(self.at[value] for value in op.inputs):
             self._attend(op)
             return
         super()._op(op)

@@ -17,7 +17,7 @@ from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, with_calls
 from estimator.graph.partition.partitioner import KEEP_PARTIAL, Partitioner
-from estimator.graph.partition.plan import divided_experts
+from estimator.graph.partition.plan import divided_experts, forward_ops, weights_of
 from estimator.graph.partition.rules import PARTIAL, Placed, Placement, Routed, Shard
 from estimator.tensors import OpCall, TensorSpec
 
@@ -74,17 +74,13 @@ class ExpertSplitter(Partitioner):
 
     def _divided(self) -> int:
         """Mark the weights of experts; how many there are in a layer."""
-        weights = {n: n for n, value in enumerate(self.graph.values) if value.kind == "parameter"}
+        weights = weights_of(self.graph)
         grouped = {op.module for op in self.graph.ops if op.call.name == GROUPED}
         self.named = divided_experts(self.graph.ep_plan, grouped)
         count = 0
-        for op in self.graph.ops:
-            if op.phase != "forward":
-                break
-            if op.call.name in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
-                weights[op.outputs[0]] = weights[op.inputs[0]]
-            elif self._divides(op) and op.inputs[1] in weights:
-                weight = weights[op.inputs[1]]
+        for op in forward_ops(self.graph):
+            if self._divides(op) and op.inputs[1] in weights:
+                weight, _ = weights[op.inputs[1]]
                 count = self.graph.values[weight].spec.shape[0]
                 if count % self.degree:
                     raise StrategyError(

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -220,6 +221,22 @@ _PRODUCTS = ("mm", "addmm", "embedding", "convolution", "_grouped_mm", "bmm", "b
 _DIVIDING = ("column", "gather", "row", "vocabulary")
 
 
+def forward_ops(graph: OpGraph) -> Iterator[Op]:
+    """The ops before the first backward pass."""
+    return takewhile(lambda op: op.phase == "forward", graph.ops)
+
+
+def weights_of(graph: OpGraph) -> dict[int, tuple[int, bool]]:
+    """The parameter that a value is made of alone, and whether its two dimensions are swapped."""
+    values = enumerate(graph.values)
+    weights = {index: (index, False) for index, value in values if value.kind == "parameter"}
+    for op in forward_ops(graph):
+        if op.call.name in _REMAKES and op.inputs[0] in weights:
+            weight, swapped = weights[op.inputs[0]]
+            weights[op.outputs[0]] = weight, swapped != (op.call.name != "_to_copy")
+    return weights
+
+
 def divided_weights(
     graph: OpGraph, styles: dict[str, Style | None], axis: str, degree: int
 ) -> dict[int, Shard]:
@@ -228,20 +245,9 @@ def divided_weights(
     Raises StrategyError where the degree does not divide the features of a module.
     """
     shards: dict[int, Shard] = {}
-    # (parameter, whether its two dimensions are swapped) of what is made of one alone.
-    weights = {
-        index: (index, False)
-        for index, value in enumerate(graph.values)
-        if value.kind == "parameter"
-    }
-    for op in graph.ops:
-        if op.phase != "forward":
-            break
-        name = op.call.name
-        if name in _REMAKES and op.inputs[0] in weights:
-            weight, swapped = weights[op.inputs[0]]
-            weights[op.outputs[0]] = weight, swapped != (name != "_to_copy")
-        elif name in _PRODUCTS and any(value in weights for value in op.inputs):
+    weights = weights_of(graph)
+    for op in forward_ops(graph):
+        if op.call.name in _PRODUCTS and any(value in weights for value in op.inputs):
             style = styles[op.module] = styles[op.module] or "replicate"
             if style not in _DIVIDING:
                 continue
@@ -336,22 +342,14 @@ class _StyleSearch:
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self.consumers: dict[int, list[int]] = {}
-        weights: set[int] = set()
         self.linears: dict[int, int] = {}
         # By identity of the call, which the graph keeps.
         self._found: dict[tuple[int, tuple[Placement, ...]], Placed] = {}
-        for index, op in enumerate(graph.ops):
-            if op.phase != "forward":
-                break
+        weights = weights_of(graph)
+        for index, op in enumerate(forward_ops(graph)):
             for value in op.inputs:
                 self.consumers.setdefault(value, []).append(index)
-            if op.call.name in _REMAKES and (
-                op.inputs[0] in weights or graph.values[op.inputs[0]].kind == "parameter"
-            ):
-                weights.update(op.outputs)
-            elif op.call.name in _LINEAR and (
-                op.inputs[-1] in weights or graph.values[op.inputs[-1]].kind == "parameter"
-            ):
+            if op.call.name in _LINEAR and op.inputs[-1] in weights:
                 self.linears[index] = op.inputs[-2]
 
     def rows_after(self, start: int) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from estimator.errors import StrategyError
 from estimator.graph.costs.call_costs import family_of
+from estimator.graph.costs.matmuls import ATTENTION
 from estimator.graph.costs.registry import argument
 from estimator.tensors import OpCall, TensorSpec
 
@@ -496,19 +497,7 @@ def _embedding_backward(given: Given) -> Placed:
     return Placed((shard, shard), (PARTIAL,))
 
 
-def attention_names() -> tuple[str, ...]:
-    """The fused attention of every backend."""
-    kinds = (
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-    )
-    return tuple(f"_scaled_dot_product_{kind}{way}" for kind in kinds for way in ("", "_backward"))
-
-
-@rule_of(" ".join(attention_names()))
+@rule_of(" ".join(ATTENTION))
 def _attention(given: Given) -> Placed:
     """(samples, heads, tokens, width): samples and heads are worked on each by itself."""
     shards = [at for at in given.at if isinstance(at, Shard)]
