@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from estimator.calibrate.observation_files import measured_step, read_rows
-from estimator.graph.ir.op_graph import summary_graph
-from estimator.graph.summary import load_summary
+from estimator.graph.summary import load_summary, summary_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.prices import PriceList
 from estimator.placement.topology import Cluster

@@ -196,8 +196,7 @@ class Request:
         return f"estimator trace MODEL {shlex.join([*words, '-o', self.model])}"
 
     def _summarised(self, target: DeviceKind) -> OpGraph:
-        from estimator.graph.ir.op_graph import summary_graph
-        from estimator.graph.summary import load_summary
+        from estimator.graph.summary import load_summary, summary_graph
 
         summary = load_summary(self.model)
         for name in ("measure", *_TRACED):

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from estimator.errors import EstimatorError, ModelError, WorkloadError, first_fault, quoted
 from estimator.files import parse_json, read_text
 from estimator.graph.costs.call_costs import StepLine, StepPart, fit_step_line, known_peak
-from estimator.graph.ir.op_graph import BLOCK_TENSORS
+from estimator.graph.ir.op_graph import BLOCK_TENSORS, OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
@@ -163,13 +163,13 @@ def _spread(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (index < more) for index in range(parts))
 
 
-def summary_fields(
+def summary_graph(
     summary: WorkloadSummary,
     *,
     target: DeviceKind | None = None,
     profile: MachineProfile | None = None,
-) -> dict[str, Any]:
-    """The fields of the `OpGraph` of a job known by summary, to be estimated like any other.
+) -> OpGraph:
+    """The graph of a job known by summary, to be estimated like any other.
 
     `target` is the kind of devices to be asked about: by default that of the machine with step
     times, else "cpu". `profile` stands in for the machine that the step times name. Calls stand for
@@ -186,21 +186,21 @@ def summary_fields(
     batch = summary.batch or first_batch
     parts = _Parts(summary, line, (batch, 2 * batch))
     parameters = parts.step()
-    return {
-        "name": summary.name,
-        "target": target or "cpu",
-        "precision": summary.precision,
-        "optimizer": summary.optimizer,
-        "batch": batch,
-        "other_batch": 2 * batch,
-        "tokens_per_sample": summary.tokens_per_sample,
-        "ops": tuple(parts.ops),
-        "values": tuple(parts.values),
-        "parameters": parameters,
-        "assumptions": tuple(_assumptions(summary)),
-        "versions": {"summary": "1"},
-        "timed_on": profile.name if line is not None and profile is not None else None,
-    }
+    return OpGraph(
+        name=summary.name,
+        target=target or "cpu",
+        precision=summary.precision,
+        optimizer=summary.optimizer,
+        batch=batch,
+        other_batch=2 * batch,
+        tokens_per_sample=summary.tokens_per_sample,
+        ops=tuple(parts.ops),
+        values=tuple(parts.values),
+        parameters=parameters,
+        assumptions=tuple(_assumptions(summary)),
+        versions={"summary": "1"},
+        timed_on=profile.name if line is not None and profile is not None else None,
+    )
 
 
 def _assumptions(summary: WorkloadSummary) -> list[str]:

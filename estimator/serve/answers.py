@@ -32,8 +32,8 @@ from estimator.errors import (
 )
 from estimator.files import parse_json, write_bytes_atomically
 from estimator.graph.files import saved_name
-from estimator.graph.ir.op_graph import OpGraph, summary_graph
-from estimator.graph.summary import summary_from
+from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.summary import summary_from, summary_graph
 from estimator.machines.catalogue import known_machines, load_profile, split_limit
 from estimator.placement.allocation import Allocation
 

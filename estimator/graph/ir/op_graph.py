@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
@@ -32,9 +32,6 @@ from estimator.graph.ir.ops import (
 )
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import MOST_ELEMENTS, OpCall, TensorSpec
-
-if TYPE_CHECKING:
-    from estimator.graph.summary import WorkloadSummary
 
 # torch.nn.TransformerEncoderLayer has 12 parameter tensors: of a job known by summary, FSDP gathers
 # that many at a time.
@@ -231,25 +228,13 @@ class OpGraph:
         >>> graph.parameter_count, graph.knows_activations
         (109500000, False)
         """
-        from estimator.graph.summary import summary_from
+        from estimator.graph.summary import summary_from, summary_graph
 
         return summary_graph(summary_from(known), target=target, profile=profile)
 
 
 def _unpickled(content: bytes) -> OpGraph:
     return OpGraph(**pickle.loads(zlib.decompress(content)))
-
-
-def summary_graph(
-    summary: WorkloadSummary,
-    *,
-    target: DeviceKind | None = None,
-    profile: MachineProfile | None = None,
-) -> OpGraph:
-    """The graph of a job known by summary; arguments and errors as `OpGraph.from_summary`."""
-    from estimator.graph.summary import summary_fields
-
-    return OpGraph(**summary_fields(summary, target=target, profile=profile))
 
 
 def workload_name(name: str, mode: str) -> str:
