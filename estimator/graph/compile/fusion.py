@@ -28,7 +28,7 @@ from estimator.graph.compile.parts import (
 )
 from estimator.graph.costs.call_costs import FusedFamily, FusedKernel
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.ops import Execution, Op, Parameter, Phase, Value
+from estimator.graph.ir.ops import Execution, Op, Parameter, Phase
 from estimator.tensors import TensorSpec
 
 # torch/_inductor/config.py: max_fusion_size; realize_reads_threshold; realize_opcount_threshold.
@@ -379,16 +379,37 @@ def _rebuilt(split: SplitGraph, grouping: Grouping) -> OpGraph:
     made = {split.roots[value]: value for op in ops for value in op.outputs}
     parameters = [_parameter(p, split, made_at, made) for p in graph.parameters]
     parameters.sort(key=lambda p: len(ops) if p.ready_after is None else p.ready_after)
-    kept = _KeptValues(split, ops, parameters)
+    # The values that there still are, numbered anew; what no longer exists is not held.
+    used = {value for op in ops for value in (*op.inputs, *op.outputs)}
+    used |= {p.gradient for p in parameters if p.gradient is not None}
+    used |= {index for index, v in enumerate(split.values) if v.kind != "activation"}
+    place = {value: index for index, value in enumerate(sorted(used))}
+    owner: dict[int, int] = {}
+    bases = [owner.setdefault(split.roots[value], value) for value in place]
+
+    def numbered(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place[value] for value in values if value in place)
+
     return replace(
         graph,
-        ops=tuple(kept.op(op) for op in ops),
-        values=kept.values,
+        ops=tuple(
+            replace(
+                op,
+                inputs=numbered(op.inputs),
+                outputs=numbered(op.outputs),
+                holds=numbered(op.holds),
+            )
+            for op in ops
+        ),
+        values=tuple(
+            replace(split.values[value], base=None if base == value else place[base])
+            for value, base in zip(place, bases, strict=True)
+        ),
         parameters=tuple(
-            replace(p, gradient=None if p.gradient is None else kept.number[p.gradient])
+            replace(p, gradient=None if p.gradient is None else place[p.gradient])
             for p in parameters
         ),
-        inputs=tuple(replace(i, value=kept.number[i.value]) for i in graph.inputs),
+        inputs=tuple(replace(i, value=place[i.value]) for i in graph.inputs),
     )
 
 
@@ -501,31 +522,3 @@ def _outputs(split: SplitGraph, grouping: Grouping, number: int) -> tuple[int, .
     last = {split.roots[value]: value for part in kernel.parts for value in part.writes}
     values = [value for root, value in last.items() if grouping.escapes(number, root)]
     return tuple(values) or kernel.placed[kernel.last].writes
-
-
-@dataclass(slots=True, init=False)
-class _KeptValues:
-    """The values that a fused graph still has, numbered anew."""
-
-    number: dict[int, int]
-    values: tuple[Value, ...]
-
-    def __init__(self, split: SplitGraph, ops: list[Op], parameters: list[Parameter]) -> None:
-        used = {value for op in ops for value in (*op.inputs, *op.outputs)}
-        used |= {p.gradient for p in parameters if p.gradient is not None}
-        used |= {index for index, v in enumerate(split.values) if v.kind != "activation"}
-        self.number = {value: index for index, value in enumerate(sorted(used))}
-        owner: dict[int, int] = {}
-        values = []
-        for value in sorted(used):
-            root = split.roots[value]
-            base = owner.setdefault(root, value)
-            base_number = None if base == value else self.number[base]
-            values.append(replace(split.values[value], base=base_number))
-        self.values = tuple(values)
-
-    def op(self, op: Op) -> Op:
-        """The operator, with its values by their new numbers; what no longer exists is not held."""
-        inputs, outputs = (tuple(self.number[v] for v in ends) for ends in (op.inputs, op.outputs))
-        holds = tuple(self.number[v] for v in op.holds if v in self.number)
-        return replace(op, inputs=inputs, outputs=outputs, holds=holds)

@@ -9,9 +9,8 @@ itself, as the models of torch.distributed.pipelining do.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,9 +28,16 @@ class Cutting:
     `content` is equal for those that compute the same, whatever their modules are called.
     """
 
-    def __init__(self, graph: OpGraph, ops: Indices, flow: GraphColumns, cut: _Cut) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        ops: Indices,
+        flow: GraphColumns,
+        roots: Indices,
+        trained: Sequence[_Trained],
+    ) -> None:
         self.ops = ops
-        self._graph, self._flow, self._cut = graph, flow, cut
+        self._graph, self._flow, self._roots = graph, flow, roots
         self._place = np.full(len(graph.ops), -1, dtype=np.intp)
         self._place[ops] = np.arange(len(ops))
         is_own = self._place[flow.touched_by] >= 0
@@ -46,7 +52,7 @@ class Cutting:
         own = base[self._values]
         self._base = np.where(own < 0, -1, self._number[own])
         self._held, self._held_by = self._holds()
-        self._parameters = list(self._trained())
+        self._parameters = list(self._of_stage(trained))
         self.parameter_names = tuple(parameter.name for parameter in self._parameters)
         self.content = self._content()
 
@@ -57,7 +63,7 @@ class Cutting:
         did was fused into its readers, is one of what the stage makes or of what has come of the
         same storage.
         """
-        flow, root = self._flow, self._cut.roots
+        flow, root = self._flow, self._roots
         is_made_here = np.zeros(len(root), dtype=np.bool_)
         is_made_here[root[self._made]] = True
         is_absent = (flow.kind == ACTIVATION) & (flow.kind[root] == ACTIVATION) & ~self._made
@@ -154,13 +160,13 @@ class Cutting:
         of_spec = self._flow.spec_of[self._values[is_own]].tolist()
         return sum(self._flow.specs[number][0].nbytes for number in of_spec)
 
-    def _trained(self) -> Iterator[Parameter]:
+    def _of_stage(self, trained: Sequence[_Trained]) -> Iterator[Parameter]:
         """Trained parameters whose gradients, or parts of them, the stage computes.
 
         Of a tied one a stage computes a part, which another adds to its own.
         """
         place, number = self._place.tolist(), self._number
-        for parameter, gradient, ready, parts in self._cut.trained:
+        for parameter, gradient, ready, parts in trained:
             if place[ready] >= 0:
                 own = int(number[gradient])
                 yield replace(parameter, gradient=own, ready_after=place[ready])
@@ -172,30 +178,22 @@ class Cutting:
                     yield replace(parameter, gradient=own, ready_after=int(made[0]))
 
 
-class _Cut(NamedTuple):
-    """What all stages of a graph are cut by.
+# A parameter, its gradient, the op that makes that, and what this adds up to it.
+_Trained = tuple[Parameter, int, int, list[int]]
 
-    `roots` are the values that own the storage of each, `trained` each parameter with a gradient,
-    that, the op that makes it and what this adds up to it.
-    """
 
-    roots: Indices
-    trained: tuple[tuple[Parameter, int, int, tuple[int, ...]], ...]
-
-    @classmethod
-    def of(cls, graph: OpGraph, columns: GraphColumns) -> _Cut:
-        trained = []
-        for parameter in graph.parameters:
-            gradient, ready = parameter.gradient, parameter.ready_after
-            if gradient is None or ready is None:
-                continue
-            parts = [
-                value
-                for value in columns.read_by(ready)
-                if columns.specs[columns.spec_of[value]][0] == parameter.spec
-            ]
-            trained.append((parameter, gradient, ready, tuple(parts)))
-        return cls(owners(columns.base), tuple(trained))
+def _trained(graph: OpGraph, columns: GraphColumns) -> Iterator[_Trained]:
+    """The parameters of a graph that have a gradient."""
+    for parameter in graph.parameters:
+        gradient, ready = parameter.gradient, parameter.ready_after
+        if gradient is None or ready is None:
+            continue
+        parts = [
+            value
+            for value in columns.read_by(ready)
+            if columns.specs[columns.spec_of[value]][0] == parameter.spec
+        ]
+        yield parameter, gradient, ready, parts
 
 
 def _numbered(touched: Indices, base: Indices) -> tuple[Indices, Indices]:
@@ -296,46 +294,18 @@ class Stage:
         return sum(bound.specs[value].nbytes for value in self.sent)
 
 
-def split_points(graph: OpGraph) -> tuple[str, ...]:
+def split_points(graph: OpGraph, columns: GraphColumns | None = None) -> tuple[str, ...]:
     """The repeated blocks at which a pipeline may begin a stage, in the order of the model.
 
     There are none where a step goes forward again after a backward pass.
     """
-    return _split_points(GraphColumns.of(graph))
-
-
-def _split_points(columns: GraphColumns) -> tuple[str, ...]:
+    columns = columns or GraphColumns.of(graph)
     is_forward = columns.is_forward
     if (is_forward[1:] > is_forward[:-1]).any():
         return ()
     own, _ = by_first(columns.module_of[is_forward], len(columns.modules))
     modules = [columns.modules[number] for number in own.tolist()]
     return tuple(path for path in dict.fromkeys(map(unit_path, modules)) if path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassPlaces:
-    """Where the ops of a graph stand in its passes, wherever stages begin.
-
-    `place` of an op is its place in the forward pass; of the backward pass, that of the forward
-    op to whose stage it belongs. `first_place` has that of the first op of each module.
-    `from_weights` are the parameters, frozen ones too, and what the forward pass makes of them:
-    stages pass it on, and make masks and positions again.
-    """
-
-    place: Indices
-    first_place: dict[str, int]
-    from_weights: Flags
-
-    @classmethod
-    def of(cls, columns: GraphColumns) -> PassPlaces:
-        """Those of a graph by its columns."""
-        from_weights = _from_weights(columns)
-        return cls(
-            place=_places(columns, from_weights & (columns.kind == ACTIVATION)),
-            first_place=_first_places(columns.modules, columns.module_of[columns.is_forward]),
-            from_weights=from_weights,
-        )
 
 
 def _places(columns: GraphColumns, tells: Flags) -> Indices:
@@ -398,23 +368,59 @@ def _from_weights(columns: GraphColumns) -> Flags:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """The points at which stages may begin, and the block of each op.
+    """The points at which stages may begin, the block of each op, and its place in the passes.
 
-    What stands before the first block and behind the last one goes with them.
+    What stands before the first block and behind the last one goes with them, in `owner`.
+    `place` of an op is its place in the forward pass; of the backward pass, that of the forward
+    op to whose stage it belongs. `first_place` has that of the first op of each module.
+    `from_weights` are the parameters, frozen ones too, and what the forward pass makes of them:
+    stages pass it on, and make masks and positions again.
     """
 
     name: str
     points: tuple[str, ...]
-    owner: Indices
-    places: PassPlaces
+    place: Indices
+    first_place: dict[str, int]
+    from_weights: Flags
+    owner: Indices = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner", self.stage_of(self.points[1:]))
 
     @classmethod
     def of(cls, graph: OpGraph, columns: GraphColumns | None = None) -> Blocks:
         """Those of a graph; `columns` are its own where they are at hand."""
         columns = columns or GraphColumns.of(graph)
-        points, places = _split_points(columns), PassPlaces.of(columns)
-        owner = _owners(graph.name, points, places, points[1:])
-        return cls(name=graph.name, points=points, owner=owner, places=places)
+        from_weights = _from_weights(columns)
+        return cls(
+            name=graph.name,
+            points=split_points(graph, columns),
+            place=_places(columns, from_weights & (columns.kind == ACTIVATION)),
+            first_place=_first_places(columns.modules, columns.module_of[columns.is_forward]),
+            from_weights=from_weights,
+        )
+
+    def stage_of(self, points: Sequence[str]) -> Indices:
+        """The stage of each op where stages begin at these points; raises WorkloadError."""
+        begins = [0, *map(self._begin, points)]
+        for (one, two), point in zip(pairwise(begins), points, strict=True):
+            if two <= one:
+                raise WorkloadError(
+                    f"a stage that begins at {quoted(point)} would leave the one before without "
+                    "operators; name split points in the order of the model"
+                )
+        return np.searchsorted(begins, self.place, side="right") - 1
+
+    def _begin(self, point: str) -> int:
+        """The place in the forward pass of the first op of a module."""
+        place = self.first_place.get(point)
+        if place is None:
+            points = self.points
+            known = f"; its blocks are {points[0]} to {points[-1]}" if points else ""
+            raise WorkloadError(
+                f"{quoted(point)} names no module of {self.name} that computes{known}"
+            )
+        return place
 
     def even(self, stages: int) -> tuple[str, ...]:
         """Where stages of as many blocks each begin; nothing where the blocks do not divide."""
@@ -477,14 +483,14 @@ def stage_graphs(
     """
     flow = columns or GraphColumns.of(graph)
     blocks = blocks or Blocks.of(graph, flow)
-    owner = _owners(graph.name, blocks.points, blocks.places, points)
-    sending = _sent(flow, blocks.places, owner, len(points) + 1)
-    lent = _Lent.of(flow, blocks.places)
+    owner = blocks.stage_of(points)
+    sending = _sent(flow, blocks.from_weights, owner, len(points) + 1)
+    lenders = _lenders(flow, blocks.from_weights)
     alike: dict[Hashable, tuple[OpGraph, Array]] = {}
-    cut = _Cut.of(graph, flow)
+    roots, trained = owners(flow.base), tuple(_trained(graph, flow))
     graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
-        cutting = Cutting(graph, lent.with_lent(owner == number), flow, cut)
+        cutting = Cutting(graph, _with_lent(owner == number, lenders), flow, roots, trained)
         if cutting.content not in alike:
             own = cutting.graph(f"{graph.name}, stage {number}")
             alike[cutting.content] = own, weight_shares(own)
@@ -503,36 +509,15 @@ def stage_graphs(
     return tuple(graphs)
 
 
-def _owners(name: str, blocks: Sequence[str], places: PassPlaces, points: Sequence[str]) -> Indices:
-    """The stage of each op of a graph of that name."""
-    begins = [0, *(_begin(name, blocks, places, point) for point in points)]
-    for (one, two), point in zip(pairwise(begins), points, strict=True):
-        if two <= one:
-            raise WorkloadError(
-                f"a stage that begins at {quoted(point)} would leave the one before without "
-                "operators; name split points in the order of the model"
-            )
-    return np.searchsorted(begins, places.place, side="right") - 1
-
-
-def _begin(name: str, blocks: Sequence[str], places: PassPlaces, point: str) -> int:
-    """The place in the forward pass of the first op of a module."""
-    place = places.first_place.get(point)
-    if place is None:
-        known = f"; its blocks are {blocks[0]} to {blocks[-1]}" if blocks else ""
-        raise WorkloadError(f"{quoted(point)} names no module of {name} that computes{known}")
-    return place
-
-
 def _sent(
-    flow: GraphColumns, places: PassPlaces, owner: Indices, stages: int
+    flow: GraphColumns, from_weights: Flags, owner: Indices, stages: int
 ) -> list[tuple[int, ...]]:
     """What each stage sends to the next one: what later ones read and depends on weights."""
     reads = flow.is_forward[flow.touched_by] & ~flow.is_made
     values = flow.touched[reads]
     last = np.full(len(flow.maker), -1, dtype=np.intp)
     last[values] = owner[flow.touched_by[reads]]
-    passes = places.from_weights & (flow.maker >= 0) & (owner[flow.maker] < last)
+    passes = from_weights & (flow.maker >= 0) & (owner[flow.maker] < last)
     sent: list[list[int]] = [[] for _ in range(stages)]
     for value in dict.fromkeys(values[passes[values]].tolist()):
         for stage in range(int(owner[flow.maker[value]]), int(last[value])):
@@ -540,29 +525,24 @@ def _sent(
     return [tuple(values) for values in sent]
 
 
-class _Lent(NamedTuple):
+def _lenders(flow: GraphColumns, from_weights: Flags) -> dict[int, list[int]]:
     """By forward op: the ops that make what it reads and what depends on no weight."""
+    made_by = flow.maker[flow.touched]
+    lends = flow.is_forward[flow.touched_by] & ~flow.is_made & (made_by >= 0)
+    lends &= ~from_weights[flow.touched]
+    makers: dict[int, list[int]] = {}
+    for reader, maker in zip(flow.touched_by[lends], made_by[lends], strict=True):
+        makers.setdefault(int(reader), []).append(int(maker))
+    return makers
 
-    makers: dict[int, list[int]]
-    readers: Indices
 
-    @classmethod
-    def of(cls, flow: GraphColumns, places: PassPlaces) -> _Lent:
-        made_by = flow.maker[flow.touched]
-        lends = flow.is_forward[flow.touched_by] & ~flow.is_made & (made_by >= 0)
-        lends &= ~places.from_weights[flow.touched]
-        makers: dict[int, list[int]] = {}
-        for reader, maker in zip(flow.touched_by[lends], made_by[lends], strict=True):
-            makers.setdefault(int(reader), []).append(int(maker))
-        return cls(makers, np.array(list(makers), dtype=np.intp))
-
-    def with_lent(self, is_own: Flags) -> Indices:
-        """The ops of a stage, those of earlier ones that it repeats, without weights, too."""
-        inside = is_own.copy()
-        waiting = self.readers[is_own[self.readers]].tolist()
-        while waiting:
-            for made in self.makers.get(waiting.pop(), ()):
-                if not inside[made]:
-                    inside[made] = True
-                    waiting.append(made)
-        return np.flatnonzero(inside)
+def _with_lent(is_own: Flags, lenders: dict[int, list[int]]) -> Indices:
+    """The ops of a stage, those of earlier ones that it repeats, without weights, too."""
+    inside = is_own.copy()
+    waiting = [reader for reader in lenders if is_own[reader]]
+    while waiting:
+        for made in lenders.get(waiting.pop(), ()):
+            if not inside[made]:
+                inside[made] = True
+                waiting.append(made)
+    return np.flatnonzero(inside)
