@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from options import Options
-from records import say
+from records import kept_graph, say
 from summary import format_rows, summarise
 from torch import Tensor, nn
 
@@ -290,28 +290,7 @@ class GraphStore:
     @lru_cache(maxsize=2)  # noqa: B019  one store for a run
     def traced(self, model: str, length: int, variant: str) -> OpGraph:
         name = f"{model} {length} {variant}".replace(" ", "_").replace(":", "-")
-        path = self._folder / f"{name}.graph"
-        if path.is_file():
-            return OpGraph.load(path)
-        module, batch, loss, _ = load_model(
-            f"hf:{MODELS[model]}", batch=2, seq_len=length, weights=False
-        )
-        if variant.startswith("lora"):
-            _adapt(module, "_proj" if "all" in variant else ("q_proj", "k_proj", "v_proj"))
-        graph = estimator.trace_model(
-            module,
-            batch,
-            loss,
-            target="cuda",
-            precision="bf16",
-            checkpoint=variant.removeprefix("lora-all-")
-            if variant.endswith(("full", ":2"))
-            else None,
-            name=model,
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        graph.save(path)
-        return graph
+        return kept_graph(self._folder / f"{name}.graph", lambda: _traced(model, length, variant))
 
     @lru_cache(maxsize=2)  # noqa: B019  one store for a run
     def asked(self, graph: tuple[str, int, str], recipe: str | None) -> OpGraph:
@@ -320,6 +299,23 @@ class GraphStore:
             # What FSDP gathers by itself is compiled by itself.
             return with_recipe(traced, compiled="blocks")
         return with_recipe(traced, recipe=recipe)
+
+
+def _traced(model: str, length: int, variant: str) -> OpGraph:
+    module, batch, loss, _ = load_model(
+        f"hf:{MODELS[model]}", batch=2, seq_len=length, weights=False
+    )
+    if variant.startswith("lora"):
+        _adapt(module, "_proj" if "all" in variant else ("q_proj", "k_proj", "v_proj"))
+    return estimator.trace_model(
+        module,
+        batch,
+        loss,
+        target="cuda",
+        precision="bf16",
+        checkpoint=variant.removeprefix("lora-all-") if variant.endswith(("full", ":2")) else None,
+        name=model,
+    )
 
 
 def _adapt(module: nn.Module, names: str | tuple[str, ...]) -> None:

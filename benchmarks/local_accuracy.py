@@ -21,7 +21,7 @@ from typing import Any
 
 from local_cases import OPTIMIZER, PRECISION, STRATEGY, Case, assemble, draw_cases, read_cases
 from options import Options, local_machine
-from records import Progress, Record, Records
+from records import Progress, Record, Records, kept_graph
 from summary import Bound, error_ratio, summarise
 
 from estimator.errors import EstimatorError, ModelError, ProbeError
@@ -55,27 +55,19 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     import torch
 
     import estimator
-    from estimator.graph.ir.op_graph import OpGraph
     from estimator.graph.models import load_model
     from estimator.probe.ops import measure_ops
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
     canaries: list[float] = []
-    kept = graphs / f"{case.model}-b{case.batch}.graph"
-    if not kept.exists():
-        model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
-        graph = estimator.trace_model(
-            model,
-            batch,
-            loss=loss,
-            optimizer=OPTIMIZER,
-            precision=PRECISION,
-            target=load_profile("local").kind,
-        )
-        graphs.mkdir(exist_ok=True)
-        graph.save(kept)
-    graph = OpGraph.load(kept)
+
+    def trace() -> estimator.OpGraph:
+        built = load_model(case.model_text, batch=case.batch or None)[:3]
+        how = {"optimizer": OPTIMIZER, "precision": PRECISION}
+        return estimator.trace_model(*built, **how, target=load_profile("local").kind)
+
+    graph = kept_graph(graphs / f"{case.model}-b{case.batch}.graph", trace)
     if method == "measured":
         timings = measure_ops(graph, load_profile("local"), on_canary=canaries.append)
         graph = replace(graph, timings=timings, timed_on="local")

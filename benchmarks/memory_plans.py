@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from options import Options
-from records import Record, say
+from records import Record, kept_graph, say
 from swap.checker import plan_flaws
 from swap.steps import UpdateSchedule
 
@@ -45,17 +45,8 @@ UPDATES = {
 }
 
 
-def traced(model: str, folder: Path) -> OpGraph:
-    """The graph of a network, traced once into a folder."""
-    path = folder / f"{model}.graph"
-    if not path.exists():
-        graph = _trace(model)
-        folder.mkdir(parents=True, exist_ok=True)
-        graph.save(path)
-    return OpGraph.load(path)
-
-
-def _trace(name: str) -> OpGraph:
+def traced(name: str) -> OpGraph:
+    """The graph of a network of timm under a loss, at a batch of 16."""
     import torch
     from torch import Tensor, nn
     from traced_models import build_timm, define_torchvision_schemas
@@ -157,6 +148,6 @@ def cases_of(graph: OpGraph, batch: int, *, budgets: int = 20) -> list[Record]:
 def run(options: Options) -> Iterator[Record]:
     """Every network at both batches."""
     for model in filter(options.takes, MODELS):
-        graph = traced(model, options.work)
+        graph = kept_graph(options.work / f"{model}.graph", partial(traced, model))
         for batch in BATCHES:
             yield from cases_of(graph, batch)

@@ -6,12 +6,15 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from summary import noise_ratio
+
+if TYPE_CHECKING:
+    from estimator.graph.ir.op_graph import OpGraph
 
 Record = dict[str, Any]
 
@@ -57,6 +60,17 @@ def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Recor
         "status": "ok" if runs else "not_measured",
         "reason": failures[-1]["reason"] if failures else None,
     }
+
+
+def kept_graph(path: Path, trace: Callable[[], OpGraph]) -> OpGraph:
+    """The graph of a file, traced into it where it is not there yet."""
+    from estimator.graph.ir.op_graph import OpGraph
+
+    if not path.is_file():
+        graph = trace()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+    return OpGraph.load(path)
 
 
 def say(text: str) -> None:

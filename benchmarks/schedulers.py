@@ -21,7 +21,7 @@ from typing import Any
 
 import scheduler_models
 from options import Options
-from records import say
+from records import kept_graph, say
 from replay_speeds import MistakenSpeeds, drawn_jobs
 
 import estimator as est
@@ -61,15 +61,13 @@ def traced(folder: Path) -> Graphs:
     graphs: Graphs = {}
     for kind, names in scheduler_models.MODELS.items():
         for name in names:
-            kept = folder / f"{name}.graph"
-            if kept.exists():
-                graph = est.OpGraph.load(kept)
-            else:
-                model, batch, loss = getattr(scheduler_models, name)()
-                graph = est.trace_model(model, batch, loss, target="cuda", name=name)
-                graph.save(kept)
+            graph = kept_graph(folder / f"{name}.graph", partial(_traced, name))
             graphs.setdefault(kind, []).append(graph)
     return graphs
+
+
+def _traced(name: str) -> est.OpGraph:
+    return est.trace_model(*getattr(scheduler_models, name)(), target="cuda", name=name)
 
 
 def replayed(

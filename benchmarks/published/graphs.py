@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from records import say
+from records import kept_graph, say
 
 import estimator as est
 from estimator.errors import EstimatorError
@@ -91,9 +92,7 @@ class GraphStore:
         key = spec, precision, optimizer
         if key not in self._known:
             path = self.folder / _file_name(spec, precision)
-            if not path.is_file():
-                self._trace(spec, precision, path)
-            graph = est.OpGraph.load(path)
+            graph = kept_graph(path, partial(_traced, spec, precision))
             # Calibration tells jobs apart by this name.
             name = f"{spec.name}, {precision}"
             name += f", float8 {spec.float8}" if spec.float8 else ""
@@ -109,28 +108,27 @@ class GraphStore:
             self._known[key] = replace(graph, name=name, optimizer=optimizer)
         return self._known[key]
 
-    def _trace(self, spec: ModelSpec, precision: str, path: Path) -> None:
-        say(f"tracing {spec.name} in {precision}")
-        build: Callable[..., Any] = getattr(import_module(BUILDERS[spec.builder]), spec.builder)
-        settings = dict(spec.settings)
-        model, batch, loss = build(settings.pop("trace_batch", _TRACE_BATCH), **settings)
-        try:
-            graph = est.trace_model(
-                model,
-                batch,
-                loss=loss,
-                precision=precision,
-                target="cuda",
-                name=spec.name,
-                compiled=spec.compiled,
-                channels_last=spec.channels_last,
-                checkpoint=spec.checkpoint,
-                float8=spec.float8,
-            )
-        except EstimatorError as error:
-            raise NotMapped(f"its model cannot be traced: {error}") from None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        graph.save(path)
+
+def _traced(spec: ModelSpec, precision: str) -> est.OpGraph:
+    say(f"tracing {spec.name} in {precision}")
+    build: Callable[..., Any] = getattr(import_module(BUILDERS[spec.builder]), spec.builder)
+    settings = dict(spec.settings)
+    model, batch, loss = build(settings.pop("trace_batch", _TRACE_BATCH), **settings)
+    try:
+        return est.trace_model(
+            model,
+            batch,
+            loss=loss,
+            precision=precision,
+            target="cuda",
+            name=spec.name,
+            compiled=spec.compiled,
+            channels_last=spec.channels_last,
+            checkpoint=spec.checkpoint,
+            float8=spec.float8,
+        )
+    except EstimatorError as error:
+        raise NotMapped(f"its model cannot be traced: {error}") from None
 
 
 def _file_name(spec: ModelSpec, precision: str) -> str:

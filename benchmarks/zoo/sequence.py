@@ -132,11 +132,13 @@ def translator(batch: int, *, length: int, vocabulary: int, **settings: Any) -> 
     """A Transformer for translation, on sentences of one length."""
     with torch.device("meta"):
         model = Translator(vocabulary=vocabulary, **settings)
-    sentences = (
-        random_tokens(batch, length, vocabulary),
-        random_tokens(batch, length, vocabulary),
-    )
-    return model.train(), sentences, translation_loss
+    return model.train(), _sentences(batch, length, vocabulary), translation_loss
+
+
+def _sentences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Those to be translated, and their translations."""
+    source, target = (random_tokens(batch, length, vocabulary) for _ in range(2))
+    return source, target
 
 
 class RelativeBlock(nn.Module):
@@ -264,11 +266,7 @@ def gnmt(batch: int, *, length: int, vocabulary: int, width: int = 1024, layers:
     """GNMT v2 on sentences of one length."""
     with torch.device("meta"):
         model = Gnmt(width=width, layers=layers, vocabulary=vocabulary)
-    sentences = (
-        random_tokens(batch, length, vocabulary),
-        random_tokens(batch, length, vocabulary),
-    )
-    return model.train(), sentences, translation_loss
+    return model.train(), _sentences(batch, length, vocabulary), translation_loss
 
 
 class Ncf(nn.Module):
