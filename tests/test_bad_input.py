@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 import estimator
@@ -35,7 +35,6 @@ from estimator.errors import (
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
-from tests.budgets import examples
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
@@ -147,25 +146,6 @@ def test_what_is_no_profile_is_refused(
     assert command("machines", "show", given_file("odd.json", content)).sentence
 
 
-json_values = some.recursive(
-    some.none() | some.booleans() | some.floats() | some.integers() | some.text(max_size=5),
-    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
-@given(data=some.data())
-def test_a_profile_with_anything_anywhere_is_read_or_refused(
-    data: some.DataObject, small_profile: MachineProfile
-) -> None:
-    content = small_profile.to_dict()
-    key = data.draw(some.sampled_from(sorted(content)))
-    # Raises nothing else.
-    with contextlib.suppress(ProfileError):
-        MachineProfile.from_dict(content | {key: data.draw(json_values)})
-
-
 @pytest.mark.parametrize(
     "name", ["h900", "Local", "lokal", "local ", "../local", "no/such.json", ""]
 )
@@ -269,22 +249,6 @@ def test_options_that_cannot_be_are_refused_before_any_work(
     words: tuple[str, ...], command: Command
 ) -> None:
     assert command(*words).sentence
-
-
-def test_both_kinds_of_batch_must_make_whole_micro_batches(
-    command: Command, given_file: Callable[..., Path]
-) -> None:
-    model = f"{given_file('model.py', TINY)}:mlp"
-    words = ("--on", "1x2:local", "--batch", 2, "--global-batch", 6)
-    assert "no multiple of 4" in command("estimate", model, *words).sentence
-
-
-def test_a_global_batch_that_leaves_a_rank_without_samples_is_refused(
-    command: Command, given_file: Callable[..., Path]
-) -> None:
-    model = f"{given_file('model.py', TINY)}:mlp"
-    words = ("--on", "1x2:local", "--global-batch", 1)
-    assert "use at least 2" in command("estimate", model, *words).sentence
 
 
 # Models
@@ -448,15 +412,8 @@ def saved_graph(given_file: Callable[..., Path]) -> bytes:
 def test_options_that_contradict_a_saved_graph_are_refused(
     command: Command, given_file: Callable[..., Path]
 ) -> None:
-    saved_graph(given_file)
     path = given_file("whole.graph", saved_graph(given_file))
-    for words in (
-        ("--checkpoint", "full"),
-        ("--precision", "bf16"),
-        ("--seq-len", 5),
-        ("--measure",),
-    ):
-        assert words[0] in command("estimate", path, "--on", "1x1:local", *words).sentence
+    assert "--measure" in command("estimate", path, "--on", "1x1:local", "--measure").sentence
     assert "saved graph" in command("validate", path, "--on", "1x1:local").sentence
 
 
@@ -469,29 +426,25 @@ def quick_probe(monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile) 
     monkeypatch.setattr("estimator.probe.machine.probe_machine", lambda **_: small_profile)
 
 
-@pytest.mark.usefixtures("quick_probe")
-def test_a_full_disk_keeps_the_old_profile(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.fsync", full)
+
+
+@pytest.mark.usefixtures("quick_probe", "full_disk")
+def test_a_full_disk_keeps_the_old_profile(command: Command) -> None:
     assert "No space left" in command("probe").sentence
     assert load_profile("local").name == "local"
 
 
+@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_no_half_written_trace(
-    command: Command,
-    given_file: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    command: Command, given_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     model = f"{given_file('model.py', TINY)}:mlp"
-    monkeypatch.setattr("os.fsync", full)
     words = ("--on", "1x1:local", "--trace", tmp_path / "step.json")
     assert "No space left" in command("estimate", model, *words).sentence
 
@@ -537,7 +490,9 @@ def test_a_store_that_is_a_file_is_refused(
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(given_file("store-file", "text")))
     assert command("probe").sentence
-    assert "estimator probe" in command("estimate", "hf:gpt2", "--on", "1x1:local").sentence
+    said = command("estimate", "hf:gpt2", "--on", "1x1:local").sentence
+    assert "estimator probe" in said
+    assert "no folder" in said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

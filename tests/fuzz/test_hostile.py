@@ -37,7 +37,6 @@ from estimator.errors import (
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.summary import load_summary
 from estimator.graph.trace.trace import trace_graph
-from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster, expand_hosts
@@ -574,13 +573,6 @@ def test_a_dangling_link_is_listed_as_damaged(store: Path, command: Command) -> 
     answer = command("machines", "list")
     assert (answer.code, answer.err) == (0, "")
     assert "gone" in answer.out
-
-
-def test_a_store_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path / "file"))
-    with pytest.raises(EstimatorError, match=r"ESTIMATOR_HOME is .*file, no folder"):
-        load_profile("local")
 
 
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])

@@ -66,7 +66,7 @@ def over_network(profile: MachineProfile, ratio: float) -> MachineProfile:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data())
-def test_no_step_or_collective_is_slower_over_a_faster_network(data: st.DataObject) -> None:
+def test_no_collective_is_slower_over_a_faster_network(data: st.DataObject) -> None:
     profile = data.draw(st.sampled_from(NETWORKED))
     nodes = data.draw(st.sampled_from([2, 3, 4, 16, 64]))
     where = f"{nodes}x{data.draw(st.integers(1, len(profile.devices)))}:{profile.name}"
@@ -75,12 +75,6 @@ def test_no_step_or_collective_is_slower_over_a_faster_network(data: st.DataObje
     machines = [over_network(profile, each) for each in (ratio, wider)]
     op, size = data.draw(st.sampled_from(OPS)), 10 ** data.draw(st.floats(3, 9.5))
     slow_s, fast_s = (collective_s(each, op, where, size) for each in machines)
-    assert fast_s <= slow_s * ROUNDING
-    strategy = data.draw(st.sampled_from(["ddp", "fsdp", "zero1"]))
-    slow_s, fast_s = (
-        est.estimate(BLOCKS, where, strategy=strategy, profile=each).step_time_s
-        for each in machines
-    )
     assert fast_s <= slow_s * ROUNDING
 
 
