@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
 import threading
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An observation this old counts half: machines, drivers and neighbours change.
-HALF_LIFE_DAYS = 30.0
-# Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
-_MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
 # Fewer steps of a job cannot show a change.
 _LATEST = 3
@@ -66,9 +61,9 @@ class Calibrator:
     own interval only. What was observed of a name alone (a table's, an older store's) counts as
     observed of a graph of that name, and the answer says so, unless their parameters differ.
 
-    `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
-    as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
-    store cannot be used, ObservationError for an impossible half-life.
+    `store` is an ObservationStore, a path, or None for the user's store. Steps from before the
+    machines became slower or faster count as they would be today. Raises StoreError where the store
+    cannot be used.
 
     >>> import estimator as est, tempfile, torch
     >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
@@ -80,18 +75,8 @@ class Calibrator:
     0.01
     """
 
-    def __init__(
-        self,
-        store: ObservationStore | str | os.PathLike[str] | None = None,
-        *,
-        half_life_days: float = HALF_LIFE_DAYS,
-    ) -> None:
+    def __init__(self, store: ObservationStore | str | os.PathLike[str] | None = None) -> None:
         self.store = store if isinstance(store, ObservationStore) else ObservationStore(store)
-        if not 0 < half_life_days < math.inf:
-            raise ObservationError(
-                f"half_life_days is a positive number of days, found {half_life_days}; leave it out"
-            )
-        self.half_life_days = half_life_days
         self._fitted = _Fitted(self.store)
         self._learning = threading.Lock()
 
@@ -145,7 +130,7 @@ class Calibrator:
 
     def _fit_job(self, seen: dict[str, _JobObservations], known: _JobObservations) -> None:
         shown = _shown_by_others(self.store, seen, known)
-        seen[known.job] = known.fit(self.half_life_days, _others(seen, known), shown)
+        seen[known.job] = known.fit(_others(seen, known), shown)
 
     def _read(self, revision: int) -> list[_JobObservations]:
         """Every job with what was observed of it since; the same object where nothing was."""
@@ -325,7 +310,7 @@ class _Fitted:
     def _by_others(self, job: _JobObservations, place: _Place) -> StepCorrections | None:
         """Corrections of a place where nothing was observed of a job, None where of no job."""
         teachers = job.teachers(job.fitted, place, _others(self.seen, job))
-        return job.corrections(place).fit([], [], weights=[], others=teachers) if teachers else None
+        return job.corrections(place).fit([], [], others=teachers) if teachers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -395,9 +380,7 @@ class _JobObservations:
                 self.predicted[steps] = str(error)
         return self.predicted[steps]
 
-    def fit(
-        self, half_life_days: float, others: Sequence[StepCorrections], shown: Sequence[Shown]
-    ) -> _JobObservations:
+    def fit(self, others: Sequence[StepCorrections], shown: Sequence[Shown]) -> _JobObservations:
         """With the corrections of every set of machine types and layout that was observed.
 
         A layout counts as a job of its own, of the same content: those seen most teach the others.
@@ -412,15 +395,9 @@ class _JobObservations:
         fitted: dict[_Place, StepCorrections] = {}
         for place, observed in sorted(by_place.items(), key=lambda item: -len(item[1])):
             observed.sort(key=lambda pair: pair[0].at)
-            # Age counts from the newest observation, not from today: without newer ones, old
-            # observations keep their full weight.
-            newest = max(one.at for one, _ in observed)
-            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed]
-            weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
             fitted[place] = self.corrections(place).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
-                weights=weights,
                 at=[one.at.timestamp() for one, _ in observed],
                 hosts=[one.hosts for one, _ in observed],
                 expected=changes_of(shown, place[0]),

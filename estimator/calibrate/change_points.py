@@ -157,15 +157,14 @@ class Steps:
     """Steps about a fitted model: `residuals` are log(observed / fitted), `at` when each was seen.
 
     `network_share` is d log(step) / d log(synchronisation), as far as overlap is known.
-    `parameters` are standardised by their priors; `weights` say for how many observations each
-    counts. `hosts` are those that take part in each, where they are named.
+    `parameters` are standardised by their priors; `hosts` are those that take part in each step,
+    where they are named.
     """
 
     inputs: Inputs
     network_share: Array
     residuals: Array
     parameters: Array
-    weights: Array
     at: Array
     hosts: Sequence[Hosts] = ()
 
@@ -228,8 +227,7 @@ def _covariance(steps: Steps, kept: NDArray[np.intp]) -> Array:
     ):
         of = np.unique(rows[:, columns], axis=0, return_inverse=True)[1].reshape(-1)
         covariance += sigma**2 * (of[:, None] == of)
-    noise = design.noise_variance(inputs.sync_share) / steps.weights[kept]
-    covariance[np.diag_indices_from(covariance)] += noise
+    covariance[np.diag_indices_from(covariance)] += design.noise_variance(inputs.sync_share)
     return np.asarray(covariance)
 
 

@@ -73,7 +73,6 @@ class StepCorrections:
         predicted: Sequence[PredictedStep],
         step_times_s: Sequence[float],
         *,
-        weights: Sequence[float],
         at: Sequence[float] | None = None,
         hosts: Sequence[Hosts] = (),
         others: Sequence[StepCorrections] = (),
@@ -83,9 +82,9 @@ class StepCorrections:
         """Learn from observed step times and the engine's prediction of each.
 
         `others` are corrections of other workloads on the same machines, which make the priors;
-        `expected` is what has changed there as other jobs have shown. A weight is how many
-        observations one counts for, `at` when each was made, in seconds, `hosts` where. `by_name`
-        observations are known to be of this job by its name alone.
+        `expected` is what has changed there as other jobs have shown. `at` is when each step was
+        observed, in seconds, `hosts` where. `by_name` observations are known to be of this job by
+        its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         self.regressor_: StepTimeRegressor = StepTimeRegressor(
@@ -95,7 +94,6 @@ class StepCorrections:
         self.regressor_.fit(
             rows,
             step_times_s,
-            weights,
             engine_times=times,
             at=at,
             hosts=hosts,

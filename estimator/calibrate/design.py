@@ -67,9 +67,6 @@ def _linear_algebra() -> Any:
 one_thread = _OneThread()
 
 _LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
-# Variance between runs exceeds that between the steps of one run, so an observation of many steps
-# does not weigh as much as many observations.
-_LARGEST_WEIGHT = 4.0
 # How far, in logarithms, most rows are from what those of fewest ranks suggest.
 _REFERENCE_ITERATIONS, _MOST_OFF = 3, math.log(10)
 
@@ -95,41 +92,25 @@ def design_matrix(X: ArrayLike) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dataset:
-    """A design matrix, the logarithms of step times, and how many observations each counts for."""
+    """A design matrix, the logarithms of step times, and the engine's seconds where known."""
 
     rows: Array
     log_times: Array
-    weights: Array
     engine_times: EngineTimes | None
 
     @classmethod
-    def checked(
-        cls,
-        X: ArrayLike,
-        y: ArrayLike,
-        weights: ArrayLike | None,
-        engine_times: EngineTimes | None,
-    ) -> Dataset:
+    def checked(cls, X: ArrayLike, y: ArrayLike, engine_times: EngineTimes | None) -> Dataset:
         """The same from what a caller gives; raises WorkloadError."""
         rows, times = design_matrix(X), np.asarray(y, dtype=float)
-        counts = np.ones(len(rows)) if weights is None else np.asarray(weights, dtype=float)
-        for name, values in (("step times", times), ("weights", counts)):
-            if values.shape != (len(rows),):
-                raise WorkloadError(
-                    f"{len(rows)} rows have {values.size} {name}; give one for each"
-                )
-            wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
-            if len(wrong):
-                raise WorkloadError(
-                    f"{name} must be positive and finite, found {values[wrong[0]]:g} in row "
-                    f"{wrong[0]}; correct it or leave the row out"
-                )
-        return cls(
-            rows=rows,
-            log_times=np.log(times),
-            weights=np.minimum(counts, _LARGEST_WEIGHT),
-            engine_times=engine_times,
-        )
+        if times.shape != (len(rows),):
+            raise WorkloadError(f"{len(rows)} rows have {times.size} step times; give one for each")
+        wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)))
+        if len(wrong):
+            raise WorkloadError(
+                f"step times must be positive and finite, found {times[wrong[0]]:g} in row "
+                f"{wrong[0]}; correct it or leave the row out"
+            )
+        return cls(rows=rows, log_times=np.log(times), engine_times=engine_times)
 
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:
         """The distinct rows, and for each row which of them it is."""
@@ -323,15 +304,14 @@ def robust_weights(
 
 def confirmed(
     weights: Array,
-    unweighted: Array,
     row_of: NDArray[np.intp],
     residuals: Array,
     sync_share: Array,
 ) -> tuple[Array, Array]:
     """Robust `weights`, restored for observations that agree on a row; each row's nugget variance.
 
-    `unweighted` are those that no robust fit has changed. Three or more that agree within the noise
-    are no outliers, however far the model is from them: the row has an effect of its own. Where
+    Three or more that agree within the noise are no outliers, however far the model is from them:
+    the row has an effect of its own. Where
     others of the row contradict them, copies of one value, which no two runs share to the last
     digit, speak with one voice: most of the distinct values have to agree, and copies count
     together as less than two (`effective_ratio`).
@@ -347,7 +327,7 @@ def confirmed(
         near = np.abs(residuals[members] - median) < farthest
         is_most = 2 * np.sum(np.abs(distinct - median) < farthest[0]) > len(distinct)
         if near.sum() >= _CONFIRMED and is_most:
-            weights[members] = np.where(near, unweighted[members], weights[members])
+            weights[members] = np.where(near, 1.0, weights[members])
             nugget[row] = max(median**2 - variance[members[0]], 0.0)
         else:
             copy_of = np.searchsorted(distinct, residuals[members])

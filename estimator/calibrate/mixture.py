@@ -82,9 +82,7 @@ class Posterior:
     ) -> None:
         rows, row_of = data.distinct()
         noise = noise_variance(inputs.sync_share)
-        weights, nugget = confirmed(
-            data.weights * observation_weights, data.weights, row_of, residuals, inputs.sync_share
-        )
+        weights, nugget = confirmed(observation_weights, row_of, residuals, inputs.sync_share)
         # Copies of one value say little more than the value does.
         copies = np.unique(np.column_stack([row_of, residuals]), axis=0, return_inverse=True)[1]
         weights = weights * effective_ratio(np.ones(len(weights)), copies.reshape(-1))
@@ -102,7 +100,7 @@ class Posterior:
         self._input_of = place_of[row_of[self._observed]]
         self._residuals = residuals[self._observed]
         # That of an observation does not depend on its weight in the robust fit.
-        self._noise_of = (noise / data.weights)[self._observed]
+        self._noise_of = noise[self._observed]
         self._inputs, self._parameters = inputs.part(first[last]), parameters
         self._mean, self._nugget = mean[last], nugget[last]
         self._noise = noise[first[last]] / total[last]

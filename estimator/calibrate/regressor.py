@@ -106,9 +106,9 @@ def fit_parameters(
         parameters = np.zeros(len(prior_sigmas))
         for _ in range(_MOST_ITERATIONS):
             before, weights_before = parameters, weights
-            effective = effective_ratio(data.weights * weights / copies, row_of) / copies
+            effective = effective_ratio(weights / copies, row_of) / copies
             variance = design.marginal_variance(model_at(parameters).sync_share)
-            scale = np.sqrt(data.weights * weights * effective / variance).tobytes()
+            scale = np.sqrt(weights * effective / variance).tobytes()
             # Asked for the errors at a point, then for their derivatives there.
             parameters = leastsq(
                 lambda z, scale=scale: errors_at(z.tobytes(), scale)[0],
@@ -189,7 +189,6 @@ class StepTimeRegressor:
         self,
         X: ArrayLike,
         y: ArrayLike,
-        weights: ArrayLike | None = None,
         *,
         engine_times: EngineTimes | None = None,
         at: ArrayLike | None = None,
@@ -201,10 +200,10 @@ class StepTimeRegressor:
         `at` is when each was seen, in seconds: without it nothing has changed meanwhile, and all is
         of the present. `hosts` are those that each ran on, where they are named: a prediction is of
         hosts like most, and `changes_` name the others. `expected` is what other jobs have shown of
-        the same machines. A weight counts observations (1 is an ordinary one). Without rows the
-        engine's times must be given (as empty arrays): all else is unknown then.
+        the same machines. Without rows the engine's times must be given (as empty arrays): all else
+        is unknown then.
         """
-        data = Dataset.checked(X, y, weights, engine_times)
+        data = Dataset.checked(X, y, engine_times)
         log_times = data.log_times
         if not len(data.rows) and engine_times is None:
             raise WorkloadError(
@@ -415,7 +414,6 @@ class StepTimeRegressor:
                         network_share=network_share(data.rows, model, data.engine_times),
                         residuals=data.log_times - model.log_step,
                         parameters=self.standardised_parameters_,
-                        weights=data.weights,
                         at=at,
                         hosts=hosts,
                     ),

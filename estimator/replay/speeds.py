@@ -248,7 +248,7 @@ def _step_times_s(
 
 # A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three
 # times is taken as it was seen.
-_STEADY = 3.0
+_TIMES_SEEN = 3
 # Samples per replica and micro-batch, micro-batches, devices.
 _StepKey = tuple[int, int, AllocationShape]
 
@@ -293,7 +293,7 @@ class CalibratedSpeeds:
         predicted = [self._predict(job, step) for step in seen]
         self._fitted[workload, shape.machine] = StepCorrections(
             shape.machine, DEFAULT.content(job.graph)
-        ).fit(predicted, list(seen.values()), weights=[_STEADY] * len(seen), others=[])
+        ).fit(_TIMES_SEEN * predicted, _TIMES_SEEN * list(seen.values()))
         return self._jobs.get(workload, {})
 
     def step_times_s(

@@ -41,7 +41,7 @@ def test_steps_a_million_times_off_leave_estimates_with_an_interval(
 ) -> None:
     steps = [predicted(ranks) for ranks, _, times in seen for _ in range(times)]
     times_s = [1.7e-3 * 10**power for _, power, times in seen for _ in range(times)]
-    fitted = StepCorrections("t4", CONTENT).fit(steps, times_s, weights=[1.0] * len(steps))
+    fitted = StepCorrections("t4", CONTENT).fit(steps, times_s)
     for found in fitted.correct([predicted(2), predicted(8, 2)]):
         numbers = [found.step_s, found.compute_ratio, found.sync_ratio, found.relative_error]
         assert np.isfinite(np.array(numbers, dtype=float)).all()
@@ -51,11 +51,7 @@ def test_steps_a_million_times_off_leave_estimates_with_an_interval(
 def test_three_hundred_steps_far_from_the_prediction_leave_estimates_with_an_interval() -> None:
     steps = [predicted()] * 300
     times_s = np.random.default_rng(0).uniform(0.3, 0.4, 300).tolist()
-    (found,) = (
-        StepCorrections("t4", CONTENT)
-        .fit(steps, times_s, weights=[1.0] * 300)
-        .correct([predicted()])
-    )
+    (found,) = StepCorrections("t4", CONTENT).fit(steps, times_s).correct([predicted()])
     assert found.step_s == pytest.approx(0.35, rel=0.1)
     assert found.relative_error is not None
     assert 0 < found.relative_error < 1
@@ -72,6 +68,6 @@ def test_a_fit_uses_one_thread_and_gives_the_others_back(monkeypatch: pytest.Mon
         return evaluate(*given, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(regressor, "evaluate_model", watched)
-    StepCorrections("t4", CONTENT).fit([predicted()], [2e-3], weights=[1.0])
+    StepCorrections("t4", CONTENT).fit([predicted()], [2e-3])
     assert meanwhile == {1}
     assert threads() == before
