@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
-from estimator.elementwise import Array, Flags, Sizes
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -30,7 +25,6 @@ from estimator.errors import (
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
 from estimator.estimates.request import EstimateRequest, Options
-from estimator.estimates.table import estimate_many
 from estimator.estimates.table.table import map_shared
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
@@ -128,17 +122,7 @@ def _single_devices(
     several = len({name for name, _ in kinds}) > 1
     return [
         (
-            Allocation(
-                (
-                    DeviceGroup(
-                        nodes=1,
-                        devices_per_node=1,
-                        machine=group.machine,
-                        host=group.host,
-                        devices=group.devices[:1],
-                    ),
-                )
-            ),
+            Allocation((replace(group, nodes=1, devices_per_node=1, devices=group.devices[:1]),)),
             batch,
             cluster is not None or several,
         )
@@ -428,31 +412,25 @@ def _largest_that_fits(
     return low
 
 
-class Row(Protocol):
-    """A row of a table with values in base units."""
+def sweep_csv(rows: Sequence[SweepRow]) -> str:
+    """The rows as comma-separated values in base units, with a heading.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values by column."""
-
-
-def sweep_csv(rows: Sequence[Row]) -> str:
-    """The rows as comma-separated values in base units, with a heading."""
-    tables = [_flat(row.to_dict()) for row in rows]
-    names = max(tables, key=len)
+    Objects in a row are columns, such as bottleneck_part.
+    """
+    tables = []
+    for row in rows:
+        table: dict[str, Any] = {}
+        for name, value in row.to_dict().items():
+            if isinstance(value, dict):
+                table |= {f"{name}_{part}": cell for part, cell in value.items()}
+            else:
+                table[name] = value
+        tables.append(table)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer = csv.DictWriter(text, max(tables, key=len), lineterminator="\n")
     writer.writeheader()
     writer.writerows(tables)
     return text.getvalue()
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Objects in a row as columns, such as bottleneck_part."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        parts = value if isinstance(value, dict) else None
-        flat |= {name: value} if parts is None else {f"{name}_{k}": v for k, v in parts.items()}
-    return flat
 
 
 # No step of any model on any device has more samples.
@@ -513,94 +491,6 @@ def _largest(fits: Callable[[int], bool], *, start: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Elasticity:
-    """Arrays of a row per allocation, a column per batch and a layer per number of micro-batches.
-
-    Where a step cannot be taken, throughput is NaN; `fits` says whether it fits into memory surely.
-    `largest_batch` is the most samples per device and micro-batch that surely fit, by allocation.
-    """
-
-    allocations: tuple[str, ...]
-    batches: tuple[int, ...]
-    accumulation_steps: tuple[int, ...]
-    samples_per_s: Array
-    step_time_s: Array
-    global_batch: Sizes
-    fits: Flags
-    largest_batch: Sizes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values in base units; null where there is none."""
-        return {
-            "allocations": list(self.allocations),
-            "batches": list(self.batches),
-            "accumulation_steps": list(self.accumulation_steps),
-            "samples_per_s": _plain(self.samples_per_s),
-            "step_time_s": _plain(self.step_time_s),
-            "global_batch": self.global_batch.tolist(),
-            "fits": self.fits.tolist(),
-            "largest_batch": self.largest_batch.tolist(),
-        }
-
-
-def elasticity(
-    graph: OpGraph,
-    allocations: Sequence[str | Allocation],
-    batches: Sequence[int],
-    *,
-    accumulation_steps: Sequence[int] = (1,),
-    **options: Any,
-) -> Elasticity:
-    """The grid of every allocation at every batch per device and number of micro-batches.
-
-    `options` are those of `estimate_many`, as `strategy` and `calibration`. Raises WorkloadError,
-    AllocationError.
-    """
-    for name, given in (
-        ("allocations", allocations),
-        ("batches", batches),
-        ("accumulation_steps", accumulation_steps),
-    ):
-        if isinstance(given, str) or not len(given):
-            raise WorkloadError(f"{name} are {given!r}; give a list of at least one")
-    shape = len(allocations), len(batches)
-    rows = [allocation for allocation in allocations for _ in batches]
-    column = np.tile(np.asarray(batches, dtype=np.int64), len(allocations))
-    tables = [
-        estimate_many(graph, rows, batch_per_gpu=column, accumulation_steps=steps, **options)
-        for steps in accumulation_steps
-    ]
-
-    def grid(name: str) -> NDArray[Any]:
-        layers = [np.asarray(getattr(table, name)).reshape(shape) for table in tables]
-        return np.stack(layers, axis=-1)
-
-    return Elasticity(
-        allocations=tuple(str(Allocation.parse(text)) for text in allocations),
-        batches=tuple(batches),
-        accumulation_steps=tuple(accumulation_steps),
-        samples_per_s=grid("samples_per_s"),
-        step_time_s=grid("step_time_s"),
-        global_batch=grid("global_batch"),
-        fits=grid("fits") == "yes",
-        largest_batch=np.array(
-            [
-                largest_batch(graph, allocation, **options).batch_per_gpu
-                for allocation in allocations
-            ]
-        ),
-    )
-
-
-def _plain(cells: Array) -> list[Any]:
-    """Nested lists, with None where there is no number."""
-    return [
-        [[None if math.isnan(value) else value for value in layer] for layer in row]
-        for row in cells.tolist()
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,9 @@ _CHOSEN = (*OF_LAYOUTS, "accumulation", "loader", "strategy")
 _CHECKPOINTS = ("full", "selective:op")
 _REVOKED = ("checkpoint_time", "restart", "warning", "start_hour")
 # As the function that answers takes them.
-_PASSED = ("max_nodes", "mixed", "samples", "tokens", "deadline_s", "budget_usd", "prices", "spot")
+_PASSED = ("max_nodes", "mixed", "samples", "tokens", "deadline_s", "budget_usd", "prices")
 _TAKEN = ("revoked_every", "revocations", "lifetime")
-_RENT = (*_PASSED, "strategies", *_TAKEN, *_REVOKED)
+_RENT = (*_PASSED, "spot", "strategies", *_TAKEN, *_REVOKED)
 _strategies_option = click.option("--strategies", help="To choose from, as in 'ddp zero2'.")
 
 
@@ -301,21 +301,21 @@ def _chosen(
     from estimator.advise.rent.offers import rent as what_to_rent
     from estimator.workload.strategies import SEARCHED
 
-    revocations = _revocations(machines, rent)
+    spot = _spot(machines, rent)
     for machine in machines:
         # Before a model is traced, which can take long.
         rent["prices"].price(machine, spot=rent["spot"])
     named = [f"1x1:{machine}" for machine in machines]
     shares = request.global_batch is not None
     graphs = _checkpointed(request, named) if shares else [traced(request, named)]
-    if rent["spot"] and revocations is None:
+    if spot is True:
         remark("revocations are left out; --revoked-every adds what they cost")
     with progress("allocations") as report:
         choice = what_to_rent(
             graphs[0],
             machines,
             **{name: rent[name] for name in _PASSED},
-            revocations=revocations,
+            spot=spot,
             strategies=tuple(rent["strategies"].split()) if rent["strategies"] else SEARCHED,
             batch_per_gpu=request.batch,
             global_batch=request.global_batch,
@@ -329,14 +329,14 @@ def _chosen(
     return graphs[0].name, choice
 
 
-def _revocations(machines: Sequence[str], rent: Mapping[str, Any]) -> Spot | None:
-    """What is said of how instances are taken away; None where nothing is."""
+def _spot(machines: Sequence[str], rent: Mapping[str, Any]) -> bool | Spot:
+    """Whether spot instances are rented, and how they are taken away where that is said."""
     from estimator.advise.rent.revocations import Revocations, read_revocations
     from estimator.advise.rent.transient import Spot
 
     given = [f"--{name.replace('_', '-')}" for name in _TAKEN if rent[name] is not None]
     if not given:
-        return None
+        return bool(rent["spot"])
     if not rent["spot"]:
         raise click.UsageError(f"{given[0]} is of spot instances; give --spot")
     every_s, rates, lifetime_s = (rent[name] for name in _TAKEN)
@@ -347,20 +347,16 @@ def _revocations(machines: Sequence[str], rent: Mapping[str, Any]) -> Spot | Non
         taken = read_revocations(rates, **stays)
     elif isinstance(every_s, dict):
         taken = {
-            name: Revocations(per_hour=(3600 / each_s,), **stays)
-            for name, each_s in every_s.items()
+            name: Revocations(per_hour=(3600 / one_s,), **stays) for name, one_s in every_s.items()
         }
     else:
         taken = Revocations(per_hour=(3600 / every_s if every_s else 0.0,), **stays)
-    if isinstance(taken, dict) and (unlike := set(taken) ^ set(machines)):
-        raise click.UsageError(
-            f"{given[0]} and --machines do not both name {', '.join(sorted(unlike))}; name each "
-            "machine in both"
-        )
-    return Spot(
+    spot = Spot(
         revocations=taken,
         checkpoint_s=rent["checkpoint_time"],
         restart_s=rent["restart"],
         warning_s=rent["warning"],
         start_hour=rent["start_hour"],
     )
+    spot.check_named(machines)
+    return spot

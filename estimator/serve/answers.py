@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from estimator.advise.rent.transient import Spot
 from estimator.api import estimate
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observed import Observation, ObservedWorkload
@@ -36,6 +37,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.summary import summary_from, summary_graph
 from estimator.machines.catalogue import known_machines, load_profile, split_limit
 from estimator.placement.allocation import Allocation
+from estimator.workload.strategies import SEARCHED
 
 if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate
@@ -125,9 +127,9 @@ class ManyQuestion(Question):
 class PlanQuestion(BaseModel):
     """What to rent to train so much."""
 
+    # Not strict: JSON has objects and arrays for a Spot's dataclasses and tuples.
     model_config = ConfigDict(
         extra="forbid",
-        strict=True,
         json_schema_extra={
             "examples": [{"graph": "0" * 64, "machines": ["a100-p4d"], "samples": 1e7}]
         },
@@ -138,11 +140,18 @@ class PlanQuestion(BaseModel):
     samples: Amount | None = None
     tokens: Amount | None = None
     max_nodes: Annotated[int, Field(ge=1, le=64)] = 4
+    mixed: Annotated[bool, Field(description="Nodes of two machines together, too.")] = False
+    strategies: Annotated[list[Text], Field(min_length=1, max_length=16)] = list(SEARCHED)
     deadline_s: Amount | None = None
     budget_usd: Amount | None = None
     spot: bool = False
+    taken: Annotated[Spot | None, Field(description="How spot instances are taken away.")] = None
     batch_per_gpu: Count | None = None
     global_batch: Count | None = None
+    layouts: Annotated[
+        bool, Field(description="Also those that share a global batch; seconds an allocation.")
+    ] = False
+    loader: Text | None = None
 
 
 class Observed(BaseModel):
@@ -355,11 +364,14 @@ class Answers:
 
         for machine in question.machines:
             check_machine(machine)
+        graph = self.graphs.get(question.graph)
         choice = what_to_rent(
-            self.graphs.get(question.graph),
+            graph,
             question.machines,
             calibration=self.calibrator,
-            **question.model_dump(exclude={"graph", "machines"}),
+            spot=question.taken or question.spot,
+            layouts_of=[graph] if question.layouts else (),
+            **question.model_dump(exclude={"graph", "machines", "spot", "taken", "layouts"}),
         )
         return choice.to_dict()
 

@@ -309,7 +309,8 @@ def _add_problems(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")[:80]
-        fault = printable(f"{where}: {first['msg']}" if where else str(first["msg"]))
+        why = str(first["msg"]).removeprefix("Value error, ")
+        fault = printable(f"{where}: {why}" if where else why)
         return problem(422, "Invalid", f"{fault}; see /openapi.json")
 
     @app.exception_handler(HTTPException)

@@ -16,6 +16,9 @@ pytest.importorskip("orjson", reason="the extra [serve] is not installed")
 
 from starlette.testclient import TestClient
 
+from estimator.advise.rent.offers import rent
+from estimator.advise.rent.revocations import Revocations
+from estimator.advise.rent.transient import Spot
 from estimator.api import estimate
 from estimator.calibrate.store import ObservationStore
 from estimator.estimates.table import estimate_many
@@ -118,6 +121,28 @@ def test_plans_say_what_to_rent(client: TestClient, graph: str) -> None:
     question = {"graph": graph, "machines": ["t4-g4dn", "a100-p4d"], "samples": 1e9}
     found = client.post("/plan", json=question).json()
     assert found["cheapest"] in found["front"]
+
+
+def test_plans_count_revocations_and_layouts_as_rent_does(
+    client: TestClient, graph: str, saved: Path
+) -> None:
+    more: dict[str, Any] = {"samples": 1e9, "max_nodes": 2, "global_batch": 64}
+    more |= {"strategies": ["ddp", "fsdp"], "loader": "prep=1ms,workers=2"}
+    asked = {"graph": graph, "machines": ["t4-g4dn"], **more}
+    rates = {"per_hour": [0.0] * 12 + [1.0] * 12, "lifetime_s": 86400.0}
+    taken = {"revocations": {"t4-g4dn": rates}, "warning_s": 30.0, "start_hour": 9.0}
+    found = client.post("/plan", json=asked | {"taken": taken, "layouts": True}).json()
+    spot = Spot(
+        revocations={"t4-g4dn": Revocations(per_hour=tuple(rates["per_hour"]), lifetime_s=86400.0)},
+        warning_s=30.0,
+        start_hour=9.0,
+    )
+    loaded = OpGraph.load(saved)
+    expected = rent(loaded, ["t4-g4dn"], **more, spot=spot, layouts_of=[loaded])
+    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert found["assumptions"][0] == "training starts at 09:00"
+    steady = client.post("/plan", json=asked | {"spot": True}).json()
+    assert steady["cheapest"]["duration_s"] < found["cheapest"]["duration_s"]
 
 
 def test_a_summary_is_a_graph_too(client: TestClient) -> None:
@@ -267,6 +292,16 @@ def test_a_graph_that_unpacks_to_gigabytes_is_refused(client: TestClient) -> Non
         ("/estimate_many", {"on": ["1x1:profile.json"]}, 422, "there is no machine"),
         ("/plan", {"machines": ["profile.json"], "samples": 1.0}, 422, "there is no machine"),
         ("/plan", {"machines": ["dgx-a100"], "samples": 1.0}, 422, "no price of 'dgx-a100'"),
+        (
+            "/plan",
+            {
+                "machines": ["t4-g4dn"],
+                "samples": 1.0,
+                "taken": {"revocations": {"per_hour": [1.0, 2.0]}},
+            },
+            422,
+            ": revocations an hour are (1.0, 2.0); give one number",
+        ),
         (
             "/observe",
             {"on": "1x1:t4-g4dn", "step_time_s": 0.0, "batch_per_gpu": 1},

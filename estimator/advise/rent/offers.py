@@ -134,8 +134,7 @@ def offers(
     samples: float | None = None,
     tokens: float | None = None,
     prices: PriceList | None = None,
-    spot: bool = False,
-    revocations: Spot | None = None,
+    spot: bool | Spot = False,
     strategies: Sequence[str] = SEARCHED,
     batch_per_gpu: int | None = None,
     global_batch: int | None = None,
@@ -150,7 +149,7 @@ def offers(
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, and the global batch grows with the ranks. By default that is the
     traced batch, doubled while that trains faster and fits, or halved until it fits. All are fed by
-    a `loader`.
+    a `loader`. Prices are those of `spot` instances where it is true; a `Spot` counts revocations.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
     ranks may share a `global_batch` too (`layouts.best_layouts`, which `executor` goes to).
     Raises PriceError where a machine has no price, WorkloadError where none is answered.
@@ -159,7 +158,7 @@ def offers(
     known = prices or PriceList.load()
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
-        hourly_usd(known, allocation, spot=spot)
+        hourly_usd(known, allocation, spot=bool(spot))
     feed = None if loader is None else Loader.parse(loader)
     options: TableOptions = {"calibration": calibration, "loader": feed}
     best, refused = _by_strategy(graph, parsed, strategies, batch_per_gpu, global_batch, options)
@@ -181,7 +180,7 @@ def offers(
     offered: list[Offer] = []
     for number in sorted(best):
         allocation = parsed[number]
-        offer = _offer(allocation, best[number], amount, known, spot, revocations)
+        offer = _offer(allocation, best[number], amount, known, spot)
         if offer is not None:
             offered.append(offer)
         else:
@@ -381,21 +380,21 @@ def _offer(
     best: _Best,
     samples: float,
     prices: PriceList,
-    spot: bool,
-    revocations: Spot | None,
+    spot: bool | Spot,
 ) -> Offer | None:
     """None where revocations are so frequent that no training ends."""
     work_s = samples / best.samples_per_s
     duration_s, interval_s = work_s, None
     low_s, high_s = (work_s * bound_s / best.step_time_s for bound_s in (best.low_s, best.high_s))
-    if revocations is not None:
-        times_s, every_s = revocations.expected_s([work_s, low_s, high_s], allocation)
-        duration_s, low_s, high_s = times_s
+    if isinstance(spot, Spot):
+        works_s = [work_s, low_s, high_s]
+        (duration_s, low_s, high_s), every_s = spot.times_s(works_s, spot.of_any(allocation))
         interval_s = every_s if every_s < work_s else None
         if not math.isfinite(high_s):
             return None
     usd, low_usd, high_usd = (
-        paid_usd(prices, allocation, time_s, spot=spot) for time_s in (duration_s, low_s, high_s)
+        paid_usd(prices, allocation, time_s, spot=bool(spot))
+        for time_s in (duration_s, low_s, high_s)
     )
     return Offer(
         **asdict(replace(best, low_s=low_s, high_s=high_s)),
@@ -405,7 +404,7 @@ def _offer(
         usd=usd,
         low_usd=low_usd,
         high_usd=high_usd,
-        usd_per_hour=hourly_usd(prices, allocation, spot=spot),
+        usd_per_hour=hourly_usd(prices, allocation, spot=bool(spot)),
         interval_s=interval_s,
     )
 
@@ -491,14 +490,15 @@ def rent(
     mixed: bool = False,
     deadline_s: float | None = None,
     budget_usd: float | None = None,
+    spot: bool | Spot = False,
     **options: Any,
 ) -> Choice:
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
-    `options` go to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
-    `batch_per_gpu` or `global_batch`, `loader`, `layouts_of`, `calibration`, `executor`. With
-    `mixed` nodes of two machines may train together. Raises PriceError, WorkloadError,
-    AllocationError.
+    `options` go to `offers`: `samples` or `tokens`, `prices`, `strategies`, `batch_per_gpu` or
+    `global_batch`, `loader`, `layouts_of`, `calibration`, `executor`. With `mixed` nodes of two
+    machines may train together; `spot` instances are as often taken as a `Spot` says. Raises
+    PriceError, WorkloadError, AllocationError.
 
     >>> import estimator as est, torch
     >>> graph = est.trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), target="cuda")
@@ -511,14 +511,15 @@ def rent(
     if not machines:
         raise WorkloadError("no machine was given; name at least one")
     allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
-    offered = offers(graph, allocations, **options)
-    spot: Spot | None = options.get("revocations")
+    if isinstance(spot, Spot):
+        spot.check_named(machines)
+    offered = offers(graph, allocations, spot=spot, **options)
     return choose(
         offered.offers,
         deadline_s=deadline_s,
         budget_usd=budget_usd,
         left_out=offered.left_out,
-        assumptions=spot.assumptions if spot else (),
+        assumptions=spot.assumptions if isinstance(spot, Spot) else (),
     )
 
 

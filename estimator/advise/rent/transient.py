@@ -33,28 +33,22 @@ from estimator.units import format_seconds
 from estimator.workload import check_count
 
 
-def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Work between checkpoints, to first order: √(2CM) (J. W. Young, CACM 17, 1974).
-
-    >>> young_interval_s(50.0, 10_000.0)
-    1000.0
-    """
-    check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
-
-
 def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints at which `expected_time_s` is least.
 
     Its derivative is 0 where (1 − x)·e^x = e^(−C/M), x = τ/M, which Lambert's W solves.
+
+    >>> round(best_interval_s(1e-6, 10_000.0), 3)
+    0.141
     """
     check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
     if math.isinf(mtbf_s):
         return math.inf
     ratio = checkpoint_s / mtbf_s
     if ratio < 1e-9:
-        # W is next to its branch point, where its digits cancel; Young's is then exact.
-        return young_interval_s(checkpoint_s, mtbf_s)
+        # W is next to its branch point, where its digits cancel; to first order it is √(2CM)
+        # (J. W. Young, CACM 17, 1974).
+        return math.sqrt(2 * checkpoint_s * mtbf_s)
     return mtbf_s * (1 + float(lambertw(-math.exp(-1 - ratio)).real))
 
 
@@ -126,128 +120,104 @@ Row = TypeVar("Row")
 _STEP_S, _FOLLOWED_S = 300.0, 40 * 24 * HOUR_S
 # Multiples of the interval that would be best at the mean rate, of which the best is taken.
 _INTERVALS = (0.5, 1.0, 2.0, 4.0)
-
-
-def transient_times_s(
-    works_s: Sequence[float],
-    *,
-    revocations: Revocations,
-    checkpoint_s: float,
-    restart_s: float,
-    warning_s: float = 0.0,
-    start_hour: float = 0.0,
-    interval_s: float | None = None,
-) -> tuple[list[float], float]:
-    """The expected times of works, and the work between checkpoints, by default the best.
-
-    `revocations` are those of any instance, each of which sets all back; see `Lives`. Where they
-    come at one rate, without a warning that a checkpoint fits into, this is `expected_time_s`.
-    Infinite where none would end. Raises WorkloadError.
-    """
-    check_times(checkpoint_s=checkpoint_s, restart_s=restart_s)
-    check_from(0, warning_s=warning_s, start_hour=start_hour)
-    costs = {"checkpoint_s": checkpoint_s, "restart_s": restart_s}
-    work_s = works_s[0]
-    lives = Lives(revocations=revocations, interval_s=work_s, warning_s=warning_s, **costs)
-    if revocations.is_steady and not lives.is_warned:
-        per_s = revocations.mean_per_s
-        mtbf_s = 1 / per_s if per_s else math.inf
-        if interval_s is None:
-            interval_s = min(best_interval_s(checkpoint_s, mtbf_s), work_s)
-        times = [expected_time_s(w, interval_s, **costs, mtbf_s=mtbf_s) for w in works_s]
-        return times, interval_s
-    if interval_s is None and lives.is_warned:
-        interval_s = work_s
-    if interval_s is None:
-        per_s = revocations.expected(work_s, start_hour) / work_s + 1 / revocations.lifetime_s
-        best_s = best_interval_s(checkpoint_s, 1 / per_s) if per_s else math.inf
-        most_s = min(work_s, 0.999 * revocations.lifetime_s - restart_s - checkpoint_s)
-        # Whole intervals.
-        tried = {
-            work_s / math.ceil(work_s / max(min(factor * best_s, most_s), 1e-6 * work_s) - 1e-9)
-            for factor in _INTERVALS
-        }
-        interval_s = min(
-            sorted(tried),
-            key=lambda s: replace(lives, interval_s=s).expected_s([work_s], start_hour)[0],
-        )
-    return replace(lives, interval_s=interval_s).expected_s(works_s, start_hour), interval_s
+# With which instances must stay long enough to keep a checkpoint at all.
+_SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
     """What taking spot instances means: one that is taken sets the training back.
 
-    Each instance is revoked after `mtbf_s` on average, or by its `revocations`: either for all or
-    by machine type. Training starts at `start_hour` of the day; a checkpoint is written within the
-    `warning_s` before a revocation if it fits. Raises WorkloadError.
+    `revocations` are those of each instance, for all or by machine type. Training starts at
+    `start_hour` of the day; a checkpoint is written within the `warning_s` before a revocation if
+    it fits. Raises WorkloadError.
     """
 
-    mtbf_s: float | Mapping[str, float] | None = None
-    revocations: Rates | None = None
+    revocations: Rates
     checkpoint_s: float = 60.0
     restart_s: float = 300.0
     warning_s: float = 0.0
     start_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        check_times(checkpoint_s=self.checkpoint_s, restart_s=self.restart_s)
-        check_from(0, warning_s=self.warning_s, start_hour=self.start_hour)
-        if (self.mtbf_s is None) == (self.revocations is None):
+        names = "checkpoint_s", "restart_s", "warning_s", "start_hour"
+        check_from(0, **{name: getattr(self, name) for name in names})
+
+    def check_named(self, machines: Iterable[str]) -> None:
+        """Raise WorkloadError where revocations by machine type are not those of these."""
+        if isinstance(self.revocations, Mapping) and (
+            unlike := set(self.revocations) ^ set(machines)
+        ):
             raise WorkloadError(
-                "say how long spot instances stay: give mtbf_s or revocations, one of them"
+                f"revocations and machines do not both name {', '.join(sorted(unlike))}; name each "
+                "machine in both"
             )
-        means_s = self.mtbf_s.values() if isinstance(self.mtbf_s, Mapping) else (self.mtbf_s,)
-        for mtbf_s in means_s:
-            if mtbf_s is not None:
-                check_times(mtbf_s=mtbf_s)
 
     def of_any(self, allocation: Allocation) -> Revocations:
-        """The revocations of any of an allocation's instances."""
-        groups = allocation.groups
-        return Revocations.of_any((each.nodes, self.of_machine(each.machine)) for each in groups)
+        """The revocations of any of an allocation's instances; raises WorkloadError for unknown."""
+        return Revocations.of_any(
+            (group.nodes, self._of_machine(group.machine)) for group in allocation.groups
+        )
 
-    def of_machine(self, machine: str | None) -> Revocations:
-        """The revocations of one instance; raises WorkloadError where they are not given."""
-        known: Any = self.mtbf_s if self.revocations is None else self.revocations
-        if isinstance(known, Mapping):
-            if machine is None or machine not in known:
-                raise WorkloadError(
-                    f"it is not said how long a spot instance of {quoted(str(machine))} stays; "
-                    "give the time between its revocations too"
-                )
-            known = known[machine]
-        return known if isinstance(known, Revocations) else Revocations(per_hour=(3600 / known,))
-
-    def expected_s(
-        self, works_s: Sequence[float], allocation: Allocation
-    ) -> tuple[list[float], float]:
-        """(expected times, work between checkpoints) of training on an allocation.
-
-        Infinite where instances do not stay long enough to keep a checkpoint.
-        """
-        return self.times_s(works_s, self.of_any(allocation))
+    def _of_machine(self, machine: str | None) -> Revocations:
+        if isinstance(self.revocations, Revocations):
+            return self.revocations
+        if machine is None or machine not in self.revocations:
+            raise WorkloadError(
+                f"it is not said how long a spot instance of {quoted(str(machine))} stays; "
+                "give its revocations too"
+            )
+        return self.revocations[machine]
 
     def times_s(
-        self, works_s: Sequence[float], revocations: Revocations
+        self, works_s: Sequence[float], revocations: Revocations, interval_s: float | None = None
     ) -> tuple[list[float], float]:
-        """As `expected_s`, with the revocations of any of the instances."""
-        names = "checkpoint_s", "restart_s", "warning_s"
-        costs = {name: getattr(self, name) for name in names}
-        # At the shortest interval.
-        if not Lives(revocations=revocations, interval_s=1e-3, **costs).can_end:
-            return [math.inf] * len(works_s), works_s[0]
-        return transient_times_s(
-            works_s, revocations=revocations, start_hour=self.start_hour, **costs
+        """(expected times of works, work between checkpoints), the latter by default the best.
+
+        `revocations` are those of any instance, each of which sets all back; see `Lives`. Where
+        they come at one rate, without a warning that a checkpoint fits into, this is
+        `expected_time_s`. Infinite where instances do not stay long enough to keep a checkpoint.
+        """
+        work_s, checkpoint_s, restart_s = works_s[0], self.checkpoint_s, self.restart_s
+        costs = {"checkpoint_s": checkpoint_s, "restart_s": restart_s}
+        lives = Lives(
+            revocations=revocations, interval_s=_SHORTEST_S, warning_s=self.warning_s, **costs
         )
+        if not lives.can_end:
+            return [math.inf] * len(works_s), work_s
+        if revocations.is_steady and not lives.is_warned:
+            per_s = revocations.mean_per_s
+            mtbf_s = 1 / per_s if per_s else math.inf
+            if interval_s is None:
+                interval_s = min(best_interval_s(checkpoint_s, mtbf_s), work_s)
+            times = [expected_time_s(w, interval_s, **costs, mtbf_s=mtbf_s) for w in works_s]
+            return times, interval_s
+        if interval_s is None and lives.is_warned:
+            interval_s = work_s
+        if interval_s is None:
+            began, most = self.start_hour, revocations.lifetime_s
+            per_s = revocations.expected(work_s, began) / work_s + 1 / most
+            best_s = best_interval_s(checkpoint_s, 1 / per_s) if per_s else math.inf
+            most_s = min(work_s, 0.999 * most - restart_s - checkpoint_s)
+            # Whole intervals.
+            tried = {
+                work_s / math.ceil(work_s / max(min(factor * best_s, most_s), 1e-6 * work_s) - 1e-9)
+                for factor in _INTERVALS
+            }
+            interval_s = min(
+                sorted(tried),
+                key=lambda s: replace(lives, interval_s=s).expected_s([work_s], began)[0],
+            )
+        return replace(lives, interval_s=interval_s).expected_s(
+            works_s, self.start_hour
+        ), interval_s
 
     @property
     def assumptions(self) -> list[str]:
         """What the expected times take to be so, in sentences."""
         said = []
-        known = list(self.revocations.values() if isinstance(self.revocations, Mapping) else ())
-        if isinstance(self.revocations, Revocations):
-            known = [self.revocations]
+        rates = self.revocations
+        known = [rates] if isinstance(rates, Revocations) else list(rates.values())
         if any(len(set(one.per_hour)) > 1 for one in known):
             said.append(f"training starts at {_as_clock(self.start_hour)}")
         if any(math.isfinite(one.lifetime_s) for one in known):
@@ -401,21 +371,22 @@ class TransientCluster:
     def synchronous_s(self, steps: float, start_hour: float = 0.0) -> float:
         """Expected time of synchronous steps, all of which a lost worker sets back.
 
-        Each step takes as long as the slowest worker's; see `transient_times_s`.
+        Each step takes as long as the slowest worker's; see `Spot.times_s`.
         """
         check_from(0, steps=steps, start_hour=start_hour)
         step_s = 1 / min(*(w.steps_per_s for w in self.workers), self.most_steps_per_s)
         if not steps:
             return 0.0
-        times_s, _ = transient_times_s(
-            [steps * step_s],
-            interval_s=min(self.checkpoint_every_steps, steps) * step_s,
-            revocations=Revocations.of_any((1, worker.revocations) for worker in self.workers),
+        of_any = Revocations.of_any((1, worker.revocations) for worker in self.workers)
+        spot = Spot(
+            revocations=of_any,
             checkpoint_s=self.checkpoint_s,
             restart_s=self.replace_s,
             warning_s=self.warning_s,
             start_hour=start_hour,
         )
+        every_s = min(self.checkpoint_every_steps, steps) * step_s
+        times_s, _ = spot.times_s([steps * step_s], of_any, every_s)
         return times_s[0]
 
     def _checkpoints_s(self, steps: float) -> float:
@@ -431,35 +402,6 @@ def _joined(there: dict[float, Any], steps_per_s: float, share: Any) -> dict[flo
             rate = float(f"{total + more:.9g}")
             joined[rate] = joined.get(rate, 0.0) + odds * part
     return joined
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpotRow:
-    """Training on some number of workers: expected time, and what they cost for as long."""
-
-    workers: int
-    interval_s: float
-    expected_s: float
-    usd: float
-
-
-def spot_counts(
-    counts: Iterable[int], work_s: Callable[[int], float], *, spot: Spot, usd_per_hour: float
-) -> list[SpotRow]:
-    """Synchronous training on each count of spot workers, any of which sets all back.
-
-    `work_s` says how long a count would train without revocations. The checkpoint interval is the
-    best for the count. Raises WorkloadError.
-    """
-    check_from(0, usd_per_hour=usd_per_hour)
-    rows = []
-    for count in counts:
-        check_from(1, workers=count)
-        revocations = Revocations.of_any([(count, spot.of_machine(None))])
-        (expected_s,), interval_s = spot.times_s([work_s(count)], revocations)
-        usd = count * usd_per_hour * expected_s / 3600
-        rows.append(SpotRow(workers=count, interval_s=interval_s, expected_s=expected_s, usd=usd))
-    return rows
 
 
 def pareto_front(rows: Iterable[Row], cost: Callable[[Row], tuple[float, float]]) -> list[Row]:

@@ -15,7 +15,7 @@ from estimator import advise
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers
 from estimator.advise.rent.revocations import Revocations
 from estimator.advise.rent.transient import Spot, best_interval_s, pareto_front
-from estimator.advise.scaling import elasticity, largest_batch
+from estimator.advise.scaling import largest_batch
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
@@ -140,11 +140,11 @@ def test_tokens_are_counted_in_samples() -> None:
 def test_revocations_add_time_and_cost() -> None:
     asked: dict[str, Any] = {"spot": True, "strategies": ("ddp",)}
     (steady,) = offered("4x4:v100-p3-8xlarge", **asked)
-    spot = Spot(mtbf_s=4 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
-    (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
+    spot = Spot(revocations=Revocations(per_hour=(0.25,)), checkpoint_s=60.0, restart_s=300.0)
+    (taken,) = offered("4x4:v100-p3-8xlarge", **asked | {"spot": spot})
     # Four instances lose one an hour: expected_time_s, worked by hand in test_checkpoints.
     four = Allocation.parse("4x4:v100-p3-8xlarge")
-    (expected_s,), interval_s = spot.expected_s([steady.duration_s], four)
+    (expected_s,), interval_s = spot.times_s([steady.duration_s], spot.of_any(four))
     assert taken.duration_s == pytest.approx(expected_s)
     assert taken.interval_s == interval_s == best_interval_s(60.0, 3600.0)
     assert taken.duration_s > 1.1 * steady.duration_s
@@ -154,8 +154,7 @@ def test_revocations_add_time_and_cost() -> None:
         ["4x4:v100-p3-8xlarge"],
         samples=1e8,
         prices=PRICES,
-        revocations=Spot(mtbf_s=60.0),
-        **asked,
+        **asked | {"spot": Spot(revocations=Revocations(per_hour=(60.0,)))},
     )
     assert never.offers == []
     (why,) = never.left_out.values()
@@ -163,18 +162,21 @@ def test_revocations_add_time_and_cost() -> None:
 
 
 def test_machines_are_revoked_each_at_its_own_rate() -> None:
-    spot = Spot(mtbf_s={"t4-g4dn": 3600.0, "v100-p3-8xlarge": 7200.0})
+    rates = {"t4-g4dn": 1.0, "v100-p3-8xlarge": 0.5}
+    spot = Spot(revocations={name: Revocations(per_hour=(rate,)) for name, rate in rates.items()})
     both = Allocation.parse("3x4:t4-g4dn+2x4:v100-p3-8xlarge")
     # Three an hour of one machine, and two in two hours of the other: four an hour.
     assert spot.of_any(both).mean_per_s == pytest.approx(1 / 900)
     assert spot.of_any(Allocation.parse("2x4:v100-p3-8xlarge")).mean_per_s == 1 / 3600
     with pytest.raises(WorkloadError, match="spot instance of 'a100-p4d' stays"):
         spot.of_any(Allocation.parse("1x8:a100-p4d"))
+    with pytest.raises(WorkloadError, match="do not both name a100-p4d, v100-p3-8xlarge; name"):
+        est.rent(GRAPH, ["t4-g4dn", "a100-p4d"], samples=1e6, spot=spot)
 
 
 def test_training_by_night_is_cheaper_where_revocations_come_by_day() -> None:
     by_day = Revocations(per_hour=(0.0,) * 12 + (1.0,) * 12, lifetime_s=24 * 3600.0)
-    asked: dict[str, Any] = {"spot": True, "strategies": ("ddp",)}
+    asked: dict[str, Any] = {"strategies": ("ddp",)}
     at_noon, at_midnight = (
         offers(
             GRAPH,
@@ -182,12 +184,12 @@ def test_training_by_night_is_cheaper_where_revocations_come_by_day() -> None:
             samples=1e8,
             prices=PRICES,
             batch_per_gpu=16,
-            revocations=Spot(revocations=by_day, start_hour=hour),
+            spot=Spot(revocations=by_day, start_hour=hour),
             **asked,
         ).offers[0]
         for hour in (12.0, 0.0)
     )
-    (steady,) = offered("4x4:v100-p3-8xlarge", **asked)
+    (steady,) = offered("4x4:v100-p3-8xlarge", spot=True, **asked)
     # Its nine hours end before noon; from noon on four instances are lost every hour.
     assert steady.duration_s < 12 * 3600
     assert at_midnight.duration_s < 1.1 * steady.duration_s
@@ -290,21 +292,6 @@ def test_the_best_batch_is_that_of_a_look_at_all_powers_of_two() -> None:
     assert found.batch_per_gpu == max(rates, key=rates.__getitem__)
 
 
-def test_a_grid_has_the_estimates_of_its_cells() -> None:
-    names, batches, micro_batches = ("1x1:t4-g4dn", "2x4:t4-g4dn"), (8, 64, 1 << 24), (1, 4)
-    found = elasticity(GRAPH, names, batches, accumulation_steps=micro_batches)
-    assert found.samples_per_s.shape == (2, 3, 2)
-    for row, name in enumerate(names):
-        assert found.largest_batch[row] == largest_batch(GRAPH, name).batch_per_gpu
-        for column, batch in enumerate(batches):
-            for layer, steps in enumerate(micro_batches):
-                answer = est.estimate(GRAPH, name, batch_per_gpu=batch, accumulation_steps=steps)
-                assert found.step_time_s[row, column, layer] == pytest.approx(answer.step_time_s)
-                assert found.fits[row, column, layer] == (answer.fits == "yes")
-    assert not found.fits[:, 2].any()
-    assert found.to_dict()["batches"] == list(batches)
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -326,8 +313,7 @@ def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     "costs",
     [
-        {"mtbf_s": 0.0},
-        {"mtbf_s": {"m": np.nan}},
+        {"checkpoint_s": np.nan},
         {"restart_s": -1.0},
         {"warning_s": -1.0},
         {"start_hour": np.inf},
@@ -335,7 +321,7 @@ def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) 
 )
 def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
-        Spot(**{"mtbf_s": 3600.0, **costs})
+        Spot(revocations=Revocations(), **costs)
 
 
 def test_other_wrong_questions_are_refused() -> None:
@@ -343,10 +329,6 @@ def test_other_wrong_questions_are_refused() -> None:
         advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
     with pytest.raises(AllocationError, match="are the text 'a100-p4d'; give a list"):
         advise.next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
-    for empty in ({"batches": ()}, {"allocations": ()}, {"accumulation_steps": ()}):
-        asked = {"allocations": ["1x1:t4-g4dn"], "batches": [8], **empty}
-        with pytest.raises(WorkloadError, match="give a list of at least one"):
-            elasticity(GRAPH, **asked)
 
 
 def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:

@@ -15,10 +15,8 @@ from estimator.advise.rent.transient import (
     TransientCluster,
     Worker,
     expected_time_s,
-    transient_times_s,
 )
 from estimator.errors import WorkloadError
-from estimator.placement.allocation import Allocation
 
 HOUR, DAY = 3600.0, 86400.0
 COSTS = {"checkpoint_s": 60.0, "restart_s": 300.0}
@@ -80,7 +78,7 @@ def test_the_same_rate_at_every_hour_is_the_closed_form(per_hour: float, interva
 
 def test_one_rate_is_answered_by_the_closed_form_itself() -> None:
     steady = Revocations(per_hour=(0.25,) * 24)
-    (found,), interval_s = transient_times_s([20 * HOUR], revocations=steady, **COSTS)
+    (found,), interval_s = Spot(revocations=steady, **COSTS).times_s([20 * HOUR], steady)
     assert found == expected_time_s(20 * HOUR, interval_s, **COSTS, mtbf_s=4 * HOUR)
 
 
@@ -123,7 +121,7 @@ def test_what_keeps_nothing_does_not_end() -> None:
 
 def test_the_interval_is_the_best_of_those_tried() -> None:
     revocations = Revocations(per_hour=BY_HOUR, lifetime_s=DAY)
-    (best,), interval_s = transient_times_s([30 * HOUR], revocations=revocations, **COSTS)
+    (best,), interval_s = Spot(revocations=revocations, **COSTS).times_s([30 * HOUR], revocations)
     assert (30 * HOUR / interval_s) == pytest.approx(round(30 * HOUR / interval_s))
     for other_s in (300.0, 900.0, 7200.0):
         assert best <= lives(lifetime_s=DAY, interval_s=other_s).expected_s([30 * HOUR])[0]
@@ -255,13 +253,10 @@ def test_what_is_assumed_of_instances_is_said() -> None:
         "a restart begins on new instances, all at once",
         "a checkpoint of 20.0 s is written within the 30.0 s before a revocation, and none else",
     ]
-    assert Spot(mtbf_s=HOUR, warning_s=30.0).assumptions == [
+    assert Spot(revocations=Revocations(per_hour=(1.0,)), warning_s=30.0).assumptions == [
         "a warning of 30.0 s is too short for a checkpoint of 60.0 s"
     ]
-    with pytest.raises(WorkloadError, match="give mtbf_s or revocations, one of them"):
-        Spot(mtbf_s=HOUR, revocations=Revocations())
     with pytest.raises(WorkloadError, match="lifetime_s is 0; give a time above 0"):
         Revocations(lifetime_s=0.0)
-    allocation = Allocation.parse("2x4:t4-g4dn")
-    never = Spot(revocations=Revocations(lifetime_s=300.0)).expected_s([HOUR], allocation)
-    assert never[0] == [math.inf]
+    never = Revocations(lifetime_s=300.0)
+    assert Spot(revocations=never).times_s([HOUR], never)[0] == [math.inf]
