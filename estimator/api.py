@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from estimator.errors import (
     ModelError,
@@ -90,85 +90,59 @@ def trace_model(
     >>> trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), precision="bf16-amp").batch
     4
     """
-    told = _Told(
-        *(optimizer, precision, compiled, channels_last),
-        *(grad_scaler, clip_grad_norm, checkpoint, float8),
-    ).with_recipe(recipe)
-    kernels = str(recipe or "") or None
-    asked = {"target": target, "batch_dim": batch_dim, "name": name, "ranks": ranks}
-    graph = _traced(model, batch, loss, told, kernels, measure=measure, **asked)
-    return with_timings(graph, profile, report=report) if measure else graph
-
-
-class _Told(NamedTuple):
-    """What a recipe may say in place of keywords of `trace_model`."""
-
-    optimizer: str | Optimizer | None
-    precision: str
-    compiled: bool | Literal["cuda-graphs", "blocks"] | None
-    channels_last: bool
-    grad_scaler: bool
-    clip_grad_norm: bool
-    checkpoint: str | None
-    float8: str | None
-
-    def with_recipe(self, recipe: str | Recipe | None) -> _Told:
-        """These where the recipe leaves them open; raises ModelError where both say something."""
-        if recipe is None or isinstance(recipe, str):
-            return self
-        found = self._asdict()
-        for name, value in (
-            ("optimizer", recipe.optimizer),
-            ("precision", recipe.precision),
-            ("compiled", recipe.compile),
-            ("channels_last", recipe.channels_last),
-            ("grad_scaler", recipe.grad_scaler),
-            ("clip_grad_norm", bool(recipe.clip)),
-            ("checkpoint", recipe.checkpointing),
-            ("float8", recipe.float8),
-        ):
-            beside = found[name]
-            if value and beside not in (value, None, False, "fp32"):
-                raise ModelError(
-                    f"the recipe says {name} {quoted(value)} and beside it stands "
-                    f"{quoted(beside)}; say it once"
-                )
-            found[name] = value or beside
-        return _Told(**found)
-
-
-def _traced(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[Any, Any], Tensor] | None,
-    told: _Told,
-    kernels: str | None,
-    *,
-    measure: bool,
-    **options: Any,
-) -> OpGraph:
     from estimator.graph.trace.checkpointing import checkpointed
     from estimator.graph.trace.trace import trace_graph
 
-    model, loss, compiled, assumed = _as_module(model, loss, told.compiled)
-    _check_options(measure and bool(compiled), told.grad_scaler, told.precision)
-    with checkpointed(model, told.checkpoint):
+    told: dict[str, Any] = {
+        "optimizer": optimizer,
+        "precision": precision,
+        "compiled": compiled,
+        "channels_last": channels_last,
+        "grad_scaler": grad_scaler,
+        "clip_grad_norm": clip_grad_norm,
+        "checkpoint": checkpoint,
+        "float8": float8,
+    }
+    if recipe is not None and not isinstance(recipe, str):
+        _add_recipe(told, recipe)
+    model, loss, execution, assumed = _as_module(model, loss, told["compiled"])
+    _check_options(measure and bool(execution), told["grad_scaler"], told["precision"])
+    with checkpointed(model, told["checkpoint"]):
         graph = trace_graph(
             model,
             batch,
             loss=loss,
-            optimizer=told.optimizer,
-            precision=told.precision,
-            channels_last=told.channels_last,
-            **options,
+            **{name: told[name] for name in ("optimizer", "precision", "channels_last")},
+            target=target,
+            batch_dim=batch_dim,
+            name=name,
+            ranks=ranks,
         )
-    graph = replace(
-        graph,
-        grad_scaler=told.grad_scaler,
-        clip_grad_norm=told.clip_grad_norm,
-        checkpoint=told.checkpoint,
-    )
-    return _compiled(graph, compiled, told.float8, assumed, kernels)
+    beside = ("grad_scaler", "clip_grad_norm", "checkpoint")
+    graph = replace(graph, **{name: told[name] for name in beside})
+    graph = _compiled(graph, execution, told["float8"], assumed, str(recipe or "") or None)
+    return with_timings(graph, profile, report=report) if measure else graph
+
+
+def _add_recipe(told: dict[str, Any], recipe: Recipe) -> None:
+    """Add what a recipe says to keywords of `trace_model`; raises ModelError where both do."""
+    for name, value in (
+        ("optimizer", recipe.optimizer),
+        ("precision", recipe.precision),
+        ("compiled", recipe.compile),
+        ("channels_last", recipe.channels_last),
+        ("grad_scaler", recipe.grad_scaler),
+        ("clip_grad_norm", bool(recipe.clip)),
+        ("checkpoint", recipe.checkpointing),
+        ("float8", recipe.float8),
+    ):
+        beside = told[name]
+        if value and beside not in (value, None, False, "fp32"):
+            raise ModelError(
+                f"the recipe says {name} {quoted(value)} and beside it stands {quoted(beside)}; "
+                "say it once"
+            )
+        told[name] = value or beside
 
 
 def with_recipe(

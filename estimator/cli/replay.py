@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from estimator.placement.topology import Cluster
     from estimator.replay.jobs import Job
     from estimator.replay.nodes import Nodes, PlacementRule
-    from estimator.replay.replay import Costs, Outcome, Replay
-    from estimator.replay.speeds import SharedLinks, Speeds
-    from estimator.replay.view import Policy
+    from estimator.replay.replay import Outcome, Replay
+    from estimator.replay.speeds import Speeds
 
 RULES = ("pack", "even", "spread")
 BELIEFS = ("engine", "calibrated", "perfect")
@@ -129,7 +128,7 @@ def replay(
     """
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
-    from estimator.replay.replay import Costs, outcome
+    from estimator.replay.replay import Costs, Replay, outcome
     from estimator.replay.speeds import SharedLinks, TrueSpeeds
 
     for path in filter(None, (picture, schedule)):
@@ -144,14 +143,21 @@ def replay(
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
     links = SharedLinks(nodes, true) if contention else None
-    replays = {
-        name: _simulated(
-            *(name, policy, jobs, Nodes.parse(on, placement, cluster)),
-            *(true, _believed(believed, true, cluster), costs, seed),
-            links=links,
-        )
-        for name, policy in chosen.items()
-    }
+    replays = {}
+    for name, policy in chosen.items():
+        with progress(name) as report, printing_to_stderr():
+            replays[name] = Replay(
+                jobs,
+                Nodes.parse(on, placement, cluster),
+                policy,
+                true=true,
+                believed=_believed(believed, true, cluster),
+                costs=costs,
+                seed=seed,
+                report=report,
+                links=links,
+            )
+            replays[name].run()
     about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
     outcomes = {name: outcome(list(run.ran.values()), nodes, true) for name, run in replays.items()}
     _show(about, replays, outcomes, picture, schedule, as_json=as_json)
@@ -178,56 +184,15 @@ def _show(
         from estimator.report.plans import replay_section
 
         print_sections([replay_section(str(about["cluster"]), outcomes)])
-    if as_json or schedule is not None:
-        lives = {name: schedule_of(ran[name], run.outages) for name, run in replays.items()}
-        _write_lives(about, lives, outcomes, schedule, as_json=as_json)
-
-
-def _write_lives(
-    about: dict[str, object],
-    lives: dict[str, dict[str, object]],
-    outcomes: dict[str, Outcome],
-    schedule: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Each job's life, to a file and with what the policies were worth to stdout."""
+        if schedule is None:
+            return
+    lives = {name: schedule_of(ran[name], run.outages) for name, run in replays.items()}
     if schedule is not None:
         text = json.dumps(about | {"policies": lives}, indent=1) + "\n"
         write_text_atomically(schedule, text)
     if as_json:
         numbers = {name: asdict(result) | lives[name] for name, result in outcomes.items()}
         print_json(about | {"policies": numbers})
-
-
-def _simulated(
-    name: str,
-    policy: Policy,
-    jobs: list[Job],
-    nodes: Nodes,
-    true: Speeds,
-    believed: Speeds,
-    costs: Costs,
-    seed: int,
-    *,
-    links: SharedLinks | None,
-) -> Replay:
-    from estimator.replay.replay import Replay
-
-    with progress(name) as report, printing_to_stderr():
-        replay = Replay(
-            jobs,
-            nodes,
-            policy,
-            true=true,
-            believed=believed,
-            costs=costs,
-            seed=seed,
-            report=report,
-            links=links,
-        )
-        replay.run()
-    return replay
 
 
 def _jobs(
