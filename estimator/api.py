@@ -90,42 +90,52 @@ def trace_model(
     >>> trace_model(torch.nn.Linear(8, 8), torch.randn(4, 8), precision="bf16-amp").batch
     4
     """
-    from estimator.graph.trace.checkpointing import checkpointed
-    from estimator.graph.trace.trace import trace_graph
-
-    told: dict[str, Any] = {
-        "optimizer": optimizer,
-        "precision": precision,
-        "compiled": compiled,
-        "channels_last": channels_last,
-        "grad_scaler": grad_scaler,
-        "clip_grad_norm": clip_grad_norm,
-        "checkpoint": checkpoint,
-        "float8": float8,
-    }
-    if recipe is not None and not isinstance(recipe, str):
-        _add_recipe(told, recipe)
-    model, loss, execution, assumed = _as_module(model, loss, told["compiled"])
-    _check_options(measure and bool(execution), told["grad_scaler"], told["precision"])
-    with checkpointed(model, told["checkpoint"]):
-        graph = trace_graph(
-            model,
-            batch,
-            loss=loss,
-            **{name: told[name] for name in ("optimizer", "precision", "channels_last")},
-            target=target,
-            batch_dim=batch_dim,
-            name=name,
-            ranks=ranks,
-        )
-    beside = ("grad_scaler", "clip_grad_norm", "checkpoint")
-    graph = replace(graph, **{name: told[name] for name in beside})
-    graph = _compiled(graph, execution, told["float8"], assumed, str(recipe or "") or None)
+    told = _told_by(
+        recipe,
+        optimizer=optimizer,
+        precision=precision,
+        compiled=compiled,
+        channels_last=channels_last,
+        grad_scaler=grad_scaler,
+        clip_grad_norm=clip_grad_norm,
+        checkpoint=checkpoint,
+        float8=float8,
+    )
+    asked = {"target": target, "batch_dim": batch_dim, "name": name, "ranks": ranks}
+    graph = _traced(model, batch, loss, told, str(recipe or "") or None, measure, **asked)
     return with_timings(graph, profile, report=report) if measure else graph
 
 
-def _add_recipe(told: dict[str, Any], recipe: Recipe) -> None:
-    """Add what a recipe says to keywords of `trace_model`; raises ModelError where both do."""
+def _traced(
+    model: Any,
+    batch: Any,
+    loss: Any,
+    told: Mapping[str, Any],
+    kernels: str | None,
+    measure: bool,
+    **options: Any,
+) -> OpGraph:
+    from estimator.graph.trace.checkpointing import checkpointed
+    from estimator.graph.trace.trace import trace_graph
+
+    model, loss, execution, assumed = _as_module(model, loss, told["compiled"])
+    _check_options(measure and bool(execution), told["grad_scaler"], told["precision"])
+    by_trace, by_graph = (
+        {name: told[name] for name in names}
+        for names in (
+            ("optimizer", "precision", "channels_last"),
+            ("grad_scaler", "clip_grad_norm", "checkpoint"),
+        )
+    )
+    with checkpointed(model, told["checkpoint"]):
+        graph = trace_graph(model, batch, loss=loss, **by_trace, **options)
+    return _compiled(replace(graph, **by_graph), execution, told["float8"], assumed, kernels)
+
+
+def _told_by(recipe: str | Recipe | None, **told: Any) -> dict[str, Any]:
+    """Keywords of `trace_model` with what a recipe says; raises ModelError where both say it."""
+    if recipe is None or isinstance(recipe, str):
+        return told
     for name, value in (
         ("optimizer", recipe.optimizer),
         ("precision", recipe.precision),
@@ -143,6 +153,7 @@ def _add_recipe(told: dict[str, Any], recipe: Recipe) -> None:
                 "say it once"
             )
         told[name] = value or beside
+    return told
 
 
 def with_recipe(

@@ -4,9 +4,9 @@ A ring is as fast as its slowest hop, each in its own direction. Links are measu
 a time, so the matrix does not show the contention of hops that leave a rack on its uplink: the
 cluster file gives that. Rings of few hosts are exact (Held and Karp 1962). Of more, three
 heuristics share the time: Hamiltonian cycles of hops below a bound that is bisected, by rotations
-(Pósa 1976); cycles of a cheapest assignment, patched (Karp 1979); and 2-opt and segment insertion
-(Croes 1958; Or 1976) on hop costs raised to rising powers, which approach the maximum, for shared
-uplinks and for the total of all hops. Trees and halving-doubling are improved by exchanges.
+(Pósa 1976); cycles of a cheapest assignment, patched (Karp 1979); and insertion of segments (Or
+1976) on hop costs raised to rising powers, which approach the maximum, for shared uplinks and for
+the total of all hops. Trees and halving-doubling are improved by exchanges.
 """
 
 from __future__ import annotations
@@ -290,12 +290,8 @@ def _local_search_tours(
         # A hop over the uplink delays the other hops over it by its own seconds there.
         costs = costs + uplink.flow_s * (uplink.below[:, None] & ~uplink.below[None, :])
     powered = [(costs / costs.max()) ** power for power in _POWERS]
-    starts = chain(
-        map(_assigned_tour, powered[::-1]),
-        (_nearest_neighbour_tour(costs, start) for start in range(min(len(costs), 8))),
-    )
     best = np.arange(len(costs))
-    for start in chain(starts, repeat(None)):
+    for start in chain(map(_assigned_tour, powered[::-1]), repeat(None)):
         tour = _kicked(best, generator) if start is None else start
         for each in powered:
             tour = _local_optimum(each, tour)
@@ -330,50 +326,16 @@ def _assigned_tour(costs: Array) -> Tour:
         following[swapped] = following[swapped[::-1]]
 
 
-def _nearest_neighbour_tour(costs: Array, start: int) -> Tour:
-    left = np.ones(len(costs), dtype=bool)
-    tour = [start]
-    left[start] = False
-    while left.any():
-        row = np.where(left, costs[tour[-1]], np.inf)
-        tour.append(int(row.argmin()))
-        left[tour[-1]] = False
-    return np.array(tour)
-
-
 def _local_optimum(costs: Array, tour: Tour) -> Tour:
-    """2-opt moves and insertions, the best one at a time, until none shortens the tour."""
+    """Insertions of segments, the best one at a time, until none shortens the tour."""
     for _ in range(20 * len(tour)):
-        moves = [_best_reversal(costs, tour)]
-        moves += [
-            _best_insertion(costs, tour, length)
-            for length in range(1, min(_MOST_SEGMENT, len(tour) - 2) + 1)
-        ]
-        gain, moved = max(moves, key=lambda move: move[0])
+        lengths = range(1, min(_MOST_SEGMENT, len(tour) - 2) + 1)
+        moves = (_best_insertion(costs, tour, length) for length in lengths)
+        gain, moved = max(moves, key=lambda move: move[0], default=(0.0, tour))
         if gain <= 1e-12:
             break
         tour = moved
     return tour
-
-
-def _best_reversal(costs: Array, tour: Tour) -> tuple[float, Tour]:
-    """2-opt: hops (a, b) and (c, d) become (a, c) and (b, d); hops between b and c run back."""
-    following = np.roll(tour, -1)
-    hop = costs[tour, following]
-    # What all hops before a position cost more backwards.
-    back = np.concatenate([[0.0], np.cumsum(costs[following, tour] - hop)[:-1]])
-    gain = (
-        hop[:, None]
-        + hop[None, :]
-        - costs[tour[:, None], tour[None, :]]
-        - costs[following[:, None], following[None, :]]
-        - (back[None, :] - np.roll(back, -1)[:, None])
-    )
-    gain[np.tril_indices(len(tour))] = -np.inf
-    first, second = np.unravel_index(int(gain.argmax()), gain.shape)
-    turned = tour.copy()
-    turned[first + 1 : second + 1] = tour[first + 1 : second + 1][::-1]
-    return float(gain[first, second]), turned
 
 
 def _best_insertion(costs: Array, tour: Tour, length: int) -> tuple[float, Tour]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -128,7 +128,7 @@ def replay(
     """
     from estimator.replay.nodes import Nodes
     from estimator.replay.policies import load_policy
-    from estimator.replay.replay import Costs, Replay, outcome
+    from estimator.replay.replay import Costs, outcome
     from estimator.replay.speeds import SharedLinks, TrueSpeeds
 
     for path in filter(None, (picture, schedule)):
@@ -143,24 +143,28 @@ def replay(
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
     links = SharedLinks(nodes, true) if contention else None
-    replays = {}
-    for name, policy in chosen.items():
-        with progress(name) as report, printing_to_stderr():
-            replays[name] = Replay(
-                jobs,
-                Nodes.parse(on, placement, cluster),
-                policy,
-                true=true,
-                believed=_believed(believed, true, cluster),
-                costs=costs,
-                seed=seed,
-                report=report,
-                links=links,
-            )
-            replays[name].run()
+    options = {"true": true, "costs": costs, "seed": seed, "links": links}
+    replays = {
+        name: _replayed(
+            name,
+            *(jobs, Nodes.parse(on, placement, cluster), policy),
+            believed=_believed(believed, true, cluster),
+            **options,
+        )
+        for name, policy in chosen.items()
+    }
     about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
     outcomes = {name: outcome(list(run.ran.values()), nodes, true) for name, run in replays.items()}
     _show(about, replays, outcomes, picture, schedule, as_json=as_json)
+
+
+def _replayed(name: str, *parts: Any, **options: Any) -> Replay:
+    from estimator.replay.replay import Replay
+
+    with progress(name) as report, printing_to_stderr():
+        replay = Replay(*parts, **options, report=report)
+        replay.run()
+    return replay
 
 
 def _show(
