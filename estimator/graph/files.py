@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,8 +23,8 @@ from estimator.graph.ir.ops import (
     Phase,
     Value,
     ValueKind,
-    with_repeated,
 )
+from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.units import MIB
 from estimator.workload.layouts import Layout
@@ -42,33 +42,14 @@ _GZIP_MAGIC = b"\x1f\x8b"
 # The name is among the first fields, and has at most so many characters.
 _HEAD_BYTES, _MOST_NAME = 4 << 10, 500
 _NAME = re.compile(rb'"name":\s*("(?:[^"\\]|\\.)*")')
-_PLAIN_FIELDS = (
-    "name",
-    "target",
-    "precision",
-    "optimizer",
-    "batch",
-    "other_batch",
-    "tokens_per_sample",
-    "frozen_parameter_bytes",
-    "buffer_bytes",
-    "buffers",
-    "module_calls",
-    "timed_on",
-)
-# Absent from files written before the package knew of them.
-_LATER_FIELDS: dict[str, str | bool | int | None] = {
-    "execution": "eager",
-    "channels_last": False,
-    "grad_scaler": False,
-    "clip_grad_norm": False,
-    "checkpoint": None,
-    "float8": None,
-    "recipe": None,
-    "function_calls": 0,
-    "layout": None,
-    "strategy": None,
-}
+# As they stand in a file: texts, of which some may be None, numbers from and to, and flags.
+_TEXTS = ("name", "target", "precision", "optimizer", "execution")
+_TEXTS_OR_NONE = ("checkpoint", "float8", "recipe", "layout", "strategy", "timed_on")
+_BATCHES = ("batch", "other_batch", "tokens_per_sample")
+_COUNTS = ("buffers", "module_calls", "function_calls")
+_SIZES = ("frozen_parameter_bytes", "buffer_bytes")
+_FLAGS = ("channels_last", "grad_scaler", "clip_grad_norm")
+_PLAIN_FIELDS = _TEXTS + _TEXTS_OR_NONE + _BATCHES + _COUNTS + _SIZES + _FLAGS
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
 _MOST_BATCH, _MOST_BYTES_HELD, _MOST_COUNT = 10**9, 10**18, 10**9
@@ -149,50 +130,38 @@ def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
     return f"{path} is damaged ({cause(error)}); trace the model again and save it"
 
 
-class _Table:
-    """Equal items once, in order of first use."""
-
-    def __init__(self) -> None:
-        self._index: dict[Any, int] = {}
-
-    def add(self, item: Any) -> int:
-        return self._index.setdefault(item, len(self._index))
-
-    def items(self) -> Iterable[Any]:
-        return self._index
+def _row(table: dict[Any, int], item: Any) -> int:
+    """Where an item stands in a table that has equal ones once, in order of first use."""
+    return table.setdefault(item, len(table))
 
 
 def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
-    calls, specs = _Table(), _Table()
+    calls: dict[OpCall, int] = {}
+    specs: dict[TensorSpec, int] = {}
     ops = [
         [
-            op.name,
-            calls.add(op.call),
-            calls.add(op.other_call),
-            op.phase,
-            op.module,
-            op.inputs,
-            op.outputs,
-            int(op.is_view),
-            int(op.is_repeated),
-            op.holds,
+            *(op.name, _row(calls, op.call), _row(calls, op.other_call), op.phase, op.module),
+            *(op.inputs, op.outputs, int(op.is_view), int(op.is_repeated), op.holds),
             int(op.enters_dtensor),
         ]
         for op in graph["ops"]
     ]
-    values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph["values"]]
+    values = [
+        [_row(specs, value.spec), _row(specs, value.other_spec), value.kind, value.base]
+        for value in graph["values"]
+    ]
     parameters = [
         [
-            *(p.name, specs.add(p.spec), p.gradient, p.ready_after),
+            *(p.name, _row(specs, p.spec), p.gradient, p.ready_after),
             *(int(p.is_dtensor), p.optimizer, p.updates),
         ]
         for p in graph["parameters"]
     ]
-    timings = [[calls.add(c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
+    timings = [[_row(calls, c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: graph[name] for name in (*_PLAIN_FIELDS, *_LATER_FIELDS)},
+        **{name: graph[name] for name in _PLAIN_FIELDS},
         "assumptions": graph["assumptions"],
         "unknown_ops": graph["unknown_ops"],
         "versions": dict(graph["versions"]),
@@ -201,8 +170,8 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": parameters,
         "inputs": [[i.name, i.value, i.low, i.high] for i in graph["inputs"]],
         "timings": timings,
-        "calls": [call.encode() for call in calls.items()],
-        "specs": [encode_tree(spec) for spec in specs.items()],
+        "calls": [call.encode() for call in calls],
+        "specs": [encode_tree(spec) for spec in specs],
         "eager": None if graph["eager"] is None else _encode(graph["eager"]),
         "tp_plan": graph["tp_plan"],
         "ep_plan": graph["ep_plan"],
@@ -226,17 +195,13 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
         check_alike(one, two)
-    if data.get("execution", "eager") == "eager" and any(len(row) == 8 for row in data["ops"]):
-        # Written before the package told them apart.
-        ops = with_repeated(ops, values)
     graph: dict[str, Any] = {
         **{name: data[name] for name in _PLAIN_FIELDS},
-        **{name: data.get(name, default) for name, default in _LATER_FIELDS.items()},
         "assumptions": tuple(map(_text, data["assumptions"])),
         "unknown_ops": tuple(map(_text, data["unknown_ops"])),
         "versions": {_text(name): _text(text) for name, text in data["versions"].items()},
         **{
-            plan: tuple((_text(name), _text(style)) for name, style in data.get(plan, ()))
+            plan: tuple((_text(name), _text(style)) for name, style in data[plan])
             for plan in ("tp_plan", "ep_plan")
         },
         "ops": ops,
@@ -253,15 +218,12 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     _check_plain_fields(graph)
-    eager = data.get("eager")
+    eager = data["eager"]
     return graph | {"eager": None if eager is None else _decode({**eager, "eager": None})}
 
 
 def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) -> Parameter:
-    name, spec, gradient, ready_after, *later = row
-    # Files of earlier versions end sooner.
-    missing: list[Any] = [False, None, 1]
-    is_dtensor, optimizer, updates = later + missing[len(later) :]
+    name, spec, gradient, ready_after, is_dtensor, optimizer, updates = row
     if type(updates) is not int or not 0 <= updates <= _MOST_UPDATES:
         raise ValueError(f"{quoted(updates)} is no number of updates in a step")
     return Parameter(
@@ -276,10 +238,7 @@ def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) 
 
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
-    name, call, other, phase, module, inputs, outputs, is_view, *later = row
-    # Files of earlier versions end sooner.
-    missing: list[Any] = [False, (), False]
-    is_repeated, holds, enters = later + missing[len(later) :]
+    name, call, other, phase, module, inputs, outputs, is_view, is_repeated, holds, enters = row
     op = Op(
         name=_text(name),
         call=_at(calls, call),
@@ -371,9 +330,8 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
-    required = ("name", "target", "precision", "optimizer")
-    for name in (*required, "timed_on", "checkpoint", "float8", "recipe"):
-        if graph[name] is not None or name in required:
+    for name in _TEXTS + _TEXTS_OR_NONE:
+        if graph[name] is not None or name in _TEXTS:
             _text(graph[name])
     if graph["timings"] and graph["timed_on"] is None:
         raise ValueError("it has timings and does not name the machine that they are of")
@@ -385,25 +343,20 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
         Strategy.parse(graph["strategy"])
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
-    for name in ("batch", "other_batch", "tokens_per_sample"):
-        value = graph[name]
-        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_BATCH):
-            raise ValueError(f"'{name}' is {quoted(value)}")
+    for names, least, most in (
+        (_BATCHES, 1, _MOST_BATCH),
+        (_SIZES, 0, _MOST_BYTES_HELD),
+        (_COUNTS, 0, _MOST_COUNT),
+    ):
+        for name in names:
+            value = graph[name]
+            is_left_out = value is None and names is _BATCHES
+            if not is_left_out and (type(value) is not int or not least <= value <= most):
+                raise ValueError(f"'{name}' is {quoted(value)}")
     if graph["other_batch"] is not None and graph["other_batch"] == graph["batch"]:
         raise ValueError("the second batch is the first")
-    for name, most in (
-        ("frozen_parameter_bytes", _MOST_BYTES_HELD),
-        ("buffer_bytes", _MOST_BYTES_HELD),
-        ("buffers", _MOST_COUNT),
-        ("module_calls", _MOST_COUNT),
-        ("function_calls", _MOST_COUNT),
-    ):
-        value = graph[name]
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"'{name}' is {quoted(value)}")
-    if graph["target"] not in ("cpu", "cuda"):
-        raise ValueError(f"target is {quoted(graph['target'])}")
+    _one_of(DeviceKind, graph["target"])
     _one_of(Execution, graph["execution"])
-    for name in ("channels_last", "grad_scaler", "clip_grad_norm"):
+    for name in _FLAGS:
         if type(graph[name]) is not bool:
             raise ValueError(f"'{name}' is {quoted(graph[name])}")
