@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from estimator.errors import StrategyError, one_line, quoted
-from estimator.graph.ir.ops import Parameter
+from estimator.graph.ir.ops import Parameter, Value
 from estimator.graph.trace.fake_tensors import FakeTensors
 from estimator.graph.trace.record import Recorder
 from estimator.workload.optimizers import BESIDE_MUON, check_optimizer
@@ -137,24 +137,28 @@ class RecordedStep:
         """The fake in the place of a parameter, or what is none of the model as it is."""
         return self._fakes.made.get(id(parameter), parameter)
 
-    def ready(self) -> tuple[tuple[str, int, int | None, int | None], ...]:
-        """(name, value, value of the gradient, the op after which it is final) of each parameter.
+    def parameters(self, values: Sequence[Value]) -> tuple[Parameter, ...]:
+        """Trainable ones in order of readiness; those without a gradient come last.
 
-        Trainable ones in order of readiness; those without a gradient come last. What is added to
-        a gradient after its last update is not waited for.
+        What is added to a gradient after its last update is not waited for.
         """
-        recorder, parameters = self._recorder, self._fakes.parameters
-        entries: list[tuple[str, int, int | None, int | None]] = []
-        done = sorted((self._done | self._used).items(), key=lambda item: item[1][1])
-        for name, (value, op) in done:
-            index = recorder.index_of(parameters[name])
-            assert index is not None
-            entries.append((name, index, value, op))
-        for name, parameter in parameters.items():
-            index = recorder.index_of(parameter)
-            if parameter.requires_grad and name not in self._done and index is not None:
-                entries.append((name, index, None, None))
-        return tuple(entries)
+        fakes, done = self._fakes.parameters, self._done | self._used
+        order = sorted(done, key=lambda name: done[name][1])
+        order += [name for name, fake in fakes.items() if fake.requires_grad and name not in done]
+        parameters = []
+        for name in order:
+            value = self._recorder.index_of(fakes[name])
+            assert value is not None
+            gradient, ready_after = done.get(name, (None, None))
+            parameters.append(
+                Parameter(
+                    name=name,
+                    spec=values[value].spec,
+                    gradient=gradient,
+                    ready_after=ready_after,
+                )
+            )
+        return tuple(parameters)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from estimator.errors import ModelError, TraceError
 from estimator.graph.ir.collectives import collective_call
 from estimator.graph.ir.op_graph import OpGraph, unit_path
-from estimator.graph.ir.ops import Parameter, ValueKind
+from estimator.graph.ir.ops import ValueKind
 from estimator.graph.trace.record import RecordedOp, Recorder
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
@@ -226,22 +226,10 @@ def _unseen(original: Callable[..., Any]) -> Callable[..., Any]:
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """How a module is sharded: its strategy, and of its layers' mesh where they are divided too.
-
-    `divided` are the whole parameters that ranks of another axis hold parts of, by name.
-    """
-
-    strategy: Strategy
-    divided: dict[str, Any]
-
-
-def sharding_of(model: nn.Module, name: str) -> Sharding | None:
-    """How a model is sharded, None if ``fully_shard`` was not called; raises ModelError."""
-    groups = list(_groups(model))
-    if not groups:
-        return None
+def _sharding(
+    model: nn.Module, groups: Sequence[tuple[str, Any]], name: str
+) -> tuple[Strategy, dict[str, DeviceMesh]]:
+    """(its strategy, the mesh of each parameter that is divided too); raises ModelError."""
     strategies = {_strategy(group, name) for path, group in groups if path} or {
         _strategy(group, name) for _, group in groups
     }
@@ -252,17 +240,17 @@ def sharding_of(model: nn.Module, name: str) -> Sharding | None:
             "the same arguments"
         )
     _check_units(model, [path for path, _ in groups], name)
-    sharded = {
-        id(parameter.sharded_param): parameter
+    specs = {
+        id(parameter.sharded_param): _spec_of(parameter)
         for _, group in groups
         for parameter in group.fsdp_params
     }
-    divided = {
-        path: spec
+    meshes = {
+        path: spec.mesh
         for path, parameter in model.named_parameters(remove_duplicate=False)
-        if (spec := _spec_of(sharded[id(parameter)])) is not None
+        if (spec := specs[id(parameter)]) is not None
     }
-    return Sharding(strategy=strategies.pop(), divided=divided)
+    return strategies.pop(), meshes
 
 
 def unshard(model: nn.Module) -> None:
@@ -401,29 +389,27 @@ class Division:
         return replace(
             graph,
             ops=tuple(ops),
-            parameters=tuple([self._of(parameter) for parameter in graph.parameters]),
+            parameters=tuple(
+                replace(each, is_dtensor=each.name.rpartition(".")[0] in self.modules)
+                for each in graph.parameters
+            ),
             layout=f"tp={self.tp},dp=*" if self.tp > 1 else None,
             strategy=None if self.strategy is None else str(self.strategy),
             assumptions=(*graph.assumptions, *assumptions),
         )
 
-    def _of(self, parameter: Parameter) -> Parameter:
-        owner = parameter.name.rpartition(".")[0]
-        return replace(parameter, is_dtensor=owner in self.modules)
-
 
 def division_of(model: nn.Module, name: str) -> Division:
     """How the parameters of a model are divided; raises ModelError."""
-    sharding = sharding_of(model, name)
-    if sharding is not None:
-        meshes = {path: spec.mesh for path, spec in sharding.divided.items()}
+    groups, strategy = list(_groups(model)), None
+    if groups:
+        strategy, meshes = _sharding(model, groups, name)
     else:
         meshes = {
             path: parameter.device_mesh
             for path, parameter in model.named_parameters(remove_duplicate=False)
             if isinstance(parameter, DTensor)
         }
-    strategy = None if sharding is None else sharding.strategy
     if not meshes:
         return Division(strategy=strategy)
     unlike = set(meshes.values())

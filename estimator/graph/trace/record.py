@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +31,11 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.graph.files import check_alike
-from estimator.graph.ir.ops import Op, Parameter, Phase, Value, ValueKind, with_repeated
+from estimator.graph.ir.ops import Op, Phase, Value, ValueKind, with_repeated
 from estimator.graph.trace.constant_propagation import Constants, flat_results
 from estimator.graph.trace.fake_rules import FAKE_RULES, assume_choice, resolve
 from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
-
-
-class Uses(Protocol):
-    """An operator by the values that it touches."""
-
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-    @property
-    def outputs(self) -> tuple[int, ...]: ...
 
 
 class Lifetimes:
@@ -63,7 +55,7 @@ class Lifetimes:
         if not self._alive[root]:
             self._released[root] = op
 
-    def holds(self, ops: Sequence[Uses], roots: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def holds(self, ops: Sequence[RecordedOp], roots: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """By op, the values that are released after it although it does not touch them."""
         last_use: dict[int, int] = {}
         for index, op in enumerate(ops):
@@ -179,8 +171,7 @@ class Recorder(TorchDispatchMode):
     def enter_module(self, module: nn.Module, _inputs: Any) -> None:
         """A global forward-pre hook."""
         self.module_calls += 1
-        parent = self._open[-1] if self._open else ""
-        self._open.append(self._names.get(id(module), parent))
+        self._open.append(self._names.get(id(module), self.module))
         self._mark_boundary()
 
     def leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -399,17 +390,8 @@ def _argument(where: str | int | None, args: Any, kwargs: Any) -> Any:
     return kwargs.get(where)
 
 
-_TRAITS: dict[Any, _Traits] = {}
-
-
+@cache
 def _traits_of(func: Any) -> _Traits:
-    traits = _TRAITS.get(func)
-    if traits is None:
-        traits = _TRAITS[func] = _read_traits(func)
-    return traits
-
-
-def _read_traits(func: Any) -> _Traits:
     if func in _HIDDEN_VIEWS:
         return _Traits(shared=(0,), written=(), is_view=True)
     owners: dict[str, str | int] = {}
@@ -474,37 +456,22 @@ def watched_calls(recorder: Recorder) -> Iterator[None]:
         after.remove()
 
 
-@dataclass(slots=True)
-class JoinedRuns:
-    """The operators and values of both runs; `difference` says why the batch is fixed, if it is."""
+def unknown_ops(ops: Sequence[Op]) -> tuple[str, ...]:
+    """The operators that no formula tells the cost of."""
+    from estimator.graph.costs.call_costs import op_cost
 
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
-    difference: str | None
-
-    @property
-    def unknown_ops(self) -> tuple[str, ...]:
-        """The operators that no formula tells the cost of."""
-        from estimator.graph.costs.call_costs import op_cost
-
-        calls = {op.call: op.is_view for op in self.ops}
-        unknown = {c.target for c, is_view in calls.items() if not is_view and op_cost(c) is None}
-        return tuple(sorted(unknown))
-
-    def parameters(
-        self, ready: tuple[tuple[str, int, int | None, int | None], ...]
-    ) -> tuple[Parameter, ...]:
-        """Parameters from (name, value, gradient value, index of the op that completes it)."""
-        return tuple(
-            Parameter(
-                name=name, spec=self.values[value].spec, gradient=gradient, ready_after=ready_after
-            )
-            for name, value, gradient, ready_after in ready
-        )
+    calls = {op.call: op.is_view for op in ops}
+    unknown = {call.target for call, view in calls.items() if not view and op_cost(call) is None}
+    return tuple(sorted(unknown))
 
 
-def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
-    """Match the runs operator by operator; without a match the first stands alone."""
+def join_runs(
+    first: Recorder, second: Recorder | None
+) -> tuple[tuple[Op, ...], tuple[Value, ...], str | None]:
+    """(operators, values, why the batch is fixed, if it is) of runs matched op by op.
+
+    Without a match the first stands alone.
+    """
     difference = None if second is None else _difference(first, second)
     if second is None or difference is not None:
         second = first
@@ -532,7 +499,7 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
     for left, right in zip(first.values, second.values, strict=True):
         spec, other_spec = pairs.specs(left.spec, right.spec)
         values.append(Value(spec=spec, other_spec=other_spec, kind=left.kind, base=left.base))
-    return JoinedRuns(ops=with_repeated(ops, values), values=tuple(values), difference=difference)
+    return with_repeated(ops, values), tuple(values), difference
 
 
 def _difference(first: Recorder, second: Recorder) -> str | None:

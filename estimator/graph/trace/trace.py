@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import reprlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from estimator.errors import EstimatorError, ModelError, TraceError, UserCode
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.graph.ir.ops import GraphInput, Parameter
+from estimator.graph.ir.ops import GraphInput, Parameter, Value
 from estimator.graph.partition.plan import expert_styles_of_config, styles_of_config
 from estimator.graph.trace.fake_tensors import (
     FakeTensors,
@@ -41,7 +40,7 @@ from estimator.graph.trace.functions import (
 )
 from estimator.graph.trace.own_steps import DEFAULT_OPTIMIZER, RecordedStep
 from estimator.graph.trace.process_groups import as_one_of
-from estimator.graph.trace.record import JoinedRuns, Recorder, join_runs, watched_calls
+from estimator.graph.trace.record import Recorder, join_runs, unknown_ops, watched_calls
 from estimator.graph.trace.training_call import SUMMED, Loss, Phases, TrainingCall, packed_as_padded
 from estimator.machines.profile import DeviceKind
 from estimator.workload.optimizers import check_optimizer
@@ -120,9 +119,9 @@ def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | 
     with kept_as_it_was(tracer.model), quiet_fakes():
         first = tracer.run(batch)
         second, fixed_because = tracer.run_at_twice(batch, dim, samples)
-    joined = join_runs(first.recorder, None if second is None else second.recorder)
-    fixed_because = fixed_because or joined.difference
-    optimizer, parameters, recorded = _updated(tracer, first, joined, optimizer)
+    ops, values, difference = join_runs(first.recorder, None if second is None else second.recorder)
+    fixed_because = fixed_because or difference
+    optimizer, parameters, recorded = _updated(tracer, first, values, optimizer)
     assumptions = [
         *tracer.assumptions,
         *tracer.call.assumptions,
@@ -131,7 +130,7 @@ def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | 
     ]
     if unusual:
         assumptions.append(f"parameters are {unusual}, for which no peak of a device is known")
-    if tracer.channels_last and not any("convolution" in op.call.target for op in joined.ops):
+    if tracer.channels_last and not any("convolution" in op.call.target for op in ops):
         assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:
         assumptions.append(f"the batch is fixed as traced: {fixed_because}")
@@ -145,16 +144,18 @@ def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | 
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
         tokens_per_sample=tokens_per_sample(batch, samples),
         channels_last=tracer.channels_last,
-        ops=joined.ops,
-        values=joined.values,
+        ops=ops,
+        values=values,
         parameters=parameters,
-        frozen_parameter_bytes=first.frozen_bytes,
-        buffer_bytes=first.buffer_bytes,
+        frozen_parameter_bytes=sum(
+            each.nbytes for each in first.fakes.parameters.values() if not each.requires_grad
+        ),
+        buffer_bytes=sum(buffer.nbytes for buffer in first.fakes.buffers.values()),
         buffers=len(first.fakes.buffers),
         inputs=first.inputs,
         module_calls=first.recorder.module_calls,
         function_calls=first.recorder.function_calls,
-        unknown_ops=joined.unknown_ops,
+        unknown_ops=unknown_ops(ops),
         assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
         tp_plan=styles_of_config(tracer.model),
@@ -173,7 +174,7 @@ def _division(model: nn.Module, name: str) -> Division | None:
 
 
 def _updated(
-    tracer: _Tracer, first: _RecordedRun, joined: JoinedRuns, optimizer: str | None
+    tracer: _Tracer, first: _RecordedRun, values: Sequence[Value], optimizer: str | None
 ) -> tuple[str, tuple[Parameter, ...], tuple[str, ...]]:
     """(the optimizer, the parameters with what updates them, what is assumed of that)."""
     updates, assumptions = first.recorded.updates, first.recorded.assumptions
@@ -183,7 +184,7 @@ def _updated(
     elif not assumptions and optimizer is None and configured is not None:
         updates = configured.updates(tracer.model)
         assumptions = tuple(updates.assumptions)
-    parameters = joined.parameters(first.recorded.ready())
+    parameters = first.recorded.parameters(values)
     if updates.counts:
         optimizer, parameters = updates.of(parameters, optimizer)
     return optimizer or DEFAULT_OPTIMIZER, parameters, assumptions
@@ -224,14 +225,6 @@ class _RecordedRun:
     fakes: FakeTensors
     recorded: RecordedStep
     inputs: tuple[GraphInput, ...] = ()
-
-    @property
-    def frozen_bytes(self) -> int:
-        return sum(p.nbytes for p in self.fakes.parameters.values() if not p.requires_grad)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.fakes.buffers.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -341,19 +334,11 @@ class _Tracer:
 
     def _loss(self, recorder: Recorder, recorded: RecordedStep, batch: Any) -> Any:
         """The loss of the step, None of one that has called backward() itself."""
-        with self._autocast():
+        dtype = _AUTOCAST_DTYPES.get(self.precision)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             output = self.call.called(self.model, batch, recorded.fake_of)
             if recorded.backwards:
                 return None
             if self.call.is_loss_assumed(self.model, output):
                 recorder.constants.assumptions[_MEAN_AS_LOSS] = None
             return self.call.loss_of(self.model, output, batch)
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        dtype = _AUTOCAST_DTYPES.get(self.precision)
-        if dtype is None:
-            yield
-            return
-        with torch.autocast("cpu", dtype=dtype):
-            yield
