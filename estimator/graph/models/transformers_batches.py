@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,222 +22,11 @@ DEFAULT_LENGTH = 512
 DETECTED_OBJECTS = 36
 
 
-@dataclass(slots=True, kw_only=True)
-class InputSizes:
-    """Lengths and sizes of one sample's inputs."""
-
-    model: Any
-    config: Any
-    head: str
-    seq_len: int | None
-
-    @property
-    def text(self) -> Any:
-        """The configuration of the part that reads or writes text."""
-        try:
-            return self.config.get_text_config()
-        except ValueError:  # it has an encoder's and a decoder's
-            return self.config.get_text_config(decoder=True)
-
-    @property
-    def length(self) -> int:
-        """The sequence: as told, else 512 or as many positions as the model has."""
-        limits = [
-            value
-            for part in (self.config, self.text)
-            for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-            if type(value := getattr(part, name, None)) is int and value > 0
-        ]
-        most = min(limits) if limits else DEFAULT_LENGTH
-        # RoBERTa's positions start after the padding index.
-        offset = 2 if most % 2 == 0 and most & (most - 1) != 0 and most - 2 <= 512 else 0
-        fixed = getattr(self.config, "axial_pos_shape", None)
-        if fixed and getattr(self.config, "axial_pos_embds", False):
-            # Reformer's positions are a grid that a training sequence fills.
-            return math.prod(fixed)
-        if self.config.model_type == "perceiver":
-            # It decodes to all its positions.
-            return int(self.config.max_position_embeddings)
-        wanted = self.seq_len or min(DEFAULT_LENGTH, most - offset)
-        return wanted // 2 if self.seq_len is None and wanted == most and offset else wanted
-
-    @property
-    def streams(self) -> int:
-        """Token streams embedded side by side (text, codebooks of audio); 0 for plain text."""
-        try:
-            embeddings = self.model.get_input_embeddings()
-        except NotImplementedError:  # transformers' word for a model that embeds otherwise
-            return 0
-        offsets = getattr(embeddings, "audio_tokens_offsets", None)
-        return len(offsets) if isinstance(offsets, Tensor) else 0
-
-    @property
-    def latents(self) -> int:
-        """Continuous latents of audio that a model speaks after half a text; 0 for other models."""
-        return self.length // 2 if hasattr(self.config, "audio_latent_token_id") else 0
-
-    @property
-    def visual_labels(self) -> int:
-        """Objects of an image that are labelled after the text; 0 for other models."""
-        labelled = self.head == "PreTraining" and hasattr(self.config, "visual_embedding_dim")
-        return DETECTED_OBJECTS if labelled else 0
-
-    @property
-    def frames_per_token(self) -> int:
-        """Frames of audio that a model hears with each token of text; 0 for other models."""
-        return int(getattr(self.config, "audio_length_per_tok", 0))
-
-    @property
-    def channels(self) -> int:
-        """Codebooks of audio that a decoder takes side by side; 0 for plain tokens."""
-        return int(getattr(getattr(self.config, "decoder_config", None), "num_channels", 0) or 0)
-
-    @property
-    def vision(self) -> Any:
-        """The configuration of the part that sees."""
-        for name in ("vision_config", "encoder", "backbone_config"):
-            part = getattr(self.config, name, None)
-            if part is not None and not hasattr(self.config, "image_size"):
-                return part
-        return self.config
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        size = getattr(self.vision, "image_size", None) or getattr(self.config, "image_size", None)
-        if isinstance(size, (list, tuple)):
-            return int(size[0]), int(size[-1])
-        if isinstance(size, dict):
-            return int(size["height"]), int(size["width"])
-        if not size:
-            return 224, 224
-        # Whole windows of whole patches.
-        windows = int(getattr(self.vision, "num_windows", 1) or 1)
-        unit = int(self.vision.patch_size) * windows if windows > 1 else 1
-        return (int(size) // unit * unit,) * 2
-
-    @property
-    def frames(self) -> int:
-        """Pictures of one video."""
-        for part in (self.config, self.vision):
-            for name in ("num_frames", "frames_per_clip"):
-                if frames := getattr(part, name, None):
-                    return int(frames)
-        return 8
-
-
 # Patches along each side of an image that a model takes as a list of patches (Qwen-VL's form).
 PATCHES_PER_SIDE = 16
 # Not learned from: torch.nn.functional.cross_entropy's ignore_index.
 _IGNORED = -100
 _PICTURES = ("pixel_values", "image_grid_thw")
-
-
-def with_image_tokens(model: nn.Module, config: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """The batch with tokens in front of each text for the features of its image.
-
-    As processors do it: as many tokens as the model makes features of one image, not learned
-    from. Without the images if the model cannot take them in this form: it is then trained on text.
-    """
-    taken = inspect.signature(model.get_image_features).parameters  # type: ignore[arg-type]
-    pictures = {name: made[name] for name in taken if name in made}
-    token = next(
-        (
-            value
-            for name in ("image_token_id", "image_token_index")
-            if isinstance(value := getattr(config, name, None), int)
-        ),
-        None,
-    )
-    if "pixel_values" not in pictures or token is None or "input_ids" not in made:
-        return made
-    accepted = inspect.signature(model.forward).parameters
-    try:
-        features = _features_per_sample(model, pictures, made["input_ids"].shape[0])
-    except EstimatorError:
-        return {
-            name: value
-            for name, value in made.items()
-            if name not in _PICTURES or accepted[name].default is inspect.Parameter.empty
-        }
-    front = torch.full((made["input_ids"].shape[0], features), token)
-    longer = dict(made)
-    longer["input_ids"] = torch.cat((front, made["input_ids"]), dim=1)
-    if "labels" in made:
-        ignored = torch.full_like(front, _IGNORED)
-        longer["labels"] = torch.cat((ignored, made["labels"]), dim=1)
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in accepted:
-            longer[name] = (longer["input_ids"] == token).long()
-    return longer
-
-
-def patches(vision: Any, batch: int, random: torch.Generator) -> dict[str, Tensor]:
-    """Images as a list of patches with their grids: (time, height, width) in patches."""
-    channels = next(
-        (
-            int(value)
-            for name in ("in_channels", "in_chans", "num_channels")
-            if (value := getattr(vision, name, None))
-        ),
-        3,
-    )
-    size, frames = (
-        _first(getattr(vision, "patch_size", 14)),
-        _first(getattr(vision, "temporal_patch_size", 1)),
-    )
-    grid = torch.tensor([[1, PATCHES_PER_SIDE, PATCHES_PER_SIDE]] * batch)
-    shape = (batch * PATCHES_PER_SIDE**2, channels * frames * size * size)
-    return {
-        "pixel_values": torch.randn(shape, generator=random),
-        "image_grid_thw": grid,
-    }
-
-
-def _first(value: Any) -> int:
-    return int(value[0]) if isinstance(value, (list, tuple)) else int(value)
-
-
-def _features_per_sample(model: nn.Module, pictures: Mapping[str, Tensor], samples: int) -> int:
-    """How many features the model makes of one sample's images, found on fake tensors."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(model, fake_mode, "cpu")
-    failed = UserCode("images cannot be taken", advice="train on text", error=TraceError)
-
-    def fake(_path: str, real: Tensor) -> Tensor:
-        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
-        recorder.place(fake, "input")
-        recorder.constants.give(fake, real)
-        return fake
-
-    with kept_as_it_was(model), quiet_fakes(), fake_mode, torch.no_grad():
-        fakes = put_fake_tensors(model, dtype=None, device="cpu")
-        for name, buffer in fakes.buffers.items():
-            recorder.place(buffer, "buffer")
-            recorder.constants.give(buffer, fakes.real_buffers[name])
-        given = {name: fake(name, value) for name, value in pictures.items()}
-        with failed, recorder, EagerFunctions(recorder.constants):
-            output: Any = model.get_image_features(**given)  # type: ignore[operator]
-            features = getattr(output, "pooler_output", output)
-            width = int(model.get_input_embeddings().weight.shape[-1])  # type: ignore[operator]
-    elements = _elements(features, width)
-    if elements == 0 or elements % (samples * width):
-        raise TraceError(
-            f"the model makes {elements} numbers of images, which is not a number of features of "
-            f"width {width} for each of {samples} samples; train on text"
-        )
-    return elements // (samples * width)
-
-
-def _elements(features: Any, width: int) -> int:
-    """The numbers in features as wide as the text's, 0 for features of another width."""
-    if isinstance(features, Tensor):
-        return features.numel() if features.shape[-1] == width else 0
-    if isinstance(features, (list, tuple)):
-        return sum(_elements(item, width) for item in features)
-    return 0
-
-
 # Half a second to ten seconds of speech, as its models are trained on.
 AUDIO_SAMPLES = 16_000 * 5
 FEATURE_FRAMES = 512
@@ -266,13 +55,24 @@ def make_batch(
     model: Any, config: Any, head: str, batch: int, seq_len: int | None
 ) -> dict[str, Any]:
     """What ``model(**batch)`` needs to return a loss: its main input, what it requires, labels."""
-    maker = _Maker(model=model, config=config, head=head, batch=batch, seq_len=seq_len)
-    return maker.make()
+    return _Maker(model=model, config=config, head=head, batch=batch, seq_len=seq_len).make()
+
+
+def _setting(parts: Iterable[Any], *names: str) -> Any:
+    """The first of these settings that is given in the first part of a configuration with any."""
+    known = (getattr(part, name, None) for part in parts for name in names)
+    return next(filter(None, known), None)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Maker(InputSizes):
+class _Maker:
+    """Makes a batch of so many samples; texts are of `seq_len` tokens, None: as the model has."""
+
+    model: Any
+    config: Any
+    head: str
     batch: int
+    seq_len: int | None
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def make(self) -> dict[str, Any]:
@@ -321,8 +121,7 @@ class _Maker(InputSizes):
         if self.config.model_type in ("git", "idefics"):
             # git's loss skips the image's tokens, whether or not there is an image.
             always += ("pixel_values",)
-        always += ("bbox", "return_loss", "visual_feats", "visual_pos")
-        always += ("mm_token_type_ids",)
+        always += ("bbox", "return_loss", "visual_feats", "visual_pos", "mm_token_type_ids")
         if main == "pixel_values":
             always += ("spatial_shapes", "pixel_attention_mask")
         if self.head in _TEXT_AND_IMAGE:
@@ -371,15 +170,9 @@ class _Maker(InputSizes):
             "pitch_labels": lambda: self._normal(self.batch, self.length, 1),
             "energy_labels": lambda: self._normal(self.batch, self.length, 1),
             "spectrogram_labels": self._spectrogram,
-            "visual_feats": lambda: self._normal(
-                self.batch, DETECTED_OBJECTS, self.config.visual_feat_dim
-            ),
-            "visual_pos": lambda: self._normal(
-                self.batch, DETECTED_OBJECTS, self.config.visual_pos_dim
-            ),
-            "visual_embeds": lambda: self._normal(
-                self.batch, DETECTED_OBJECTS, self.config.visual_embedding_dim
-            ),
+            "visual_feats": lambda: self._objects(self.config.visual_feat_dim),
+            "visual_pos": lambda: self._objects(self.config.visual_pos_dim),
+            "visual_embeds": lambda: self._objects(self.config.visual_embedding_dim),
         }
 
     # Inputs
@@ -448,11 +241,14 @@ class _Maker(InputSizes):
         places[:, :features] = 1
         return places
 
+    def _objects(self, width: int) -> Tensor:
+        return self._normal(self.batch, DETECTED_OBJECTS, width)
+
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
 
     def _pixels(self) -> Tensor:
-        channels = int(getattr(self.vision, "num_channels", 3) or 3)
+        channels = int(_setting((self.vision,), "num_channels") or 3)
         accepted = inspect.signature(self.model.forward).parameters
         if "spatial_shapes" in accepted:
             size = int(self.vision.patch_size)
@@ -488,20 +284,8 @@ class _Maker(InputSizes):
         if self.frames_per_token:
             mel = self.config.audio_config.num_mel_bins
             return self._normal(self.batch, mel, self.frames_per_token * self.length)
-        mel = next(
-            (
-                int(value)
-                for part in (self.config, encoder)
-                for name in (
-                    "num_mel_bins",
-                    "feature_size",
-                    "input_dim",
-                    "feature_projection_input_dim",
-                )
-                if (value := getattr(part, name, None))
-            ),
-            80,
-        )
+        names = "num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim"
+        mel = int(_setting((self.config, encoder), *names) or 80)
         if self.config.model_type == "whisper":
             return self._normal(self.batch, mel, 2 * self.config.max_source_positions)
         return self._normal(self.batch, FEATURE_FRAMES, mel)
@@ -525,9 +309,9 @@ class _Maker(InputSizes):
         return torch.randint(0, max(1, count), (self.batch, *shape), generator=self.random)
 
     def _label(self) -> Any:
-        classes = int(getattr(self.config, "num_labels", 2) or 2)
+        classes = self._class_count
         if self.head in ("ObjectDetection", "ZeroShotObjectDetection", "InstanceSegmentation"):
-            return self._boxes(classes)
+            return self._boxes()
         if self.head == "SemanticSegmentation":
             return self._classes(classes, *self.image_size)
         if self.head in ("DepthEstimation", "ImageToImage"):
@@ -548,25 +332,206 @@ class _Maker(InputSizes):
             self.head == "SpeechSeq2Seq" and main != "input_ids"
         ):
             return self._token_ids((self.batch, TRANSCRIPT_LENGTH))
-        if self.head in ("VisualQuestionAnswering",):
+        if self.head == "VisualQuestionAnswering":
             return torch.zeros(self.batch, classes)
         if self.head in _TOKEN_LABELS:
             return self._token_ids((self.batch, self.length + self.visual_labels))
         return self._classes(2 if self.head == "MultipleChoice" else classes)
 
-    def _boxes(self, classes: int) -> list[dict[str, Tensor]]:
+    @property
+    def _class_count(self) -> int:
+        return int(getattr(self.config, "num_labels", 2) or 2)
+
+    def _kinds(self) -> Tensor:
+        return torch.randint(0, self._class_count, (OBJECTS_PER_IMAGE,), generator=self.random)
+
+    def _boxes(self) -> list[dict[str, Tensor]]:
         labels = []
         for _ in range(self.batch):
             boxes = torch.rand(OBJECTS_PER_IMAGE, 4, generator=self.random) * 0.4 + 0.1
-            kinds = torch.randint(0, classes, (OBJECTS_PER_IMAGE,), generator=self.random)
-            labels.append({"class_labels": kinds, "boxes": boxes})
+            labels.append({"class_labels": self._kinds(), "boxes": boxes})
         return labels
 
     def _segment_labels(self) -> dict[str, Any]:
-        classes = int(getattr(self.config, "num_labels", 2) or 2)
-        kinds = [
-            torch.randint(0, classes, (OBJECTS_PER_IMAGE,), generator=self.random)
-            for _ in range(self.batch)
-        ]
+        kinds = [self._kinds() for _ in range(self.batch)]
         masks = [torch.zeros(OBJECTS_PER_IMAGE, *self.image_size) for _ in range(self.batch)]
         return {"mask_labels": masks, "class_labels": kinds}
+
+    # Sizes
+
+    @property
+    def text(self) -> Any:
+        """The configuration of the part that reads or writes text."""
+        try:
+            return self.config.get_text_config()
+        except ValueError:  # it has an encoder's and a decoder's
+            return self.config.get_text_config(decoder=True)
+
+    @property
+    def length(self) -> int:
+        """The sequence: as told, else 512 or as many positions as the model has."""
+        limits = [
+            value
+            for part in (self.config, self.text)
+            for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+            if type(value := getattr(part, name, None)) is int and value > 0
+        ]
+        most = min(limits) if limits else DEFAULT_LENGTH
+        # RoBERTa's positions start after the padding index.
+        offset = 2 if most % 2 == 0 and most & (most - 1) != 0 and most - 2 <= 512 else 0
+        fixed = getattr(self.config, "axial_pos_shape", None)
+        if fixed and getattr(self.config, "axial_pos_embds", False):
+            # Reformer's positions are a grid that a training sequence fills.
+            return math.prod(fixed)
+        if self.config.model_type == "perceiver":
+            # It decodes to all its positions.
+            return int(self.config.max_position_embeddings)
+        wanted = self.seq_len or min(DEFAULT_LENGTH, most - offset)
+        return wanted // 2 if self.seq_len is None and wanted == most and offset else wanted
+
+    @property
+    def streams(self) -> int:
+        """Token streams embedded side by side (text, codebooks of audio); 0 for plain text."""
+        try:
+            embeddings = self.model.get_input_embeddings()
+        except NotImplementedError:  # transformers' word for a model that embeds otherwise
+            return 0
+        offsets = getattr(embeddings, "audio_tokens_offsets", None)
+        return len(offsets) if isinstance(offsets, Tensor) else 0
+
+    @property
+    def latents(self) -> int:
+        """Continuous latents of audio that a model speaks after half a text; 0 for other models."""
+        return self.length // 2 if hasattr(self.config, "audio_latent_token_id") else 0
+
+    @property
+    def visual_labels(self) -> int:
+        """Objects of an image that are labelled after the text; 0 for other models."""
+        labelled = self.head == "PreTraining" and hasattr(self.config, "visual_embedding_dim")
+        return DETECTED_OBJECTS if labelled else 0
+
+    @property
+    def frames_per_token(self) -> int:
+        """Frames of audio that a model hears with each token of text; 0 for other models."""
+        return int(getattr(self.config, "audio_length_per_tok", 0))
+
+    @property
+    def channels(self) -> int:
+        """Codebooks of audio that a decoder takes side by side; 0 for plain tokens."""
+        return int(_setting((getattr(self.config, "decoder_config", None),), "num_channels") or 0)
+
+    @property
+    def vision(self) -> Any:
+        """The configuration of the part that sees."""
+        if hasattr(self.config, "image_size"):
+            return self.config
+        part = _setting((self.config,), "vision_config", "encoder", "backbone_config")
+        return part or self.config
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        size = _setting((self.vision, self.config), "image_size")
+        if isinstance(size, (list, tuple)):
+            return int(size[0]), int(size[-1])
+        if isinstance(size, dict):
+            return int(size["height"]), int(size["width"])
+        if not size:
+            return 224, 224
+        # Whole windows of whole patches.
+        windows = int(getattr(self.vision, "num_windows", 1) or 1)
+        unit = int(self.vision.patch_size) * windows if windows > 1 else 1
+        return (int(size) // unit * unit,) * 2
+
+    @property
+    def frames(self) -> int:
+        """Pictures of one video."""
+        parts = self.config, self.vision
+        return int(_setting(parts, "num_frames", "frames_per_clip") or 8)
+
+
+def with_image_tokens(model: nn.Module, config: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """The batch with tokens in front of each text for the features of its image.
+
+    As processors do it: as many tokens as the model makes features of one image, not learned
+    from. Without the images if the model cannot take them in this form: it is then trained on text.
+    """
+    taken = inspect.signature(model.get_image_features).parameters  # type: ignore[arg-type]
+    pictures = {name: made[name] for name in taken if name in made}
+    token = _setting((config,), "image_token_id", "image_token_index")
+    if "pixel_values" not in pictures or not isinstance(token, int) or "input_ids" not in made:
+        return made
+    accepted = inspect.signature(model.forward).parameters
+    try:
+        features = _features_per_sample(model, pictures, made["input_ids"].shape[0])
+    except EstimatorError:
+        return {
+            name: value
+            for name, value in made.items()
+            if name not in _PICTURES or accepted[name].default is inspect.Parameter.empty
+        }
+    front = torch.full((made["input_ids"].shape[0], features), token)
+    longer = dict(made)
+    longer["input_ids"] = torch.cat((front, made["input_ids"]), dim=1)
+    if "labels" in made:
+        ignored = torch.full_like(front, _IGNORED)
+        longer["labels"] = torch.cat((ignored, made["labels"]), dim=1)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in accepted:
+            longer[name] = (longer["input_ids"] == token).long()
+    return longer
+
+
+def patches(vision: Any, batch: int, random: torch.Generator) -> dict[str, Tensor]:
+    """Images as a list of patches with their grids: (time, height, width) in patches."""
+    channels = int(_setting((vision,), "in_channels", "in_chans", "num_channels") or 3)
+    size, frames = (
+        value[0] if isinstance(value, (list, tuple)) else int(value)
+        for value in (getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1))
+    )
+    grid = torch.tensor([[1, PATCHES_PER_SIDE, PATCHES_PER_SIDE]] * batch)
+    shape = (batch * PATCHES_PER_SIDE**2, channels * frames * size * size)
+    return {
+        "pixel_values": torch.randn(shape, generator=random),
+        "image_grid_thw": grid,
+    }
+
+
+def _features_per_sample(model: nn.Module, pictures: Mapping[str, Tensor], samples: int) -> int:
+    """How many features the model makes of one sample's images, found on fake tensors."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(model, fake_mode, "cpu")
+    failed = UserCode("images cannot be taken", advice="train on text", error=TraceError)
+
+    def fake(_path: str, real: Tensor) -> Tensor:
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+        recorder.place(fake, "input")
+        recorder.constants.give(fake, real)
+        return fake
+
+    with kept_as_it_was(model), quiet_fakes(), fake_mode, torch.no_grad():
+        fakes = put_fake_tensors(model, dtype=None, device="cpu")
+        for name, buffer in fakes.buffers.items():
+            recorder.place(buffer, "buffer")
+            recorder.constants.give(buffer, fakes.real_buffers[name])
+        given = {name: fake(name, value) for name, value in pictures.items()}
+        with failed, recorder, EagerFunctions(recorder.constants):
+            output: Any = model.get_image_features(**given)  # type: ignore[operator]
+            features = getattr(output, "pooler_output", output)
+            width = int(model.get_input_embeddings().weight.shape[-1])  # type: ignore[operator]
+    elements = _elements(features, width)
+    if elements == 0 or elements % (samples * width):
+        raise TraceError(
+            f"the model makes {elements} numbers of images, which is not a number of features of "
+            f"width {width} for each of {samples} samples; train on text"
+        )
+    return elements // (samples * width)
+
+
+def _elements(features: Any, width: int) -> int:
+    """The numbers in features as wide as the text's, 0 for features of another width."""
+    if isinstance(features, Tensor):
+        return features.numel() if features.shape[-1] == width else 0
+    if isinstance(features, (list, tuple)):
+        return sum(_elements(item, width) for item in features)
+    return 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def parts_of(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def mend_contradictions(config: Any) -> Settings:
     """Set right what lets a model be built but no step run; returns what was set, by path."""
-    rules = (_choose_experts, _even_rotary_heads, _fit_images_to_text, _choose_language)
+    rules = (partial(_fill_missing, _CHOSEN), _even_rotary_heads, _fit_images_to_text)
     return {name: value for rule in rules for name, value in _apply(config, rule).items()}
 
 
@@ -137,7 +138,8 @@ def fill_gaps(config: Any, error: BaseException | None) -> Settings:
         return _apply(config, _lists_for_tuples)
     if missing is not None:
         return _apply(config, lambda part: _rotate_layer_type(part, missing))
-    return {**_apply(config, _fill_missing), **_apply(config, _divide_width_by_heads)}
+    missing_values = _apply(config, partial(_fill_missing, _FILLERS))
+    return {**missing_values, **_apply(config, _divide_width_by_heads)}
 
 
 def fit_rotary_sections(model: nn.Module) -> Settings:
@@ -176,15 +178,27 @@ def _number(part: Any, name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _fill_missing(part: Any) -> Settings:
+def _fill_missing(fillers: Mapping[str, Callable[[Any], Any]], part: Any) -> Settings:
+    """What the settings of a part become that it has without a value."""
     settings: Settings = {}
-    for name, fill in _FILLERS.items():
+    for name, fill in fillers.items():
         held = getattr(part, "attribute_map", {}).get(name, name)
-        if held in vars(part) and vars(part)[held] is None:
-            value = fill(part)
-            if value is not None:
-                settings[name] = value
+        if vars(part).get(held, ...) is None and (value := fill(part)) is not None:
+            settings[name] = value
     return settings
+
+
+def _experts_of_routed(part: Any) -> int | None:
+    return _EXPERTS_PER_TOKEN if _number(part, "n_routed_experts") else None
+
+
+def _first_language(part: Any) -> Any:
+    return next(iter(_read(part, "languages") or ()), None)
+
+
+# The same where a model can be built without them, but no step be run: experts of which none is
+# chosen, one adapter per language of which none is the default.
+_CHOSEN = {"num_experts_per_tok": _experts_of_routed, "default_language": _first_language}
 
 
 def _head_size(part: Any) -> int | None:
@@ -249,13 +263,6 @@ def _rotate_layer_type(part: Any, missing: Any) -> Settings:
     return {"rope_parameters": {**rotary, missing: dict(_ROPE)}}
 
 
-def _choose_experts(part: Any) -> Settings:
-    name = "num_experts_per_tok"
-    if name in vars(part) and vars(part)[name] is None and _number(part, "n_routed_experts"):
-        return {name: _EXPERTS_PER_TOKEN}
-    return {}
-
-
 def _even_rotary_heads(part: Any) -> Settings:
     """Rotary dimensions come in pairs, so that heads of an odd size cannot be rotated."""
     size = _head_size(part)
@@ -272,14 +279,6 @@ def _fit_images_to_text(part: Any) -> Settings:
     if width and wanted and width != wanted:
         vision.out_hidden_size = wanted
         return {"vision_config.out_hidden_size": wanted}
-    return {}
-
-
-def _choose_language(part: Any) -> Settings:
-    """The first language of a model with one adapter per language, where none is the default."""
-    languages = _read(part, "languages")
-    if languages and "default_language" in vars(part) and part.default_language is None:
-        return {"default_language": languages[0]}
     return {}
 
 
@@ -642,7 +641,8 @@ def _quiet(transformers: Any) -> Iterator[None]:
     """transformers warns of settings that nobody chose here."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
-    with ExitStack() as stack:
-        stack.callback(logging.set_verbosity, before)
-        logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    try:
         yield
+    finally:
+        logging.set_verbosity(before)
