@@ -12,12 +12,12 @@ import sys
 from demo_models import resnet18
 
 import estimator as est
-from estimator.integrations.schedulers.launchers import sizes
-from estimator.integrations.schedulers.slurm import (
+from estimator.integrations.schedulers.launchers import (
     SINFO_FORMAT,
     job_script,
     partition_for,
     read_sinfo,
+    sizes,
 )
 
 # On the upper end of the interval: where a job is at its limit, Slurm ends it.

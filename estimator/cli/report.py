@@ -175,7 +175,7 @@ def slurm(
 
     from estimator.errors import ImportedFileError
     from estimator.files import read_text
-    from estimator.integrations.schedulers.slurm import (
+    from estimator.integrations.schedulers.launchers import (
         job_script,
         partition_for,
         read_sinfo,

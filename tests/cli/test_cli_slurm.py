@@ -17,7 +17,7 @@ import pytest
 
 from estimator.api import estimate
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.integrations.schedulers.slurm import time_text
+from estimator.integrations.schedulers.launchers import time_text
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]

@@ -25,8 +25,7 @@ from estimator.errors import (
     WorkloadError,
 )
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.integrations.schedulers import kubernetes, slurm
-from estimator.integrations.schedulers import launchers as skypilot
+from estimator.integrations.schedulers import kubernetes, launchers
 from estimator.integrations.schedulers.launchers import nnodes, scaling_config, sizes, torchrun
 from estimator.placement.topology import Cluster, Node, Switch
 from tests.synthetic import perceptron
@@ -83,7 +82,7 @@ def test_ray_train_takes_the_scaling_config(graph: OpGraph) -> None:
 
 
 def test_skypilot_is_told_seconds_of_training(graph: OpGraph) -> None:
-    seconds = skypilot.time_estimator(graph, samples=1e9, nodes=2)
+    seconds = launchers.time_estimator(graph, samples=1e9, nodes=2)
     resources = SimpleNamespace(instance_type="g4dn.12xlarge", accelerators={"T4": 4})
     expected = estimate(graph, "2x4:t4-g4dn").duration_s(samples=1e9)
     assert seconds(resources) == round(expected)
@@ -97,13 +96,13 @@ def test_skypilot_is_told_seconds_of_training(graph: OpGraph) -> None:
         ({"V100-32GB": 8}, "Azure", "v100-nd-v2"),
         ({"A100": 8}, "GCP", "a100-a2"),
     ):
-        assert skypilot.machine_of(None, accelerator, cloud)[0] == machine
+        assert launchers.machine_of(None, accelerator, cloud)[0] == machine
 
 
 def test_skypilots_own_task_takes_the_function(graph: OpGraph) -> None:
     sky = pytest.importorskip("sky", reason="skypilot is not installed", exc_type=ImportError)
     task = sky.Task(run="true")
-    task.set_time_estimator(skypilot.time_estimator(graph, samples=1e9))
+    task.set_time_estimator(launchers.time_estimator(graph, samples=1e9))
     resources = sky.Resources(accelerators="T4:4")
     assert task.estimate_runtime(resources) > 0
     assert "resources" in inspect.signature(task.estimate_runtime).parameters
@@ -366,12 +365,12 @@ SINFO = "debug|30:00|2|gpu:t4:4\ncpu|infinite|64|(null)\nlong|7-00:00:00|16|gpu:
 
 
 def test_partitions_are_read_as_sinfo_writes_them() -> None:
-    debug, cpu, long = slurm.read_sinfo(SINFO)
+    debug, cpu, long = launchers.read_sinfo(SINFO)
     assert (debug.limit_s, debug.nodes, debug.gpu, debug.gpus) == (1800.0, 2, "t4", 4)
     assert (cpu.limit_s, cpu.gpus) == (math.inf, 0)
     assert (long.limit_s, long.gpus) == (7 * 86400.0, 4)
     with pytest.raises(ImportedFileError, match="no line of sinfo"):
-        slurm.read_sinfo("PARTITION AVAIL TIMELIMIT")
+        launchers.read_sinfo("PARTITION AVAIL TIMELIMIT")
 
 
 @pytest.mark.parametrize(
@@ -388,30 +387,30 @@ def test_partitions_are_read_as_sinfo_writes_them() -> None:
 )
 def test_a_line_that_sinfo_cannot_have_written_is_refused(line: str, said: str) -> None:
     with pytest.raises(ImportedFileError, match=said) as refused:
-        slurm.read_sinfo(line)
+        launchers.read_sinfo(line)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 300
 
 
 def test_the_first_partition_that_takes_a_job_is_taken() -> None:
-    partitions = slurm.read_sinfo(SINFO)
-    short = slurm.partition_for(partitions, nodes=2, gpus=4, time_s=1800)
-    long = slurm.partition_for(partitions, nodes=2, gpus=4, time_s=1801)
+    partitions = launchers.read_sinfo(SINFO)
+    short = launchers.partition_for(partitions, nodes=2, gpus=4, time_s=1800)
+    long = launchers.partition_for(partitions, nodes=2, gpus=4, time_s=1801)
     assert (short.name, long.name) == ("debug", "long")
     with pytest.raises(AllocationError) as refused:
-        slurm.partition_for(partitions, nodes=17, gpus=1, time_s=60)
+        launchers.partition_for(partitions, nodes=17, gpus=1, time_s=60)
     assert "debug has 2 nodes; cpu has 0 GPUs a node; long has 16 nodes" in str(refused.value)
 
 
 def test_unlike_nodes_have_no_script(graph: OpGraph) -> None:
     answer = estimate(graph, "1x4:t4-g4dn+1x2:t4-g4dn")
     with pytest.raises(AllocationError, match="has unlike nodes"):
-        slurm.job_script(answer, time_s=60, command=["train.py"])
+        launchers.job_script(answer, time_s=60, command=["train.py"])
 
 
 def test_names_cannot_leave_their_line_of_a_script(graph: OpGraph) -> None:
     hostile = replace(graph, name="net\n#SBATCH --uid=0\nrm -rf / #")
-    script = slurm.job_script(
+    script = launchers.job_script(
         estimate(hostile, "1x4:t4-g4dn"), time_s=60, command=["train.py", "a b; rm -rf /"]
     )
     lines = script.splitlines()
