@@ -63,7 +63,6 @@ def main(
     few-shot  single-device rows and six others
     cv        five folds
     pairs     which of two placements is faster, after few-shot
-    batch     leave one batch size out
     workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
     """
     try:

@@ -109,16 +109,6 @@ def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
     return splits
 
 
-def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
-    """Leave one group out: each batch size of a rank is predicted from the others."""
-    batches = job.X()[:, BATCH]
-    sizes = np.unique(batches)
-    return [
-        _split(None, 0, np.flatnonzero(batches != size), np.flatnonzero(batches == size))
-        for size in (sizes if len(sizes) > 1 else ())
-    ]
-
-
 def workers(job: Job[Any]) -> list[Split]:
     """Train on 1, 2, 4 and 8 asynchronous workers, test on the numbers between."""
     seen = np.isin(job.X()[:, RANKS], WORKERS_SEEN)
@@ -134,7 +124,6 @@ PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
     "few-shot": few_shot,
     "cv": cross_validation,
     "pairs": pairs,
-    "batch": leave_batch_out,
     "workers": workers,
 }
 PROTOCOLS_WITH_K = ("k-shot", "online")

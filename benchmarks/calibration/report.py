@@ -10,18 +10,14 @@ from rich.table import Table
 
 from calibration.evaluation import Evaluation
 from calibration.scores import (
-    IntervalScore,
     MeanDeviation,
     MeanMost,
     Overall,
     PairScore,
     Score,
-    Wins,
-    interval_scores,
     overall,
     pair_scores,
     scores_of,
-    wins,
 )
 
 # Errors above this are not printed as numbers: the model does not fit at all.
@@ -29,19 +25,15 @@ LARGEST_PRINTED_RATIO = 10.0
 
 
 def evaluation_report(evaluation: Evaluation) -> RenderableType:
-    """Errors per job, over all jobs, order and intervals, and the wins."""
+    """Errors per job and over all jobs, and the order of placements."""
     scores = scores_of(evaluation)
     title = f"{evaluation.protocol}: median / 90th percentile of |error|, %, mean ± sd of draws\n"
     parts: list[RenderableType] = [title]
     for label in dict.fromkeys(score.label for score in scores):
         parts.append(_errors_table(label, [score for score in scores if score.label == label]))
     parts.append(_overall_table(overall(scores)))
-    if intervals := interval_scores(evaluation):
-        parts.append(_intervals_table(intervals))
     if evaluation.protocol == "pairs":
         parts.append(_pairs_table(pair_scores(evaluation)))
-    if won := wins(scores):
-        parts.append(_wins_table(won))
     return Group(*parts)
 
 
@@ -92,21 +84,6 @@ def _mean_most(ratios: MeanMost | None) -> str:
     return f"{_percent(ratios.mean)}, at most {_percent(ratios.most)}"
 
 
-def _intervals_table(rows: Sequence[IntervalScore]) -> Table:
-    """How often and how narrowly intervals cover, beside one width for all steps."""
-    table = _table("80 % intervals; score: mean interval score, % of the step time, less is better")
-    for name in ("method", "k", "steps", "covered, %", "score", "same width for all", "its score"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for row in rows:
-        k = "all" if row.k is None and len(rows) > 1 else _count(row.k)
-        table.add_row(
-            *(row.method, k, str(row.intervals), _percent(row.coverage_ratio)),
-            *(_percent(row.score_ratio), f"± {_percent(row.constant_width_ratio)} %"),
-            _percent(row.constant_score_ratio),
-        )
-    return table
-
-
 def _pairs_table(rows: Sequence[PairScore]) -> Table:
     table = _table("which is faster: 2 devices of a node or 3 over 2 nodes; close placements")
     for name in ("job", "method", "2 or 3", "close", "close, %"):
@@ -124,18 +101,6 @@ def _pair_cells(label: str, method: str, rows: Sequence[PairScore]) -> list[str]
     close, close_right = sum(row.close for row in rows), sum(row.close_right for row in rows)
     share = _percent(close_right / close if close else None)
     return [label, method, f"{few_right} of {few}", f"{close_right} of {close}", share]
-
-
-def _wins_table(rows: Sequence[Wins]) -> Table:
-    """On how many jobs the calibrated predictions err less than another model's."""
-    table = _table("jobs on which calibrated errs less")
-    names = {"pollux": "the Pollux model", "linear": "linear scaling"}
-    for name in ("than", "k", "median and p90", "median", "p90", "MAPE", "of jobs"):
-        table.add_column(name, justify="left" if name == "than" else "right")
-    for row in rows:
-        counts = (row.median_and_p90, row.median, row.p90, row.mape, row.jobs)
-        table.add_row(names[row.rival], _count(row.k), *map(str, counts))
-    return table
 
 
 def _table(title: str) -> Table:

@@ -1,4 +1,4 @@
-"""Score an evaluation: errors with their standard deviation over draws, order, intervals, wins."""
+"""Score an evaluation: errors with their standard deviation over draws, order, coverage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
+from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO
 
 from calibration.evaluation import Evaluation, Run
 
 Array = NDArray[np.float64]
 
-# The method under evaluation, and the baselines that it is compared with.
-OURS, BASELINES = "calibrated", ("pollux", "linear")
 # Pairs of placements that a scheduler has to order: these two, and any with nearly equal ranks on
 # different numbers of nodes whose rates differ by at least the gap.
 FEWER_DEVICES, MORE_NODES = (2, 1), (3, 2)
@@ -87,7 +85,6 @@ class Score:
     order_right_ratio: float | None
     intervals: int
     coverage_ratio: float | None
-    interval_score_ratio: float | None
     moved: MeanMost | None
     added: MeanMost | None
 
@@ -107,37 +104,6 @@ class Overall:
     coverage_ratio: float | None
     moved: MeanMost | None
     added: MeanMost | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntervalScore:
-    """How good a method's 80 % intervals are after k observations; of all k together for None.
-
-    `coverage_ratio` is that of all rows, `score_ratio` the mean interval score over the measured
-    time. `constant_score_ratio` is that of the homoscedastic baseline: predictions ± one relative
-    width for all, chosen in hindsight for the same coverage.
-    """
-
-    method: str
-    k: int | None
-    intervals: int
-    coverage_ratio: float
-    score_ratio: float
-    constant_width_ratio: float
-    constant_score_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wins:
-    """On how many jobs the calibrated method has less error than a baseline (`rival`)."""
-
-    rival: str
-    k: int | None
-    jobs: int
-    median: int
-    p90: int
-    mape: int
-    median_and_p90: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +138,7 @@ def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: l
         np.concatenate([_errors(evaluation, run) for run in members]) for members in draws.values()
     ]
     pairs, right = np.sum([_order(evaluation, run) for run in runs], axis=0)
-    inside, scores = _intervals(evaluation, runs)
+    inside = _inside(evaluation, runs)
     return Score(
         label=evaluation.jobs[job].label,
         method=method,
@@ -187,7 +153,6 @@ def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: l
         order_right_ratio=float(right / pairs) if pairs else None,
         intervals=len(inside),
         coverage_ratio=_mean(inside),
-        interval_score_ratio=_mean(scores),
         moved=MeanMost.of(run.moved_ratio for run in runs),
         added=MeanMost.of(run.added_ratio for run in runs),
     )
@@ -213,66 +178,6 @@ def overall(scores: Sequence[Score]) -> list[Overall]:
             added=MeanMost.over(score.added for score in members),
         )
         for (method, k), members in groups.items()
-    ]
-
-
-def interval_scores(evaluation: Evaluation) -> list[IntervalScore]:
-    """Every method that has intervals at each k, then over all k where there are several."""
-    groups: defaultdict[tuple[str, int | None], list[Run]] = defaultdict(list)
-    for run in evaluation.runs:
-        if run.low_s is not None:
-            groups[run.method, run.split.k].append(run)
-    ks = {k for _, k in groups}
-    if len(ks) > 1:
-        for (method, _), runs in list(groups.items()):
-            groups[method, None] += runs
-    return [_interval_score(evaluation, *key, runs) for key, runs in groups.items()]
-
-
-def _interval_score(
-    evaluation: Evaluation, method: str, k: int | None, runs: Sequence[Run]
-) -> IntervalScore:
-    inside, scores = _intervals(evaluation, runs)
-    coverage_ratio = float(np.mean(inside))
-    predicted_s = np.concatenate([run.predicted_s for run in runs])
-    measured_s = np.concatenate([_measured_s(evaluation, run) for run in runs])
-    known = np.isfinite(predicted_s)
-    predicted_s, measured_s = predicted_s[known], measured_s[known]
-    width_ratio = float(np.quantile(np.abs(measured_s / predicted_s - 1), coverage_ratio))
-    low_s, high_s = predicted_s * max(0.0, 1 - width_ratio), predicted_s * (1 + width_ratio)
-    return IntervalScore(
-        method=method,
-        k=k,
-        intervals=len(inside),
-        coverage_ratio=coverage_ratio,
-        score_ratio=float(np.mean(scores)),
-        constant_width_ratio=width_ratio,
-        constant_score_ratio=float(np.mean(interval_score(low_s, high_s, measured_s) / measured_s)),
-    )
-
-
-def wins(scores: Sequence[Score]) -> list[Wins]:
-    """The calibrated method against each baseline at each k, on the same draws."""
-    found = {(score.label, score.method, score.k): score for score in scores}
-    groups: defaultdict[tuple[str, int | None], list[tuple[Score, Score]]] = defaultdict(list)
-    for rival in BASELINES:
-        for (label, method, k), ours in found.items():
-            if method == OURS and (label, rival, k) in found:
-                groups[rival, k].append((ours, found[label, rival, k]))
-    return [
-        Wins(
-            rival=rival,
-            k=k,
-            jobs=len(both),
-            median=sum(ours.median.mean < other.median.mean for ours, other in both),
-            p90=sum(ours.p90.mean < other.p90.mean for ours, other in both),
-            mape=sum(ours.mape.mean < other.mape.mean for ours, other in both),
-            median_and_p90=sum(
-                ours.median.mean < other.median.mean and ours.p90.mean < other.p90.mean
-                for ours, other in both
-            ),
-        )
-        for (rival, k), both in groups.items()
     ]
 
 
@@ -309,8 +214,6 @@ def to_dict(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "scores": [asdict(score) for score in scores],
         "overall": [asdict(row) for row in overall(scores)],
-        "intervals": [asdict(row) for row in interval_scores(evaluation)],
-        "wins": [asdict(row) for row in wins(scores)],
     }
     if evaluation.protocol == "pairs":
         plain["pairs"] = [asdict(row) for row in pair_scores(evaluation)]
@@ -378,17 +281,14 @@ def _few_against_more(X: Array, measured: Array, predicted: Array) -> tuple[int,
     return few, right
 
 
-def _intervals(evaluation: Evaluation, runs: Sequence[Run]) -> tuple[list[bool], list[float]]:
-    """Whether each row with an interval lies inside, and its interval score over its time."""
+def _inside(evaluation: Evaluation, runs: Sequence[Run]) -> list[bool]:
+    """Whether each row with an interval lies inside."""
     inside: list[bool] = []
-    scores: list[float] = []
     for run in runs:
-        if run.low_s is None or run.high_s is None:
-            continue
-        measured_s = _measured_s(evaluation, run)
-        inside += list((run.low_s <= measured_s) & (measured_s <= run.high_s))
-        scores += list(interval_score(run.low_s, run.high_s, measured_s) / measured_s)
-    return inside, scores
+        if run.low_s is not None and run.high_s is not None:
+            measured_s = _measured_s(evaluation, run)
+            inside += list((run.low_s <= measured_s) & (measured_s <= run.high_s))
+    return inside
 
 
 def _mean(values: Sequence[float | None] | Sequence[float] | Sequence[bool]) -> float | None:

@@ -1,22 +1,19 @@
-"""Mix the performance model with simple forms, each weighted by how it predicts what is left out.
+"""Mix the performance model with a simple form, each weighted by how it predicts what is left out.
 
 Universal kriging, or Gaussian process regression with explicit basis functions (Rasmussen and
 Williams 2006, section 2.7): the performance model is linearised about its fit, its standardised
 parameters have unit normal priors and its residuals are a Gaussian process, so that predictive
 means, variances and leave-one-out errors are linear algebra.
 
-Where a job follows the performance model, that is the best of them; where repeated runs scatter, or
-a part of the step follows nothing, a form with three parameters errs less, and the engine alone may
-be better than either. Experts are combined in log space by exponential weights (Vovk 1990): a prior
+Where a job follows the performance model, that is the best; where repeated runs scatter, or a part
+of the step follows nothing, a form with few parameters errs less, and the engine alone may be
+better than either. Experts are combined in log space by exponential weights (Vovk 1990): a prior
 weight times the likelihood of the observations, each predicted from all others, under errors of
-unknown variance with an inverse-gamma prior (a Student t distribution). A form that has beaten the
-performance model by no more than chance gets no credit for it: its squared errors are raised by
-standard errors of their difference from the model's (as of cross-validation in Vehtari, Gelman and
-Gabry 2017). The weights are local: on one device, within a node and across nodes, observations of
-the same kind count most. Where a form says what the performance model cannot tell from its own
-answer, within its predictive standard deviation, the form counts more: of two that fit alike the
-one with fewer parameters is to be preferred. Where experts disagree, that is part of the answer's
-uncertainty.
+unknown variance with an inverse-gamma prior (a Student t distribution). The weights are local: on
+one device, within a node and across nodes, observations of the same kind count most. Where the form
+says what the performance model cannot tell from its own answer, within its predictive standard
+deviation, it counts more: of two that fit alike the one with fewer parameters is to be preferred.
+Where experts disagree, that is part of the answer's uncertainty.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from estimator.calibrate.design import (
     noise_variance,
 )
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS, Array
-from estimator.graph.costs.call_costs import nonnegative_fit
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 256
@@ -184,7 +180,9 @@ class LinearForm:
     """
 
     def __init__(self, rows: Array, times: Array) -> None:
-        self.coefficients_ = nonnegative_fit(self._terms(rows), times)
+        from scipy.optimize import nnls
+
+        self.coefficients_ = nnls(self._terms(rows) / times[:, None], np.ones(len(times)))[0]
 
     def log_step(self, rows: Array) -> Array:
         """Logarithms of step times, in seconds."""
@@ -207,8 +205,7 @@ class MixturePrior:
 
     `errors` and `error_sigma` are the inverse-gamma prior on the variance of an expert's errors, as
     a number of errors and their standard deviation. `exponent` tempers the likelihood, since
-    leave-one-out errors depend on each other. `standard_errors` is by how many of them an expert
-    must be better than the performance model. A form's prior weight is that of n / (n + `half`)
+    leave-one-out errors depend on each other. A form's prior weight is that of n / (n + `half`)
     where n are of the same kind of placement: it says nothing of what it has not seen, and across
     nodes little before it has seen many, since it does not know how many nodes there are. Where it
     agrees with the performance model within `agreeing` standard deviations, it counts `agreement`
@@ -219,7 +216,6 @@ class MixturePrior:
     errors: float = 4.0
     error_sigma: float = 0.05
     exponent: float = 0.5
-    standard_errors: float = 2.0
     half: tuple[float, float, float] = (1.0, 1.0, 100.0)
     agreement: float = 30.0
     agreeing: float = 0.5
@@ -228,8 +224,7 @@ class MixturePrior:
 # Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
 # The performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, FORM: 3.0},
-    standard_errors=8.0,
+    weights={MODEL: 2.0, ENGINE: 0.25, FORM: 1.0},
     half=(1.0, 1.0, 30.0),
     agreeing=0.7,
 )
@@ -315,11 +310,7 @@ class Mixture:
             others = min(1.0, (1 + same.sum()) / max((~same).sum(), 1))
             counts = np.where(same, 1.0, others)
             squares = np.minimum(np.abs(errors), _LARGEST_ERROR) ** 2
-            worse = squares - squares[:, [experts.index(MODEL)]]
-            mean = counts @ worse / max(counts.sum(), 1.0)
-            standard_error = np.sqrt(counts @ (worse - mean) ** 2)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
-            total += prior.standard_errors * standard_error
             variance = total / (prior.errors + counts.sum())
             known = same.sum() / (same.sum() + prior.half[kind])
             prior_weights = [

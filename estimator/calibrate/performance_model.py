@@ -74,14 +74,11 @@ WEAK_PRIORS = Priors(
         "fixed_odds": LogNormalPrior(0.65, 1.4),
         # Factor on compute without other ranks.
         "single_rank": LogNormalPrior(1.0, 0.25),
-        # Time of a ring's network links and of those inside a node, and the slowdown of the latter
-        # by many ranks on a node.
+        # Time of a ring's network links, and of those inside a node.
         "inter_node": LogNormalPrior(0.28, 1.1),
         "intra_node": LogNormalPrior(0.2, 1.1),
-        "link_contention": LogNormalPrior(0.3, 0.8),
-        # Factor on inter_node for exactly two nodes, and its growth with each node beyond two.
+        # Factor on inter_node for exactly two nodes.
         "two_nodes": LogNormalPrior(1.28, 0.28),
-        "node_growth": LogNormalPrior(0.007, 1.0),
         # Latency of each rank beyond two, as a share of the link's time.
         "rank_latency": LogNormalPrior(0.015, 1.2),
         # Standard deviation of compute between ranks, and its slowdown by others on the node.
@@ -104,7 +101,6 @@ ENGINE_PRIORS = WEAK_PRIORS.updated(
     inter_node=LogNormalPrior(1.0, 0.5),
     intra_node=LogNormalPrior(1.0, 0.5),
     two_nodes=LogNormalPrior(1.0, 0.15),
-    node_growth=LogNormalPrior(0.003, 1.0),
 )
 
 RANKS, NODES, BATCH, ACCUMULATION, LARGEST_NODE = range(5)
@@ -121,6 +117,8 @@ _COMPUTE_NORM = 2.0
 # A ring runs at the rate of its slower link, inter-node or intra-node; with two links that are
 # nearly equal it is slower than either.
 _RING_NORM = 3.0
+# By how much more many ranks of a node slow its links than two do.
+_LINK_CONTENTION = 0.3
 
 
 class EngineTimes(NamedTuple):
@@ -288,9 +286,8 @@ def _sync(
 ) -> tuple[Values, Derivatives]:
     """Logarithm of a step's gradient synchronisation, -inf on one rank, and its derivatives."""
     across, two = rows.nodes > 1, rows.nodes == 2
-    growth = maximum(rows.nodes - 2, 0.0) * exp(logs["node_growth"])
-    inter_node = logs["inter_node"] + logs["two_nodes"] * two + log1p(growth)
-    d_inter_node: Derivatives = {"two_nodes": two, "node_growth": growth / (1 + growth)}
+    inter_node = logs["inter_node"] + logs["two_nodes"] * two
+    d_inter_node: Derivatives = {"two_nodes": two}
     d_slower: Derivatives = {
         "inter_node": where(across, 1.0, 0.0),
         "intra_node": where(across, 0.0, 1.0),
@@ -301,18 +298,13 @@ def _sync(
     # The ring's bandwidth term, over the network and inside a node, and its latency term: that of
     # the third rank and further ones, as a share of the time that two ranks need.
     neighbours = maximum(rows.most_on_node - 2, 0.0)
-    contention = exp(logs["link_contention"]) * neighbours / (1 + neighbours)
-    shared = logs["intra_node"] + log1p(contention)
+    shared = logs["intra_node"] + log1p(_LINK_CONTENTION * neighbours / (1 + neighbours))
     intra_node = where(rows.most_on_node > 1, shared, -math.inf)
-    d_intra_node: Derivatives = {
-        "intra_node": 1.0,
-        "link_contention": contention / (1 + contention),
-    }
     slower = where(across, logs["inter_node"], logs["intra_node"])
     latency = logs["rank_latency"] + slower + log(maximum(rows.ranks - 2, 0.0))
     ring, share = _norm(where(across, inter_node, -math.inf), intra_node, _RING_NORM)
     sync, latency_share = _norm(ring + log(2 * (1 - 1 / rows.ranks)), latency, 1.0)
-    d_ring = _norm_derivatives(d_inter_node | {"inter_node": 1.0}, d_intra_node, share)
+    d_ring = _norm_derivatives(d_inter_node | {"inter_node": 1.0}, {"intra_node": 1.0}, share)
     d_latency = d_slower | {"rank_latency": 1.0}
     derivatives = _norm_derivatives(d_ring, d_latency, latency_share) | {"compute": 1.0}
     return logs["compute"] + log(reference.compute_s) + sync, derivatives

@@ -12,8 +12,6 @@ from calibration import evaluation
 from calibration.rivals import LinearScaling, OnesRegressor
 from click.testing import CliRunner, Result
 
-from estimator.calibrate.regressor import StepTimeRegressor
-
 Command = Callable[..., Result]
 
 
@@ -51,24 +49,6 @@ def test_a_table_is_printed_and_bad_rows_counted_on_stderr(command: Command, tab
     assert answer.stderr.startswith("estimator: 1 row left out: its step time is not a positive")
     for words in ("T4, m", "calibrated", "ones", "mean over jobs"):
         assert words in answer.stdout
-
-
-def test_intervals_and_wins_are_tables_with_a_row_for_each_k(
-    command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = {"calibrated": StepTimeRegressor, "linear": LinearScaling}
-    monkeypatch.setattr(evaluation, "methods_of", lambda protocol: methods)
-    out = command("--data", table, "--k", "1,2").stdout
-    intervals = out.split("80 % intervals;")[1].split("jobs on which")[0]
-    assert "covered, %" in intervals
-    rows = [line.split() for line in intervals.splitlines() if line.startswith(" calibrated")]
-    # 8 draws of 6 rows, of which 1 or 2 are learnt from; then both together.
-    assert [row[1:3] for row in rows] == [["1", "40"], ["2", "32"], ["all", "72"]]
-    won = out.split("jobs on which calibrated errs less")[1]
-    assert [line.split()[:3] for line in won.splitlines() if line.startswith(" linear")] == [
-        ["linear", "scaling", "1"],
-        ["linear", "scaling", "2"],
-    ]
 
 
 def test_json_holds_every_case_alone_on_stdout(command: Command, table: Path) -> None:

@@ -79,15 +79,12 @@ def test_few_shot_adds_six_rows_at_the_smallest_and_largest_batch() -> None:
     assert len(pairs.test) == len(RANKS)
 
 
-def test_every_fold_and_every_batch_is_tested_once_a_draw_and_not_trained_on() -> None:
-    for protocol in ("cv", "batch"):
-        splits = of_job(protocol)
-        for draw in {split.draw for split in splits}:
-            judged = np.concatenate([split.test for split in splits if split.draw == draw])
-            assert sorted(judged) == list(range(len(RANKS)))
-        assert all(not set(split.train) & set(split.test) for split in splits)
-    batches = JOB.X()[:, 2]
-    assert all(len(set(batches[split.test])) == 1 for split in of_job("batch"))
+def test_every_row_is_tested_once_a_draw_and_not_trained_on() -> None:
+    splits = of_job("cv")
+    for draw in {split.draw for split in splits}:
+        judged = np.concatenate([split.test for split in splits if split.draw == draw])
+        assert sorted(judged) == list(range(len(RANKS)))
+    assert all(not set(split.train) & set(split.test) for split in splits)
 
 
 def test_asynchronous_workers_train_on_powers_of_two() -> None:

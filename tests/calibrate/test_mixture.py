@@ -79,19 +79,6 @@ def test_weights_follow_the_posterior_of_errors_of_unknown_variance() -> None:
     assert mixture.weights_[ENGINE][0] == pytest.approx(engine / (model + engine))
 
 
-def test_an_expert_gets_no_credit_for_what_may_be_chance() -> None:
-    # Of two steps the model misses both by 0.2; the engine both by 0.1, or one alone by √0.02.
-    def odds(*errors: float) -> float:
-        engine_log_s = np.log(OPTIMUS_S[:2]) + np.array(errors)
-        weights = fitted(ROWS[:2], OPTIMUS_S[:2], 0.2, engine_log_s=engine_log_s).weights_
-        return float(weights[ENGINE][0] / weights[MODEL][0])
-
-    # Variances (4·0.1² + Σe²) / 6 to the power of −0.5·2/2, the sums being 0.08 and 0.02.
-    assert odds(0.1, 0.1) == pytest.approx((0.12 / 0.06) ** 0.5)
-    # The differences of squares, -0.02 and -0.04, are off their mean by 0.01: two standard errors.
-    assert odds(0.02**0.5, 0.0) == pytest.approx((0.12 / (0.06 + 2 * 0.0002**0.5)) ** 0.5)
-
-
 def test_where_experts_disagree_the_variance_says_so() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.02)
     rows = np.array([(32.0, 8, 16, 1, 4)])

@@ -37,7 +37,6 @@ PLAIN = {
     "overlap": 1e-9,
     "jitter": 1e-9,
     "contention": 1e-9,
-    "node_growth": 1e-9,
     "inter_node": 1.0,
     "intra_node": 1.0,
     "two_nodes": 1.0,
@@ -81,7 +80,7 @@ def test_a_stall_adds_the_same_seconds_to_every_step() -> None:
 
 
 def test_a_ring_over_many_ranks_takes_twice_that_over_two() -> None:
-    at = parameters(rank_latency=1e-12, node_growth=1e-12, two_nodes=1, jitter=1e-12, overlap=1e-9)
+    at = parameters(rank_latency=1e-12, two_nodes=1, jitter=1e-12, overlap=1e-9)
     rows = np.array([(1, 1, 30, 1, 1), (2, 2, 30, 1, 1), (4, 4, 30, 1, 1), (1000, 1000, 30, 1, 1)])
     alone, two, four, many = np.exp(evaluate_model(at, rows.astype(float), REFERENCE).log_step)
     # 2·(n − 1)/n of the gradients cross each link: 1, 1.5 and 1.998 times as much.
