@@ -93,6 +93,18 @@ def anywhere(condition: Any, /) -> bool:
     return bool(condition.any()) if type(condition) is ndarray else bool(condition)
 
 
+def uniform(condition: Any, /) -> Any:
+    """A condition, as one flag where all rows agree: `where` then copies none.
+
+    >>> uniform(np.array([True, True])), uniform(np.array([True, False]))
+    (True, array([ True, False]))
+    """
+    if type(condition) is not ndarray or not condition.size:
+        return condition
+    first = bool(condition[0])
+    return first if (condition == first).all() else condition
+
+
 @overload
 def exp(value: float, /) -> float: ...
 @overload

@@ -14,14 +14,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ProfileError, printable
-from estimator.graph.costs.call_costs import Features, features_of, nonnegative_fit
+from estimator.graph.costs.call_costs import (
+    Features,
+    family_of,
+    features_of,
+    nonnegative_fit,
+)
+from estimator.graph.costs.registry import formula_of
 from estimator.graph.memory.sizes import BLOCK, WIDEST_DEPTHWISE
 from estimator.kernels.roofline import COMPUTED_FAMILIES, KernelPrediction, Roofline, is_unaligned
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
@@ -190,10 +195,6 @@ _HALVES = ("bfloat16", "float16")
 # What a graph for GPUs runs in half precision if it is traced where there is none to ask.
 _ATTENTION = "aten._scaled_dot_product_"
 _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
-
-
-# Machines are probed with the same calls.
-_features_of_grid = lru_cache(maxsize=4096)(features_of)
 
 
 def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:
@@ -384,42 +385,45 @@ class ProbedKernels:
         is_described = device.kind == "cuda" and device.memory_bandwidth_bytes_per_s
         self._roofline = Roofline(profile) if is_described else None
         self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
-        self.groups: defaultdict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
+        self.groups: dict[tuple[str, str], list[tuple[OpCall, KernelPoint]]] = {}
+        self._name = profile.name
         self._fits: dict[tuple[str, str], FamilyFit] = {}
         self._lock = threading.Lock()
         for kernel in profile.kernels:
+            is_tf32 = kernel.dtype == _TF32
+            exact = self.exact_tf32 if is_tf32 else self.exact
             for point in kernel.points:
-                try:
-                    self._add(point, is_tf32=kernel.dtype == _TF32)
-                except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-                    raise ProfileError(
-                        f"the profile of '{profile.name}' has a probed call of "
-                        f"{printable(kernel.target)} with arguments that it cannot have; run "
-                        "'estimator probe' to write a new one"
-                    ) from None
+                call = OpCall.decode(dict(point.call))
+                cold = point.cold_s if point.cold_s is not None else point.warm_s
+                exact[call] = (point.warm_s, max(cold, point.warm_s))
+                if formula_of(call.target) is not None:
+                    key = family_of(call.target), _TF32 if is_tf32 else call.dtype
+                    self.groups.setdefault(key, []).append((call, point))
 
-    def _add(self, point: KernelPoint, *, is_tf32: bool) -> None:
-        call = OpCall.decode(dict(point.call))
+    def _probed(self, call: OpCall, point: KernelPoint, dtype: str) -> ProbedCall:
+        try:
+            features = features_of(call)
+            assert features is not None
+            kind = variant(call, features, self.threads)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            raise ProfileError(
+                f"the profile of '{self._name}' has a probed call of {printable(call.target)} with "
+                "arguments that it cannot have; run 'estimator probe' to write a new one"
+            ) from None
         cold = point.cold_s if point.cold_s is not None else point.warm_s
-        exact = self.exact_tf32 if is_tf32 else self.exact
-        exact[call] = (point.warm_s, max(cold, point.warm_s))
-        features = _features_of_grid(call)
-        if features is None:
-            return
-        if is_tf32:
-            features = replace(features, dtype=_TF32)
-        kind = variant(call, features, self.threads)
         if features.family in _WITH_SCRATCH:
             most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
             cold = min(cold, point.warm_s + most)
-        probed = ProbedCall(features=features, variant=kind, warm_s=point.warm_s, cold_s=cold)
-        self.groups[features.family, features.dtype].append(probed)
+        if features.dtype != dtype:
+            features = replace(features, dtype=dtype)
+        return ProbedCall(features=features, variant=kind, warm_s=point.warm_s, cold_s=cold)
 
     def fit(self, key: tuple[str, str]) -> FamilyFit:
         """The fit of a family in a dtype that were probed."""
         with self._lock:
             if key not in self._fits:
-                self._fits[key] = FamilyFit(self.groups[key], self._roofline)
+                probed = [self._probed(call, point, key[1]) for call, point in self.groups[key]]
+                self._fits[key] = FamilyFit(probed, self._roofline)
             return self._fits[key]
 
 

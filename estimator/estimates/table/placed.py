@@ -99,7 +99,8 @@ class MachineTable:
             for column in (columns.machine, columns.nodes, columns.devices)
         )
         is_present = name >= 0
-        out_of_range = (nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)
+        # Both from 1 to MOST_RANKS, a power of 2.
+        out_of_range = ((nodes - 1) | (devices - 1)) >> (MOST_RANKS.bit_length() - 1) != 0
         invalid = (out_of_range & is_present).any(axis=0)
         if invalid.any() or not is_present.all():
             is_present &= ~invalid

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from estimator.elementwise import Array, anywhere, maximum, sqrt, where
+from estimator.elementwise import Array, anywhere, maximum, sqrt, uniform, where
 from estimator.machines.profile import CollectiveName, Link, MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
 from estimator.placement.mesh import ProcessGroup
@@ -240,7 +240,7 @@ class LinksByDevices:
             return self._plain[profile][min(devices, self._most)]
         links = InnerLinks(*self._columns[:, profile, np.minimum(devices, self._most)])
         flags = ("reduces", "keeps_order", "over_nvlink", "over_sockets")
-        return links._replace(**{name: getattr(links, name) != 0 for name in flags})
+        return links._replace(**{name: uniform(getattr(links, name) != 0) for name in flags})
 
 
 # k of α + βS + k·√(α·βS) of a tree between nodes: see `PIPELINING`.
@@ -411,18 +411,20 @@ def nccl_lines(
     Where NCCL does not have one, in some rows, those have the first's.
     """
     shape = GroupShape(group.ranks, group.nodes, group.per_node)
+    across = uniform(group.nodes > 1)
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
         costed = None
         for number, protocol in enumerate(algorithm.protocols):
             runs = algorithm.runs(shape, links)
             if number > 0:
-                runs = runs & (group.nodes > 1) & links.keeps_order
+                runs = runs & across & links.keeps_order
             if protocol.needs_nvlink:
                 runs = runs & ((group.per_node == 1) | links.over_nvlink)
+            runs = uniform(runs)
             if not anywhere(runs):
                 continue
-            costed = costed or _costed(algorithm, shape, group, links)
+            costed = costed or _costed(algorithm, shape, group, links, across)
             found = _line(costed, protocol, group, links)
             if lines and isinstance(runs, np.ndarray):
                 found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
@@ -433,28 +435,29 @@ def nccl_lines(
 class _Costed(NamedTuple):
     """An algorithm over a group: where hops and bytes are, whatever the protocol."""
 
+    across: Any
     start_s: Any
     rounds: Cost
-    beta_inside: Any
-    beta_across: Any
+    beta: Any
     share_across: Any
     pipelining: Any
 
 
 def _costed(
-    algorithm: Algorithm, shape: GroupShape, group: ProcessGroup, links: InnerLinks
+    algorithm: Algorithm, shape: GroupShape, group: ProcessGroup, links: InnerLinks, across: Any
 ) -> _Costed:
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
-    inside, across = group.per_node > 1, group.nodes > 1
+    inside = uniform(group.per_node > 1)
     start_s = links.start_s + algorithm.rank_s * shape.ranks
     rate = links.bytes_per_s * ratio.inside
     if algorithm.in_switch:
         start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
+    beta_across = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
     return _Costed(
+        across=across,
         start_s=start_s,
         rounds=Cost(where(inside, rounds.inside, 0), where(across, rounds.across, 0)),
-        beta_inside=where(inside, share.inside / rate, 0.0),
-        beta_across=where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
+        beta=maximum(where(inside, share.inside / rate, 0.0), beta_across),
         share_across=share.across,
         pipelining=algorithm.pipelining(shape, links),
     )
@@ -462,7 +465,7 @@ def _costed(
 
 def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
     # Inside one node latency and k are those of all protocols together.
-    across, rounds = group.nodes > 1, costed.rounds
+    across, rounds, beta = costed.across, costed.rounds, costed.beta
     beyond = where(across, 1.0, 0.0)
     hop_s = links.latency_s + beyond * protocol.hop.inside
     alpha_s = costed.start_s + beyond * protocol.start_s + rounds.inside * hop_s
@@ -473,7 +476,6 @@ def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: Inner
     # 8 Perlmutter nodes get 1.2 GB/s of 40 MB as of 2 GB (estimate-train-time).
     between = where(links.over_sockets, 0.0, protocol.pipelining)
     pipelining = where(across, between, costed.pipelining)
-    beta = maximum(costed.beta_inside, costed.beta_across)
     slowed = maximum(beta / protocol.ratio, costed.share_across / protocol.most_bytes_per_s)
     return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
 
