@@ -59,21 +59,21 @@ def drawn(count: int, seed: int, records: Records) -> list[str]:
     What was tried before is read from the records, and what is tried now is added to them.
     """
     names = candidates(CANDIDATES_PER_MODEL * count, seed)
-    suites = [_accepted(names[first::2], records) for first in range(2)]
-    return [next(suites[number % 2]) for number in range(count)]
+    suites = [tried(names[first::2], records, __file__) for first in range(2)]
+    return [next(suites[number % 2])["key"] for number in range(count)]
 
 
-def _accepted(names: Sequence[str], records: Records) -> Iterator[str]:
-    """Those of the names that are of use, in their order."""
+def tried(names: Sequence[str], records: Records, script: str) -> Iterator[Record]:
+    """What a script finds of those names that are of use, in their order; each is tried once."""
     known = {record["key"]: record for record in records.of("drawn")}
-    asked = ask_all([sys.executable, __file__], [name for name in names if name not in known])
+    asked = ask_all([sys.executable, script], [name for name in names if name not in known])
     for name in names:
         if name not in known:
             known[name] = {"kind": "drawn", "key": name, **next(asked)[1]}
             records.add(known[name])
             say(f"drew {name}: {known[name]['status']} {known[name].get('reason', '')[:200]}")
         if known[name]["status"] == "ok":
-            yield name
+            yield known[name]
     raise SystemExit("too few of the drawn models can be trained here; draw fewer")
 
 
@@ -107,17 +107,22 @@ def __getattr__(name: str) -> Callable[[], Any]:
     return lambda: build(name)
 
 
-def build(name: str) -> tuple[nn.Module, Any, Any]:
-    """(model, batch, loss) of a drawn name."""
+def build(
+    name: str, samples: int | None = None, *, again: bool = False
+) -> tuple[nn.Module, Any, Any]:
+    """(model, batch, loss) of a drawn name, at its batch or another; `again` with checkpoints."""
     define_torchvision_schemas()
     suite, architecture, *settings = name.split(",")
     given = dict(setting.split("=") for setting in settings)
-    batch = int(given["batch"])
+    batch = samples or int(given["batch"])
     if suite == "timm":
-        return _timm(architecture, batch, float(given["size"]))
+        built = _timm(architecture, batch, float(given["size"]))
+        if again:
+            built[0].set_grad_checkpointing()  # type: ignore[operator]
+        return built
     ratios = {field: float(given["layers"]) for field in DEEP}
     ratios |= {field: float(given["width"]) for field in WIDE}
-    return _transformers(architecture, batch, int(given["length"]), ratios)
+    return _transformers(architecture, batch, int(given["length"]), ratios, again=again)
 
 
 def _timm(name: str, batch: int, ratio: float) -> tuple[nn.Module, Any, Any]:
@@ -142,7 +147,7 @@ def _class_loss(scores: torch.Tensor, _images: torch.Tensor) -> torch.Tensor:
 
 
 def _transformers(
-    kind: str, batch: int, length: int, ratios: dict[str, float]
+    kind: str, batch: int, length: int, ratios: dict[str, float], *, again: bool
 ) -> tuple[nn.Module, Any, Any]:
     """A type's default head, with the fields of its configuration that it has scaled."""
     from transformers.models.auto import configuration_auto
@@ -155,6 +160,7 @@ def _transformers(
         for field, ratio in ratios.items()
         if isinstance(value := getattr(configuration, field, None), int)
     )
+    settings += ",gradient_checkpointing=true" * again
     length = min(length, positions_of(kind))
     return load_model(f"hf:{kind}{settings}", batch=batch, seq_len=length)[:3]
 

@@ -9,22 +9,20 @@ architectures drawn at random a median of 0.5 % and 3 % at worst, and the level 
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from pathlib import Path
+from functools import partial
+from itertools import islice, pairwise
 from typing import Any
 
-import memory_models
 import torch
+from drawn_models import CANDIDATES_PER_MODEL, build, candidates, tried
 from local_cases import model_functions
 from memory_steps import measured_step, optimizer_of
 from options import Options
-from records import say
-from traced_models import answer, ask_all, define_torchvision_schemas
+from records import Records, say
+from traced_models import answer, define_torchvision_schemas
 
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
@@ -34,6 +32,8 @@ BOUND_RATIO = 0.02
 DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO = 0.005, 0.03
 NEAR_RATIO, RIGHT_RATIO = 0.95, 0.98
 DRAWN, DRAWN_SEED = 24, 1
+# Steps of more parameters take minutes on one core: images have more values than short texts.
+MOST_PARAMETERS = {"timm": 50_000_000, "transformers": 150_000_000}
 TRACED_BATCH = 2
 DRAWN_BATCHES = (TRACED_BATCH, 3, 5)
 
@@ -102,45 +102,27 @@ def cases_of(
 
 def look_at(name: str) -> dict[str, Any]:
     """Every case of a drawn architecture."""
-    parameters = memory_models.size_of(name)
-    if parameters > memory_models.MOST_PARAMETERS[name.partition(":")[0]]:
+    parameters = sum(parameter.numel() for parameter in build(name, TRACED_BATCH)[0].parameters())
+    if parameters > MOST_PARAMETERS[name.partition(",")[0]]:
         return {"status": "passed over", "reason": f"{parameters} parameters"}
     cases: list[Case] = []
     for again in (False, True):
-
-        def build(batch: int | None, *, again: bool = again) -> Any:
-            return memory_models.build(name, batch or TRACED_BATCH, again=again)
-
         if again:
             try:
-                build(TRACED_BATCH)
+                build(name, TRACED_BATCH, again=True)
             except Exception as error:  # noqa: BLE001 - any model may have no checkpoints
                 say(f"{name}: no checkpoints: {error}")
                 continue
-        cases += cases_of(name, build, ["sgd", "adamw"], batches=DRAWN_BATCHES, checkpoints=again)
+        made = partial(build, name, again=again)
+        cases += cases_of(name, made, ["sgd", "adamw"], batches=DRAWN_BATCHES, checkpoints=again)
     return {"status": "ok", "cases": [asdict(case) for case in cases]}
 
 
-def drawn_cases(count: int, seed: int, results: Path) -> list[Case]:
-    """The cases of so many architectures, each in a process that may die; others are said."""
-    names = memory_models.names_of(count, seed)
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    known: dict[str, Any] = {found["model"]: found for found in map(json.loads, lines)}
-    asked = ask_all([sys.executable, __file__], [name for name in names if name not in known])
-    cases: list[Case] = []
-    done = 0
-    for name in names:
-        if done == count:
-            break
-        found = known.get(name) or {"model": name, **next(asked)[1]}
-        if name not in known:
-            with results.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(found) + "\n")
-        say(f"{name}: {found['status']} {found.get('reason', '')[:200]}")
-        if found["status"] == "ok":
-            done += 1
-            cases += [Case(**case) for case in found["cases"]]
-    return cases
+def drawn_cases(count: int, seed: int, records: Records) -> list[Case]:
+    """The cases of so many architectures, each in a process that may die."""
+    names = candidates(CANDIDATES_PER_MODEL * count, seed)
+    found = islice(tried(names, records, __file__), count)
+    return [Case(**case) for record in found for case in record["cases"]]
 
 
 def boundary(cases: list[Case]) -> tuple[int, int]:
@@ -177,7 +159,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         listed += cases_of(make.__name__, lambda _batch, make=make: make(), ["sgd", "adamw"])
     yield from figures("listed", listed, BOUND_RATIO, BOUND_RATIO)
     if not (options.quick or options.only or options.models):
-        drawn = drawn_cases(DRAWN, DRAWN_SEED, options.work / "drawn.jsonl")
+        drawn = drawn_cases(DRAWN, DRAWN_SEED, Records(options.work / "drawn.jsonl"))
         yield from figures("drawn", drawn, DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO)
 
 
