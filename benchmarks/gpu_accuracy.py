@@ -24,7 +24,7 @@ from typing import Any
 
 from gpu_steps import Case, device_backend, release, run_for_real
 from options import local_machine, parser_of
-from records import Record, Records, measured_fields, say
+from records import NOT_YET, Record, Records, judged_case, say
 from summary import Bound, describe, noise_ratio, summarise
 from zoo.gpu import ALL, BY_NAME, TINY
 from zoo.inputs import Workload
@@ -49,7 +49,6 @@ MOST_TRACERS, REPLAY_S = 12, 12.0
 CASE_LIMIT_S, COMPILED_LIMIT_S = 60.0, 150.0
 # What a case must have left to be begun.
 LEAST_S, LEAST_COMPILED_S = 15.0, 60.0
-UNREACHED = "not reached in the time"
 # What a case may fail with: the engine, torch (memory among it), the process.
 FAILURES = (
     *(EstimatorError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError),
@@ -305,15 +304,9 @@ def assemble(cases: Sequence[Case], profile: MachineProfile, records: Records) -
 
 
 def _assembled(case: Case, method: str, profile: MachineProfile, records: Records) -> Record:
-    predictions = records.of("prediction", case.key, method=method)
-    prediction = predictions[-1] if predictions else {"reason": UNREACHED}
+    found = judged_case(records, case.key, _KEPT, method=method)
     runs = records.of("measurement", case.key)
     run: Record = runs[-1] if runs else {}
-    measured = measured_fields(runs, records.of("failure", case.key))
-    if not runs:
-        measured["reason"] = measured["reason"] or UNREACHED
-    elif prediction.get("predicted_s") is None:
-        measured |= {"status": "no_prediction", "reason": prediction.get("reason")}
     peak = run.get("peak_bytes")
     return {
         "id": f"{case.key}-{method}",
@@ -329,15 +322,12 @@ def _assembled(case: Case, method: str, profile: MachineProfile, records: Record
         "batch_per_gpu": case.batch,
         "global_batch": case.batch,
         "method": method,
-        **{name: prediction.get(name) for name in _KEPT},
-        **measured,
+        **found,
         **{name: run.get(name) for name in ("wall_s", "host_s", "host_phases_s", "awaited_s")},
         # Of the steps of one process: others are not started, minutes on a GPU are scarce.
         "noise_ratio": noise_ratio(run["steps_s"]) if run else None,
         # The most that torch held for the case itself.
         "peak_measured_bytes": None if peak is None else peak - run["allocated_before_bytes"],
-        "predicted_at": prediction.get("at"),
-        "predicted_beforehand": not run or prediction.get("at", "") < run["at"],
     }
 
 
@@ -379,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answer = {"cases": [*found, *figures(found)], "summary": rows, "report": report}
     print(json.dumps(answer, allow_nan=False) if options.json else "\n".join(report))
     # 1: what was asked for is not all there yet; a further run continues.
-    sys.exit(int(any(case["reason"] == UNREACHED for case in found)))
+    sys.exit(int(any(case["reason"] == NOT_YET for case in found)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from options import Options
-from records import Record, Records, measured_fields
+from records import Record, Records, judged_case
 
 from estimator.machines.profile import MachineProfile
 
@@ -121,15 +121,12 @@ def assemble(
 
 def assemble_case(case: Case, method: str, profile: MachineProfile, records: Records) -> Record:
     """One case with its last prediction and all its measurements; nulls where there are none."""
-    predictions = records.of("prediction", case.key, method=method)
-    prediction = predictions[-1] if predictions else {"reason": "not predicted yet"}
-    runs = records.of("measurement", case.key)
-    measured = measured_fields(runs, records.of("failure", case.key))
-    measured["reason"] = None if runs else measured["reason"] or "not measured yet"
-    if prediction.get("predicted_s") is None:
-        measured.update(status="no_prediction", reason=prediction["reason"])
-    measured_at = measured["measured_at"]
     kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
+    kept += ("batch_per_gpu", "global_batch")
+    found = judged_case(records, case.key, kept, method=method)
+    found["batch_per_gpu"] = found["batch_per_gpu"] or case.batch or None
+    found["global_batch"] = found["global_batch"] or case.batch * case.ranks or None
+    faults = [run["faults_per_step"] for run in records.of("measurement", case.key)]
     return {
         "id": f"{case.key}-{method}",
         "source": "local_accuracy",
@@ -141,15 +138,10 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "strategy": STRATEGY,
         "precision": PRECISION,
         "optimizer": OPTIMIZER,
-        "batch_per_gpu": prediction.get("batch_per_gpu", case.batch or None),
-        "global_batch": prediction.get("global_batch", case.batch * case.ranks or None),
         "method": method,
         "k": 0,
         "draw": 0,
-        **{name: prediction.get(name) for name in kept},
-        **measured,
+        **found,
         "canaries": case_canaries(case.key, profile, records),
-        "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
-        "predicted_at": prediction.get("at"),
-        "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
+        "faults_per_step": statistics.median(faults) if faults else None,
     }

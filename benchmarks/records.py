@@ -49,6 +49,30 @@ class Records:
         ]
 
 
+NOT_YET = "not measured yet"
+
+
+def judged_case(records: Records, key: str, kept: Sequence[str], **fields: Any) -> Record:
+    """A case's last prediction, as far as `kept`, and all its measurements; nulls for none.
+
+    `fields` are those of its predictions, such as the method.
+    """
+    predictions = records.of("prediction", key, **fields)
+    prediction = predictions[-1] if predictions else {}
+    refused = [prediction] if prediction else records.of("refusal", key)
+    reason = refused[-1].get("reason") if refused else None
+    runs = records.of("measurement", key)
+    found = measured_fields(runs, records.of("failure", key))
+    if prediction.get("predicted_s") is None and (runs or reason):
+        found |= {"status": "no_prediction", "reason": reason or NOT_YET}
+    elif not runs:
+        found["reason"] = found["reason"] or NOT_YET
+    at, measured_at = prediction.get("at"), found["measured_at"]
+    beforehand = measured_at is None or (at or "") < measured_at
+    about = {"predicted_at": at, "predicted_beforehand": beforehand}
+    return {**{name: prediction.get(name) for name in kept}, **found, **about}
+
+
 def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Record:
     """What the measurements of a case tell of it: median, noise, all runs, when, or why none."""
     steps_s = [run["step_s"] for run in runs]

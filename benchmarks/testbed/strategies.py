@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -64,105 +63,84 @@ def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[lis
     with joined(rank, arguments) as dist:
         workers = list(range(arguments["workers"]))
         group = dist.new_group(workers, timeout=timedelta(seconds=arguments["timeout_s"]))
-        parts = [
-            _Part(Strategy.parse(text), rank, workers, group, arguments)
+        steps = [
+            _step_of(Strategy.parse(text), rank, workers, group, arguments)
             for text in arguments["strategies"]
         ]
         # DDP's first step goes in one bucket.
-        return [timed_steps(dist, part.step, warmup=2, steps=arguments["steps"]) for part in parts]
+        return [timed_steps(dist, step, warmup=2, steps=arguments["steps"]) for step in steps]
 
 
-class _Part:
-    """What one rank does in a step of one strategy."""
+def _step_of(
+    strategy: Strategy, rank: int, workers: Sequence[int], group: Any, arguments: Mapping[str, Any]
+) -> Callable[[], None]:
+    """What one rank does in a step of one strategy; a server that serves nobody does nothing."""
+    import torch.distributed as torch_distributed
+    from torch.nn.parallel import DistributedDataParallel
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        rank: int,
-        workers: Sequence[int],
-        group: Any,
-        arguments: Mapping[str, Any],
-    ) -> None:
-        from . import paced
+    from . import paced
 
-        built = getattr(paced, arguments["model"])()
-        self._model, self._batch = built
-        self._optimizer: Any = contextlib.nullcontext()
-        self.step = _idle
-        parameter_s, share = arguments["parameter_s"], 1.0
-        if isinstance(strategy, ParameterServers):
-            self._serve(strategy, rank, workers, parameter_s)
-        elif rank in workers:
-            assert isinstance(strategy, DDP)
-            if isinstance(strategy, ZeRO1):
-                share = 1.0 / len(workers)
-                self._owners = _owners(self._model, workers)
-            self._update = paced.PacedUpdate(self._model, parameter_s, share)
-            self._group = group
-            self._wrap(strategy, group)
-            self.step = self._shared_step if isinstance(strategy, ZeRO1) else self._merged_step
+    dist: Any = torch_distributed
+    model, batch = getattr(paced, arguments["model"])()
+    if isinstance(strategy, ParameterServers):
+        return _served_step(strategy, model, batch, rank, workers, arguments["parameter_s"])
+    if rank not in workers:
+        return lambda: None
+    assert isinstance(strategy, DDP)
+    owners = _owners(model, workers) if isinstance(strategy, ZeRO1) else {}
+    update = paced.PacedUpdate(model, arguments["parameter_s"], 1 / max(len(owners), 1))
+    default = strategy.bucket_cap_bytes == DDP().bucket_cap_bytes
+    replica = DistributedDataParallel(
+        model,
+        process_group=group,
+        bucket_cap_mb=None if default else strategy.bucket_cap_bytes / MIB,
+        gradient_as_bucket_view=strategy.gradient_as_bucket_view,
+    )
 
-    def _wrap(self, strategy: DDP, group: Any) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
-        default = strategy.bucket_cap_bytes == DDP().bucket_cap_bytes
-        self._model = DistributedDataParallel(
-            self._model,
-            process_group=group,
-            bucket_cap_mb=None if default else strategy.bucket_cap_bytes / MIB,
-            gradient_as_bucket_view=strategy.gradient_as_bucket_view,
-        )
-
-    def _serve(
-        self, strategy: Strategy, rank: int, workers: Sequence[int], parameter_s: float
-    ) -> None:
-        from .servers import Server, Worker, bucket_numbers
-
-        buckets = bucket_numbers(self._model, strategy.first_cap_bytes, strategy.bucket_cap_bytes)
-        servers = [len(workers) + number for number in range(strategy.servers)]
-        if rank in workers:
-            self._worker = Worker(self._model, buckets, servers)
-            self.step = self._pushing_step
-        elif rank in servers:
-            self.step = Server(
-                self._model,
-                buckets,
-                workers,
-                part=servers.index(rank),
-                parts=len(servers),
-                parameter_s=parameter_s,
-            ).step
-
-    def _merged_step(self) -> None:
-        self._update.zero_grad()
-        self._model(self._batch).mean().backward()
-        self._update.step()
-
-    def _shared_step(self) -> None:
-        import torch.distributed as torch_distributed
-
-        dist: Any = torch_distributed
-        self._merged_step()
+    def step() -> None:
+        update.zero_grad()
+        replica(batch).mean().backward()
+        update.step()
         # As torch.distributed.optim.ZeroRedundancyOptimizer does after its share of the update.
         works = [
-            dist.broadcast(parameter.data, src=owner, group=self._group, async_op=True)
-            for owner, parameters in self._owners.items()
+            dist.broadcast(parameter.data, src=owner, group=group, async_op=True)
+            for owner, parameters in owners.items()
             for parameter in parameters
         ]
         for work in works:
             work.wait()
 
-    def _pushing_step(self) -> None:
-        from .paced import pace
+    return step
 
+
+def _served_step(
+    strategy: ParameterServers,
+    model: Any,
+    batch: Any,
+    rank: int,
+    workers: Sequence[int],
+    parameter_s: float,
+) -> Callable[[], None]:
+    """A step of a worker that pushes gradients, of a server, or of one that has nothing to do."""
+    from .paced import pace
+    from .servers import Server, Worker, bucket_numbers
+
+    buckets = bucket_numbers(model, strategy.first_cap_bytes, strategy.bucket_cap_bytes)
+    servers = [len(workers) + number for number in range(strategy.servers)]
+    if rank in servers:
+        part = {"part": servers.index(rank), "parts": len(servers)}
+        return Server(model, buckets, workers, **part, parameter_s=parameter_s).step
+    if rank not in workers:
+        return lambda: None
+    worker = Worker(model, buckets, servers)
+
+    def step() -> None:
         pace.begin_step()
-        self._worker.begin_step()
-        self._model(self._batch).mean().backward()
-        self._worker.end_step()
+        worker.begin_step()
+        model(batch).mean().backward()
+        worker.end_step()
 
-
-def _idle() -> None:
-    """What a server does where there is nothing to serve."""
+    return step
 
 
 def _owners(model: Any, workers: Sequence[int]) -> dict[int, list[Any]]:

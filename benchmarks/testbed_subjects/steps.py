@@ -12,7 +12,7 @@ from functools import partial
 
 from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.rivals import LinearScaling
-from records import Record, Records, measured_fields
+from records import Record, Records, judged_case
 from summary import Bound, summarise
 from testbed_cases import Case
 from testbed_runs import MACHINE, ModelBench, Trial
@@ -63,21 +63,11 @@ def assemble(cases: Sequence[Case], records: Records) -> list[Record]:
 def assembled(case: Case, records: Records, *, key: str | None = None) -> Record:
     """One case, what was predicted and measured of it; `key` is its name among the records."""
     key = key or case.key
-    predictions = records.of("prediction", key)
-    prediction = predictions[-1] if predictions else {}
-    failures = records.of("failure" if prediction else "refusal", key)
-    measured = measured_fields(records.of("measurement", key), failures)
-    measured_at = measured["measured_at"]
     kept = ("predicted_s", "low_s", "high_s", "alone_s", "batch_per_gpu", "global_batch")
     return {
         **case.fields(MACHINE),
         "accumulation_steps": case.accumulation_steps,
-        **{name: prediction.get(name) for name in kept},
-        "breakdown": prediction.get("breakdown"),
-        **measured,
-        "predicted_at": prediction.get("at"),
-        "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
-        "status": measured["status"] if prediction else "no_prediction",
+        **judged_case(records, key, (*kept, "breakdown")),
     }
 
 
