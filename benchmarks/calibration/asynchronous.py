@@ -56,17 +56,15 @@ class AsynchronousRegressor:
         """Seconds per update of rows."""
         return np.exp(self._log_s(self.standardised_parameters_, _rows(X)))
 
-    def predict_interval(
-        self, X: ArrayLike, *, coverage_ratio: float = intervals.COVERAGE_RATIO
-    ) -> tuple[Array, Array]:
-        """Seconds between which the given share of measured ones should lie."""
+    def predict_interval(self, X: ArrayLike) -> tuple[Array, Array]:
+        """Seconds between which four of five measured ones should lie."""
         rows = _rows(X)
         step = 1e-5 * np.eye(len(self.standardised_parameters_))
         at = self.standardised_parameters_
         ahead = np.stack([self._log_s(at + each, rows) for each in step], axis=1)
         jacobian = (ahead - self._log_s(at, rows)[:, None]) / 1e-5
         variance = np.einsum("ij,jk,ik->i", jacobian, self.covariance_, jacobian)
-        quantile = intervals.score_quantile(np.empty(0), coverage_ratio)
+        quantile = intervals.score_quantile(np.empty(0))
         factor = np.exp(quantile * np.sqrt(variance + _NOISE_SIGMA**2))
         return self.predict(rows) / factor, self.predict(rows) * factor
 

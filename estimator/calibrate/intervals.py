@@ -135,8 +135,8 @@ def prior_scores() -> Array:
     return np.asarray(_PRIOR_SCALE * stdtrit(_PRIOR_DEGREES_OF_FREEDOM, (1 + levels) / 2))
 
 
-def score_quantile(scores: Array, coverage_ratio: float = COVERAGE_RATIO) -> float:
-    """The quantile of the scores that covers the given share of steps.
+def score_quantile(scores: Array) -> float:
+    """The quantile of the scores that covers COVERAGE_RATIO of steps.
 
     `scores` are |measured − predicted| / predictive standard deviation of each observation, left
     out in turn.
@@ -146,7 +146,7 @@ def score_quantile(scores: Array, coverage_ratio: float = COVERAGE_RATIO) -> flo
     weights = np.concatenate([np.ones(len(scores)), np.full(len(prior), PRIOR_COUNT / len(prior))])
     order = np.argsort(values)
     # The conformal correction (1 + 1/n) for the observation that is yet to come.
-    level = min(coverage_ratio * (1 + 1 / (len(scores) + PRIOR_COUNT)), 1.0)
+    level = min(COVERAGE_RATIO * (1 + 1 / (len(scores) + PRIOR_COUNT)), 1.0)
     cumulated = np.cumsum(weights[order])
     at = np.searchsorted(cumulated, level * cumulated[-1])
     return float(values[order][min(at, len(order) - 1)])

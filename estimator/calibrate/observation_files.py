@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
@@ -161,21 +161,28 @@ def read_observations(path: str | os.PathLike[str]) -> ObservationTable:
     )
 
 
-def _rows(file: Path) -> Iterable[tuple[int, Row | str]]:
+def _rows(file: Path) -> Sequence[tuple[int, Row | str]]:
     """(line, cells) of each row, or (line, why it cannot be read); at least one."""
     if file.suffix in (".csv", ".tsv"):
         return read_rows(file)
     if file.suffix not in (".jsonl", ".ndjson"):
         raise ObservationError(f"{file} is no table that can be read; name a .csv or .jsonl file")
+    return _checked(file, lambda: _json_rows(read_text(file)))
+
+
+def _checked(file: Path, rows: Callable[[], Iterable[Value]]) -> list[Value]:
+    """What is read of a file, at least one row; raises ObservationError."""
     try:
-        rows = list(_json_rows(read_text(file)))
+        found = list(rows())
     except OSError as error:
         raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
+    except ObservationError:
+        raise
     except ValueError as error:
-        raise ObservationError(f"{file} is no table ({error}); cut it in parts") from None
-    if not rows:
-        raise ObservationError(f"{file} holds no row; write one JSON object for each observation")
-    return rows
+        raise ObservationError(f"{file} is no table ({error}); correct it, or cut it") from None
+    if not found:
+        raise ObservationError(f"{file} holds no row; give one for each step time")
+    return found
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, Row | str]]:
@@ -276,17 +283,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[tuple[int, Row]]:
     ObservationError for what is no table or has no row.
     """
     file = Path(path)
-    try:
-        rows = list(_cells(file, read_csv(file, most_rows=MOST_ROWS)))
-    except OSError as error:
-        raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
-    except ValueError as error:
-        if isinstance(error, ObservationError):
-            raise
-        raise ObservationError(f"{file} is no table ({error}); check the file") from None
-    if not rows:
-        raise ObservationError(f"{file} holds no row; give a header and one row for each step time")
-    return rows
+    return _checked(file, lambda: _cells(file, read_csv(file, most_rows=MOST_ROWS)))
 
 
 def _cells(file: Path, rows: Iterator[list[str]]) -> Iterator[tuple[int, Row]]:

@@ -156,8 +156,8 @@ _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 class StepTimePrediction:
     """Predictions for rows, in logarithms of seconds.
 
-    Measured steps lie within `half_width` of `log_step` as often as was asked; rows that
-    `extrapolates` marks are too far from all observations to be trusted. `model` holds the values
+    Four of five measured steps lie within `half_width` of `log_step`; rows that `extrapolates`
+    marks are too far from all observations to be trusted. `model` holds the values
     of the fitted performance model without the residuals' Gaussian process.
     """
 
@@ -289,51 +289,37 @@ class StepTimeRegressor:
         return np.exp(self.prediction(X, engine_times=engine_times).log_step)
 
     def predict_interval(
-        self,
-        X: ArrayLike,
-        *,
-        engine_times: EngineTimes | None = None,
-        coverage_ratio: float = intervals.COVERAGE_RATIO,
+        self, X: ArrayLike, *, engine_times: EngineTimes | None = None
     ) -> tuple[Array, Array]:
-        """Step times between which the given share of measured ones should lie, in seconds."""
-        found = self.prediction(X, engine_times=engine_times, coverage_ratio=coverage_ratio)
-        return (
-            np.exp(found.log_step - found.half_width),
-            np.exp(found.log_step + found.half_width),
-        )
+        """Step times between which four of five measured ones should lie, in seconds."""
+        predicted = self.prediction(X, engine_times=engine_times)
+        low, high = (predicted.log_step + sign * predicted.half_width for sign in (-1, 1))
+        return np.exp(low), np.exp(high)
 
     def prediction(
-        self,
-        X: ArrayLike,
-        *,
-        engine_times: EngineTimes | None = None,
-        coverage_ratio: float = intervals.COVERAGE_RATIO,
+        self, X: ArrayLike, *, engine_times: EngineTimes | None = None
     ) -> StepTimePrediction:
         """Step times, intervals, the model's values and extrapolation of rows, at once."""
         rows = design_matrix(X)
         # The algebra of one row is too small for several threads.
         with one_thread if len(rows) > 1 else nullcontext():
-            return self._prediction(rows, engine_times, coverage_ratio)
-
-    def _prediction(
-        self, rows: Array, engine_times: EngineTimes | None, coverage_ratio: float
-    ) -> StepTimePrediction:
-        inputs, model = self._inputs(rows, engine_times)
-        mean, variance = self.posterior_.mean_and_variance(inputs)
-        log_model = model.log_step + mean + self._log_offsets(rows, engine_times)
-        seen = self.mixture_.counts(rows)
-        log_step, between = self.mixture_.combine(
-            rows, log_model, variance, seen, _engine_log_s(engine_times)
-        )
-        variance = self._spread(seen, variance + between)
-        share = network_share(rows, model, engine_times)
-        # Changes have left today's level less sure than that of before.
-        variance = variance + level_variance(self.changes_.changes, share)
-        half_width = intervals.half_width(self._score_quantiles(seen, coverage_ratio), variance)
-        parameter_sigma = np.sqrt(self.posterior_.parameter_variance(inputs))
+            inputs, model = self._inputs(rows, engine_times)
+            mean, variance = self.posterior_.mean_and_variance(inputs)
+            log_model = model.log_step + mean + self._log_offsets(rows, engine_times)
+            seen = self.mixture_.counts(rows)
+            log_step, between = self.mixture_.combine(
+                rows, log_model, variance, seen, _engine_log_s(engine_times)
+            )
+            variance = self._spread(seen, variance + between)
+            share = network_share(rows, model, engine_times)
+            # Changes have left today's level less sure than that of before.
+            variance = variance + level_variance(self.changes_.changes, share)
+            of_new, of_repeated = self._quantiles
+            quantiles = np.where(seen > 1, of_repeated, of_new)
+            parameter_sigma = np.sqrt(self.posterior_.parameter_variance(inputs))
         return StepTimePrediction(
             log_step=log_step,
-            half_width=half_width + abs(self.changes_.unconfirmed),
+            half_width=intervals.half_width(quantiles, variance) + abs(self.changes_.unconfirmed),
             extrapolates=intervals.extrapolates(
                 rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
@@ -349,23 +335,15 @@ class StepTimeRegressor:
         return np.asarray(np.log(times.step_s) - at_medians.log_step)
 
     @cached_property
-    def _quantiles(self) -> dict[float, tuple[float, float]]:
-        return {}
-
-    def _score_quantiles(self, seen: Array, coverage_ratio: float) -> Array:
-        """Half-widths, in predictive standard deviations, that cover the given share of steps.
+    def _quantiles(self) -> tuple[float, float]:
+        """Half-widths, in predictive standard deviations, that cover four of five steps.
 
         A step that was seen more than once is judged by how repeated ones vary, others by how those
         left out do: of what is known of a step itself, the latter say nothing.
         """
-        known = self._quantiles
-        if coverage_ratio not in known:
-            known[coverage_ratio] = (
-                intervals.score_quantile(self.scores_, coverage_ratio),
-                intervals.score_quantile(self._repeated_scores(), coverage_ratio),
-            )
-        of_new, of_repeated = known[coverage_ratio]
-        return np.where(seen > 1, of_repeated, of_new)
+        scores = self.scores_, self._repeated_scores()
+        of_new, of_repeated = map(intervals.score_quantile, scores)
+        return of_new, of_repeated
 
     def _repeated_scores(self) -> Array:
         """Scores of steps that were seen again."""

@@ -19,14 +19,14 @@ from estimator.calibrate.intervals import (
 
 
 def test_without_observations_the_prior_scores_are_covered() -> None:
-    quantile = score_quantile(np.empty(0), 0.8)
+    quantile = score_quantile(np.empty(0))
     # The conformal correction: one more observation beside the eighteen of the prior scores.
     assert np.mean(prior_scores() <= quantile) == pytest.approx(0.8 * 19 / 18, abs=0.01)
 
 
 def test_many_observations_outweigh_the_prior_scores() -> None:
     scores = np.abs(np.random.default_rng(0).normal(scale=3.0, size=2000))
-    quantile = score_quantile(scores, 0.8)
+    quantile = score_quantile(scores)
     # Four fifths of |normal| lie within 1.2816.
     assert quantile == pytest.approx(3 * 1.2816, rel=0.05)
 
