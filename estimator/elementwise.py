@@ -84,15 +84,6 @@ def where(condition: Any, yes: Any, no: Any, /) -> Any:
     return yes if condition else no
 
 
-def anywhere(condition: Any, /) -> bool:
-    """Whether a condition holds, of one case, or of at least one row.
-
-    >>> anywhere(False), anywhere(np.array([True, False]))
-    (False, True)
-    """
-    return bool(condition.any()) if type(condition) is ndarray else bool(condition)
-
-
 def uniform(condition: Any, /) -> Any:
     """A condition, as one flag where all rows agree: `where` then copies none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -444,6 +444,11 @@ class TrialEngine(NamedTuple):
         )
 
 
+@lru_cache(maxsize=1 << 10)
+def _text(layout: Layout) -> str:
+    return str(layout)
+
+
 def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
     """The relative error of a step by those of what the engine made it of."""
     parts, slowest, waited = answer
@@ -509,7 +514,7 @@ def _answered(
         op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
         answer=answer,
-        layout=None if request.layout.is_data_parallel else str(request.layout),
+        layout=None if request.layout.is_data_parallel else _text(request.layout),
         request=request,
     )
 

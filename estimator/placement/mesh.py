@@ -207,12 +207,16 @@ def groups_along(
     `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
     of all groups that leave a node, or a switch, share its uplink.
     """
+    first, size = placement.kinds[0], members.shape[1]
+    if len(placement.kinds) == 1 and placement.cluster is None:
+        node = members // first.ranks_per_node
+        if (node == node[:, :1]).all():
+            inside = ProcessGroup(ranks=size, nodes=1, per_node=size)
+            return ((inside, first),)
     nodes = _NodesOfRanks(placement)
     node = nodes.of_rank[members]
-    following = np.roll(node, -1, axis=1)
+    following = node.take(np.arange(1, size + 1) % size, axis=1)
     hop = node != following
-    if len(placement.kinds) == 1 and not hop.any():
-        return ((_inside_a_node(members.shape[1]), placement.kinds[0]),)
     flows = np.bincount(node[hop], minlength=len(nodes.kinds))
     if nodes.are_named:
         crossing = [
@@ -229,7 +233,7 @@ def groups_along(
     groups: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
-        kinds = list({id(kind): kind for kind in map(nodes.kinds.__getitem__, counts)}.values())
+        kinds = list(dict.fromkeys(map(nodes.kinds.__getitem__, counts)))
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
         own, names = nodes.name(row[slowest])
@@ -250,12 +254,6 @@ def groups_along(
         kind = min(kinds, key=_BY_NETWORK)
         groups.setdefault((group, id(kind.profile)), (group, kind))
     return tuple(groups.values())
-
-
-def _inside_a_node(ranks: int) -> ProcessGroup:
-    return ProcessGroup(
-        ranks=ranks, nodes=1, per_node=ranks, bytes_per_s=math.inf, latency_s=0.0, link=""
-    )
 
 
 def _share(flows: int) -> str:
@@ -485,11 +483,6 @@ class Mesh:
     def shape(self) -> tuple[int, ...]:
         """Ranks along each of `AXES`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each axis."""
-        place = np.unravel_index(rank, self.shape)
-        return {axis: int(number) for axis, number in zip(AXES, place, strict=True)}
 
     def members(self, axis: str) -> Indices:
         """The ranks of every group along an axis, in order of their coordinate: (groups, ranks)."""

@@ -453,7 +453,8 @@ def _named(
     group: ProcessGroup, node: NodeKind, networks: dict[int, MachineProfile]
 ) -> ProcessGroup:
     """The group with the number of the profile that costs it."""
-    return replace(group, network=list(networks).index(id(node.profile)))
+    number = list(networks).index(id(node.profile))
+    return replace(group, network=number) if number else group
 
 
 def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:

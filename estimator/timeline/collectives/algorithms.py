@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from estimator.elementwise import Array, anywhere, maximum, sqrt, uniform, where
+from estimator.elementwise import Array, maximum, sqrt, uniform, where
 from estimator.machines.profile import CollectiveName, Link, MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
 from estimator.placement.mesh import ProcessGroup
@@ -422,7 +422,7 @@ def nccl_lines(
             if protocol.needs_nvlink:
                 runs = runs & ((group.per_node == 1) | links.over_nvlink)
             runs = uniform(runs)
-            if not anywhere(runs):
+            if type(runs) is not np.ndarray and not runs:
                 continue
             costed = costed or _costed(algorithm, shape, group, links, across)
             found = _line(costed, protocol, group, links)
