@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from estimator.errors import ImportedFileError, printable, quoted
+from estimator.errors import ImportedFileError, quoted
 from estimator.machines.profile import CollectiveCost, CollectiveName, Link, LinkKind
 from estimator.probe.imports.findings import Imported, imported
 from estimator.probe.links.copies import fit_line
@@ -69,19 +69,10 @@ def read_nccl_tests(text: str, *, at: str) -> Imported:
 
 def read_nccl_tests_json(report: Mapping[str, Any], *, at: str) -> Imported:
     """Collectives from the report of one run; raises ImportedFileError."""
-    try:
-        program = PurePath(report["args"][0]).name
-        config = report["config"]
-        ranks = _reported_ranks(config)
-        points = [_reported_point(result) for result in report["results"]]
-        finished = "out_of_bounds" in report
-        wrong = finished and int(report["out_of_bounds"]["count"]) > 0
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ImportedFileError(
-            f"the JSON of nccl-tests lacks or garbles {printable(str(error))}; run the "
-            f"test with -J again"
-        ) from None
-    _check_complete(finished, wrong)
+    program, ranks = PurePath(report["args"][0]).name, _reported_ranks(report["config"])
+    points = [_reported_point(result) for result in report["results"]]
+    is_finished = "out_of_bounds" in report
+    _check_complete(is_finished, int(report["out_of_bounds"]["count"]) if is_finished else 0)
     match = _PROGRAM.search(program)
     op = _known_op(match[1] if match else program)
     started = str(report.get("start_time", at))
@@ -134,32 +125,22 @@ def _printed_points(run: str) -> list[tuple[float, float]]:
     out_of_place = names.index("time")
     points = []
     checked = [place for place, name in enumerate(names) if name == "#wrong"]
-    for cells in _table_rows(body, len(names)):
+    for cells in _table_rows(body):
         wrong = [cells[place] for place in checked if cells[place] not in ("0", "N/A")]
         if wrong:
             raise _wrong(f"{wrong[0]} of {cells[0]} bytes")
-        try:
-            point = float(cells[0]), float(cells[out_of_place]) * 1e-6
-        except ValueError:
-            raise ImportedFileError(
-                f"the nccl-tests output is garbled at '{' '.join(cells)}'; give the whole output"
-            ) from None
+        point = float(cells[0]), float(cells[out_of_place]) * 1e-6
         # Sizes too small to divide among the ranks are printed as 0 bytes.
         if point[0] > 0:
             points.append(point)
     return points
 
 
-def _table_rows(body: str, columns: int) -> Iterator[list[str]]:
+def _table_rows(body: str) -> Iterator[list[str]]:
     for line in body.splitlines():
         cells = line.split()
-        if len(cells) < 3 or not (cells[0].isdigit() and cells[1].isdigit()):
-            continue
-        if len(cells) < columns:
-            raise ImportedFileError(
-                f"the nccl-tests output is cut off at '{line.strip()}'; give the whole output"
-            )
-        yield cells
+        if len(cells) > 2 and cells[0].isdigit() and cells[1].isdigit():
+            yield cells
 
 
 def _reported_point(result: Mapping[str, Any]) -> tuple[float, float]:
@@ -193,7 +174,7 @@ def _op_of_run(text: str, run: str, ranks: int) -> CollectiveName:
     names = header[0].lstrip("# ").split() if header else []
     if ranks > 2 and {"redop", "algbw", "busbw"} <= set(names) and header is not None:
         # The largest size has the most digits; factors are those of doc/PERFORMANCE.md.
-        for cells in reversed(list(_table_rows(run[header.end() :], len(names)))):
+        for cells in reversed(list(_table_rows(run[header.end() :]))):
             factor = float(cells[names.index("busbw")]) / float(cells[names.index("algbw")])
             if cells[names.index("redop")] == "sum":
                 return "all_reduce" if factor > 1 else "reduce_scatter"
@@ -342,11 +323,8 @@ def _link(
 
 def _cells(case: Mapping[str, Any]) -> list[float]:
     """The measured cells of a matrix: not N/A, not the zeros of a device with itself."""
-    rows = case.get("bandwidth_matrix")
-    try:
-        cells = [float(cell) for row in rows or () for cell in row if cell != "N/A"]
-    except (TypeError, ValueError):
-        cells = []
+    rows = case.get("bandwidth_matrix") or ()
+    cells = [float(cell) for row in rows for cell in row if cell != "N/A"]
     cells = [cell for cell in cells if cell > 0]
     if not cells:
         raise ImportedFileError(
@@ -432,12 +410,7 @@ def _rows(part: str, column: str) -> list[tuple[float, float]]:
             cells = line.split()
             if index is None or not cells or not cells[0].isdigit():
                 continue
-            try:
-                rows.append((float(cells[0]), float(cells[index])))
-            except (IndexError, ValueError):
-                raise ImportedFileError(
-                    f"the perftest output is cut off at '{line.strip()}'; give the whole output"
-                ) from None
+            rows.append((float(cells[0]), float(cells[index])))
     good = [(size, value) for size, value in rows if value > 0]
     if not good:
         raise ImportedFileError(

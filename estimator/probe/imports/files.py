@@ -47,8 +47,11 @@ def printed(text: str, formats: Sequence[re.Pattern[str]]) -> str:
 
 # The longest of these outputs are some hundred kilobytes.
 _MOST_BYTES = 4 * MIB
-# What names and numbers are found in a file that its tool never wrote so.
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# What readers raise where names, numbers and lists are not where the tool writes them; of XML too.
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError),
+    *(TypeError, ValueError),
+)
 _KNOWN = (
     "nvbandwidth --json, nccl-tests (text or -J), perftest, NCCL_TOPO_DUMP_FILE, nvidia-smi topo "
     "-m, Slurm topology.conf or topology.yaml"
@@ -74,16 +77,22 @@ def _read(path: Path, machine: str) -> Imported:
         return recognise(text, at=at, machine=machine)
     except ImportedFileError as error:
         raise ImportedFileError(f"{path}: {error}") from None
-    except _DAMAGE as error:
-        # What a tool never writes: its numbers and lists where others belong.
-        reason = printable(f"{type(error).__name__}: {error}")
-        raise ImportedFileError(
-            f"{path} is damaged ({reason}); let the tool write it again"
-        ) from None
 
 
 def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
     """Read a text in any of the formats; `at` is when it was made. Raises ImportedFileError."""
+    try:
+        return _recognised(text, at, machine)
+    except ImportedFileError:
+        raise
+    except _DAMAGE as error:
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise ImportedFileError(
+            f"the content is cut off or damaged ({reason}); let the tool write it again"
+        ) from None
+
+
+def _recognised(text: str, at: str, machine: str) -> Imported:
     start = text.lstrip()[:1]
     if start == "{":
         return _read_json(text, at)
@@ -104,12 +113,7 @@ def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
 
 
 def _read_json(text: str, at: str) -> Imported:
-    try:
-        report: Any = parse_json(text)
-    except ValueError as error:
-        raise ImportedFileError(
-            f"the JSON is cut off or damaged ({error}); write it again"
-        ) from None
+    report: Any = parse_json(text)
     if isinstance(report, Mapping) and "nvbandwidth" in report:
         return read_nvbandwidth(report, at=at)
     if isinstance(report, Mapping) and "results" in report and "args" in report:

@@ -94,50 +94,48 @@ def imported(
 
 def join(parts: Sequence[Imported]) -> Imported:
     """Everything that the parts say; raises ImportedFileError where they contradict each other."""
-    whole = parts[0]
-    for part in parts[1:]:
-        _check_same_machine(whole, part)
-        joined: dict[str, Any] = {
-            name: (*getattr(whole, name), *getattr(part, name))
-            for name in ("formats", "links", "network", "collectives")
-        }
-        for name in ("device_names", "numa_nodes", "latencies_s", "hardware"):
-            joined[name] = {**getattr(part, name), **getattr(whole, name)}
-        whole = Imported(
-            device_facts=_joined_facts(whole, part),
-            routes=whole.routes or part.routes,
-            cluster=whole.cluster or part.cluster,
-            **joined,
-        )
-    return _with_latencies(whole)
+    _check_same_machine(parts)
 
+    def values(name: str) -> Iterator[Any]:
+        return (getattr(part, name) for part in parts)
 
-def _check_same_machine(whole: Imported, part: Imported) -> None:
-    for index, name in part.device_names.items():
-        known = whole.device_names.get(index, name)
-        if known != name:
-            raise ImportedFileError(
-                f"one file calls device {index} '{known}' and another '{name}'; import the files "
-                "of one machine type at a time"
-            )
-    if part.cluster is not None and whole.formats:
-        raise ImportedFileError(
-            f"a cluster ({part.formats[0]}) and {whole.formats[0]} were given together; import "
-            "them one after the other"
-        )
-    if whole.cluster is not None:
-        raise ImportedFileError(
-            f"a cluster ({whole.formats[0]}) and {part.formats[0]} were given together; import "
-            "them one after the other"
-        )
-
-
-def _joined_facts(whole: Imported, part: Imported) -> dict[int, dict[str, Fact]]:
-    indices = sorted({*whole.device_facts, *part.device_facts})
-    return {
-        index: {**part.device_facts.get(index, {}), **whole.device_facts.get(index, {})}
-        for index in indices
+    facts = [part.device_facts for part in parts]
+    listed: dict[str, Any] = {
+        name: tuple(chain(*values(name))) for name in ("formats", "links", "network", "collectives")
     }
+    known: dict[str, Any] = {
+        name: _filled(values(name))
+        for name in ("device_names", "numa_nodes", "latencies_s", "hardware")
+    }
+    return _with_latencies(
+        Imported(
+            device_facts={
+                index: _filled(own.get(index, {}) for own in facts)
+                for index in sorted({*chain(*facts)})
+            },
+            routes=next(filter(None, values("routes")), {}),
+            cluster=parts[0].cluster,
+            **listed,
+            **known,
+        )
+    )
+
+
+def _check_same_machine(parts: Sequence[Imported]) -> None:
+    names: dict[int, str] = {}
+    for index, name in chain(*(part.device_names.items() for part in parts)):
+        if names.setdefault(index, name) != name:
+            raise ImportedFileError(
+                f"one file calls device {index} '{names[index]}' and another '{name}'; import the "
+                "files of one machine type at a time"
+            )
+    if len(parts) > 1 and any(part.cluster for part in parts):
+        # The cluster first.
+        formats = [part.formats[0] for part in sorted(parts, key=lambda part: part.cluster is None)]
+        raise ImportedFileError(
+            f"a cluster ({formats[0]}) and {formats[1]} were given together; import them one after "
+            "the other"
+        )
 
 
 def _with_latencies(whole: Imported) -> Imported:
@@ -526,9 +524,9 @@ def _is_better(entry: Any, known: Any) -> bool:
     return rank < known_rank or (rank == known_rank and new.at > old.at)
 
 
-def _filled(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _filled(maps: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Every fact, from the first that knows it."""
-    facts: dict[str, Any] = {}
+    facts: dict[Any, Any] = {}
     for more in maps:
         for name, value in more.items():
             if facts.get(name) is None:
