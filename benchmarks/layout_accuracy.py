@@ -64,8 +64,6 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
 class _Steps:
     """What `time_steps` asks of a training."""
 
-    unused_parameters = 0
-
     def __init__(self, model: Any, batch: Any) -> None:
         import torch
 
@@ -86,9 +84,6 @@ class _Steps:
 
     def step_times_s(self) -> list[float]:
         return []
-
-    def phases_s(self, steps: int) -> dict[str, float]:
-        return {}
 
 
 class _Stage(_Steps):

@@ -83,7 +83,6 @@ def measure(
         "steps": steps,
         "warmup_steps": warmup_steps,
         "accumulation_steps": accumulation_steps,
-        "phases": False,
         "merges_gradients": merges_gradients,
         "is_paced": is_paced,
         "slowdown_ratios": ratios,

@@ -20,6 +20,7 @@ from estimator.probe.devices.backend import CpuBackend, keep_memory_resident, to
 from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.ranks import run_on_devices
 from estimator.probe.devices.updates import optimizer_of
+from estimator.probe.grid.kernels import noise_ratio
 from estimator.units import MIB
 from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.optimizers import check_optimizer
@@ -80,8 +81,8 @@ class TrainingRun:
     itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
     operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
     memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s` a fixed
-    matmul timed before. `phases_s` are seconds per step by phase, `canaries_s` that matmul before
-    the first step and after each, if asked for: no step contains it.
+    matmul timed before. `canaries_s` are that matmul before the first step and after each, if asked
+    for: no step contains it.
     """
 
     step_s: tuple[float, ...]
@@ -90,13 +91,11 @@ class TrainingRun:
     kernel_s_per_step: tuple[float, ...]
     peak_memory_bytes: int
     canary_s: float
-    unused_parameters: int = 0
-    phases_s: tuple[Mapping[str, float], ...] = ()
     canaries_s: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
-    def of(cls, ranks: Sequence[Mapping[str, Any]], *, phases: bool) -> TrainingRun:
-        """What `train_rank` returned on each rank, phases as far as they were asked for."""
+    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> TrainingRun:
+        """What `train_rank` returned on each rank."""
         return cls(
             step_s=tuple(rank["step_s"] for rank in ranks),
             step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
@@ -104,8 +103,6 @@ class TrainingRun:
             kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
             peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
             canary_s=statistics.median(rank["canary_s"] for rank in ranks),
-            unused_parameters=ranks[0]["unused_parameters"],
-            phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
             canaries_s=tuple(tuple(rank["canaries_s"]) for rank in ranks),
         )
 
@@ -127,7 +124,6 @@ def train(
     warmup_steps: int = 3,
     accumulation_steps: int = 1,
     seq_len: int | None = None,
-    phases: bool = False,
     canaries: bool = False,
     timeout_s: float = 600.0,
 ) -> TrainingRun:
@@ -154,7 +150,6 @@ def train(
         "steps": steps,
         "warmup_steps": warmup_steps,
         "accumulation_steps": accumulation_steps,
-        "phases": phases,
         "canaries": canaries,
     }
     try:
@@ -172,7 +167,7 @@ def train(
         )
     except ProbeError as error:
         raise TrainingError(f"training {model} for real failed: {error}") from None
-    return TrainingRun.of(ranks, phases=phases)
+    return TrainingRun.of(ranks)
 
 
 def transformers_modules() -> tuple[str, ...]:
@@ -237,8 +232,6 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
         "peak_memory_bytes": (
             peak_memory_bytes if spares_memory else _peak_memory_bytes(arguments["kind"])
         ),
-        "unused_parameters": training.unused_parameters,
-        "phases_s": training.phases_s(arguments["steps"]),
     }
 
 
@@ -257,9 +250,7 @@ class Training:
         self.torch: Any = torch
         self.on_cuda = arguments["kind"] == "cuda"
         self.accumulation_steps = arguments["accumulation_steps"]
-        self.all_marks = arguments["phases"]
         self.autocast_dtype = _AUTOCAST.get(arguments["precision"])
-        self.unused_parameters = 0
         self.merges_gradients = True
         self.trains_itself = False
         self.marks: list[tuple[str, Any]] = []
@@ -309,13 +300,13 @@ class Training:
             _refuse(strategy)
         self._micro_batch()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.unused_parameters = sum(parameter.grad is None for parameter in parameters)
+        has_unused = any(parameter.grad is None for parameter in parameters)
         self.model.zero_grad(set_to_none=True)
         self.model = self.torch.nn.parallel.DistributedDataParallel(
             self.model,
             bucket_cap_mb=_bucket_cap_mb(strategy),
             gradient_as_bucket_view=strategy.gradient_as_bucket_view,
-            find_unused_parameters=self.unused_parameters > 0,
+            find_unused_parameters=has_unused,
         )
 
     def step(self) -> None:
@@ -345,9 +336,7 @@ class Training:
             loss = self.call.loss_of(self.model, losses, self.batch)
         if self.accumulation_steps > 1:
             loss = loss / self.accumulation_steps
-        self.mark("forward")
         loss.backward()
-        self.mark("backward")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -360,8 +349,6 @@ class Training:
 
     def mark(self, what: str) -> None:
         """Note that `what` has just ended: on the host's clock, or in the accelerator's stream."""
-        if what not in ("start", "update") and not self.all_marks:
-            return
         if self.on_cuda:
             event = self.torch.cuda.Event(enable_timing=True)
             event.record()
@@ -378,21 +365,11 @@ class Training:
         return float(one.elapsed_time(two) * 1e-3 if self.on_cuda else two - one)
 
     def step_times_s(self) -> list[float]:
-        ends = [mark for mark in self.marks if mark[0] in ("start", "update")]
         return [
             self._between(one, two)
-            for (_, one), (what, two) in itertools.pairwise(ends)
+            for (_, one), (what, two) in itertools.pairwise(self.marks)
             if what == "update"
         ]
-
-    def phases_s(self, steps: int) -> dict[str, float]:
-        """Seconds per step by phase; zero_grad counts as forward."""
-        totals: dict[str, float] = {}
-        for (_, begin), (what, end) in itertools.pairwise(self.marks):
-            if what == "start":  # between two steps
-                continue
-            totals[what] = totals.get(what, 0.0) + self._between(begin, end) / steps
-        return totals
 
 
 def _refuse(strategy: Strategy) -> NoReturn:
@@ -457,16 +434,6 @@ def _peak_memory_bytes(kind: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def noise_of(seconds: Sequence[float]) -> float:
-    """Relative noise of repeated measurements: half the 10–90 % range over the median.
-
-    >>> round(noise_of([1.0, 1.1, 1.2, 0.9, 1.0]), 3)
-    0.11
-    """
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return (tenths[-1] - tenths[0]) / 2 / statistics.median(seconds)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """One prediction with the step times, one a fresh run, that were measured after it."""
@@ -480,7 +447,7 @@ class Validation:
 
     @property
     def noise_ratio(self) -> float:
-        return noise_of(self.runs_s)
+        return noise_ratio(self.runs_s)
 
     @property
     def error_ratio(self) -> float:

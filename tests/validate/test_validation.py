@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from estimator.validate.training import Validation, noise_of, validate
+from estimator.validate.training import Validation, validate
 
 
 def prediction(name: str, step_time_s: float = 1.0) -> Any:
@@ -33,15 +33,11 @@ def test_repeats_of_all_predictions_are_interleaved() -> None:
     assert [case.runs_s for case in cases] == [(1.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
 
 
-def test_noise_is_half_the_range_of_the_middle_four_fifths_over_the_median() -> None:
-    # Eleven runs 1.0, 1.1 ... 2.0: 10 % lies at 1.1, 90 % at 1.9, the median at 1.5.
-    runs = [1 + tenth / 10 for tenth in range(11)]
-    assert noise_of(runs) == pytest.approx((1.9 - 1.1) / 2 / 1.5)
-
-
 def test_a_prediction_is_compared_with_the_median_of_the_runs() -> None:
     case = Validation(predicted=prediction("one", 1.2), runs_s=(0.8, 1.0, 5.0))
     assert case.measured_s == 1.0
+    # 10 % lies at 0.84, 90 % at 4.2.
+    assert case.noise_ratio == pytest.approx((4.2 - 0.84) / 2)
     assert case.error_ratio == pytest.approx(0.2)
     assert case.is_within_interval
     assert not Validation(predicted=prediction("one"), runs_s=(2.0, 2.0, 2.0)).is_within_interval

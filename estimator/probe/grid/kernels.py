@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -271,7 +271,7 @@ def agreed_s(seconds: list[float]) -> float:
     return statistics.median(second for second in seconds if second <= _HELD_UP_RATIO * quickest)
 
 
-def noise_ratio(seconds: list[float]) -> float:
+def noise_ratio(seconds: Sequence[float]) -> float:
     """Half the 10–90 % range of repeats over their median."""
     if len(seconds) < 2:
         return 0.0
