@@ -57,33 +57,22 @@ def serve(control_number: int) -> None:
     # Asking the CUDA runtime for its devices, as some modules do when imported, would keep every
     # forked rank from using them; asking NVML does not (torch.cuda.is_available, "fork poisoning").
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    children: set[int] = set()
-
-    def bury(*_: object) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while child := os.waitpid(-1, os.WNOHANG)[0]:
-                children.discard(child)
-
-    signal.signal(signal.SIGCHLD, bury)
+    # Nobody waits for ranks: the system buries them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while (modules := _received(control)) is not None:
         descriptors = recv_handle(control), recv_handle(control)
         for module in modules:
             # A rank that cannot do without says so itself.
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             _be_rank(*descriptors)
-        children.add(child)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        _send(control, child)
         for descriptor in descriptors:
             os.close(descriptor)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
     # Tearing down what was imported takes seconds, and whoever asked waits for this process.
     os._exit(0)
 
@@ -110,7 +99,6 @@ def _be_rank(link_number: int, log: int) -> None:
         _die_with_parent()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _send(link, {"pid": os.getpid()})
         if (place := _received(link)) is None:
             return
         sys.path[:] = place["path"]
@@ -183,6 +171,8 @@ IMPORTED_TO_TRAIN = ("torch._dynamo",)
 # Forked processes share the server's address layout; a new server now and then keeps one lucky or
 # unlucky layout from colouring a whole benchmark.
 FORKS_PER_SERVER = 32
+# What imports may take beforehand on a slow file system.
+_FORK_S = 120.0
 
 
 def run_on_devices(
@@ -234,15 +224,14 @@ class DeviceProcesses:
         self.devices, self.world, self.world_s = devices, world, world_s
         self.modules = (*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported)
         self.links: list[Connection] = []
-        self.living: set[int] = set()
-        self.pids: dict[int, int] = {}
+        self.living: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> DeviceProcesses:
         return self
 
     def _start(self) -> None:
-        """Have all processes forked; each is told where it is once it says its pid."""
+        """Have all processes forked, and tell each where it is."""
         folder = tempfile.TemporaryDirectory(prefix="estimator-ranks-")
         self.folder = Path(self._stack.enter_context(folder))
         self.found: dict[int, Any] = {}
@@ -253,10 +242,10 @@ class DeviceProcesses:
                 log = os.open(self.log_path(rank), os.O_CREAT | os.O_WRONLY, 0o600)
                 ours, theirs = Pipe()
                 self.links.append(ours)
-                self.living.add(rank)
                 with theirs:
-                    _fork(self.modules, theirs, log)
+                    self.living[rank] = _fork(self.modules, theirs, log)
                 os.close(log)
+                _send(ours, self._place(rank))
         except OSError as error:
             raise ProbeError(
                 f"cannot start processes to measure in ({cause(error)}); check process and memory "
@@ -284,16 +273,16 @@ class DeviceProcesses:
         return self.folder / f"rank{rank}.log"
 
     def stop(self) -> None:
-        """Kill what has not ended; a rank that has not said its pid yet ends for lack of calls."""
-        for rank in self.living & self.pids.keys():
+        """Kill what has not ended."""
+        for pid in self.living.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGKILL)
-        for rank in self.living & self.pids.keys():
+                os.kill(pid, signal.SIGKILL)
+        for rank in self.living:
             while self.links[rank].poll(5.0) and _received(self.links[rank]) is not None:
                 pass
         for link in self.links:
             link.close()
-        self.links, self.living, self.pids = [], set(), {}
+        self.links, self.living = [], {}
         self._stack.close()
 
     def run(
@@ -314,7 +303,7 @@ class DeviceProcesses:
                 self._start()
             self.found.clear()
             self.call, self.is_last = {"function": function, "arguments": dict(arguments)}, is_last
-            for rank in self.pids:
+            for rank in self.living:
                 self._send_call(rank)
             self._await_results(timeout_s, on_report)
         except BaseException:
@@ -348,14 +337,9 @@ class DeviceProcesses:
         """Take what a rank sent; the kernel closes its end only after it has freed its memory."""
         message = _received(self.links[rank])
         if message is None:
-            self.living.discard(rank)
+            del self.living[rank]
             if rank not in self.found and rank not in self.failures:
                 self.failures[rank] = ProbeError(self._obituary(rank))
-        elif "pid" in message:
-            self.pids[rank] = message["pid"]
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                _send(self.links[rank], self._place(rank))
-            self._send_call(rank)
         elif "report" in message and on_report is not None:
             on_report(rank, message["report"])
         elif "result" in message:
@@ -373,7 +357,7 @@ class DeviceProcesses:
 
     def _cause(self) -> EstimatorError:
         """The failure that made the others fail: a lost peer is a consequence, not a cause."""
-        for rank in self.living - self.failures.keys() - self.found.keys():
+        for rank in self.living.keys() - self.failures.keys() - self.found.keys():
             if self.links[rank].poll(0.3):
                 self._receive(rank, None)
         return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
@@ -408,12 +392,17 @@ class _Server:
                 start_new_session=True,
             )
 
-    def fork(self, modules: Sequence[str], link: Connection, log: int) -> None:
-        """Fork a rank that has `modules`, speaks through `link` and writes its output to `log`."""
+    def fork(self, modules: Sequence[str], link: Connection, log: int) -> int:
+        """The pid of a new rank that has `modules`, speaks through `link` and writes to `log`."""
         self.forks += 1
         _send(self.control, modules)
         for descriptor in (link.fileno(), log):
             send_handle(self.control, descriptor, self.process.pid)
+        pid = _received(self.control) if self.control.poll(_FORK_S) else None
+        if pid is None:
+            self.process.kill()
+            raise OSError("the process that they are forked from does not answer")
+        return int(pid)
 
     def close(self) -> None:
         """End the server and, should any still live, its ranks."""
@@ -430,13 +419,13 @@ _server_lock = threading.Lock()
 _runs = 0
 
 
-def _fork(modules: Sequence[str], link: Connection, log: int) -> None:
-    """Fork a rank that has imported `modules`."""
+def _fork(modules: Sequence[str], link: Connection, log: int) -> int:
+    """The pid of a new rank that has imported `modules`."""
     global _server
     with _server_lock:
         if _server is None or not _server.usable():
             _server = _Server()
-        _server.fork(modules, link, log)
+        return _server.fork(modules, link, log)
 
 
 @contextlib.contextmanager

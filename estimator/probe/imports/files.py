@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import ImportedFileError, StoreError, printable
+from estimator.errors import ImportedFileError, StoreError, cause
 from estimator.files import parse_json, read_file
 from estimator.probe.imports import bandwidths, topologies
 from estimator.probe.imports.bandwidths import read_nvbandwidth
@@ -86,9 +86,8 @@ def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
     except ImportedFileError:
         raise
     except _DAMAGE as error:
-        reason = printable(f"{type(error).__name__}: {error}")
         raise ImportedFileError(
-            f"the content is cut off or damaged ({reason}); let the tool write it again"
+            f"the content is cut off or damaged ({cause(error)}); let the tool write it again"
         ) from None
 
 

@@ -204,7 +204,7 @@ def test_forged_measurements_and_ends_are_ignored_and_said(attacked: Attacked) -
 
 def test_replayed_messages_are_ignored(attacked: Attacked) -> None:
     kinds = {key.split("/")[0] for key in attacked.attacker.replayed}
-    assert {"order", "step"} <= kinds
+    assert {"over", "step"} <= kinds
     # A message of before that is taken for the next one leaves that unmeasured.
     check_that_real_steps_ran(attacked)
     # Two would be found where a step ran twice or a report counted twice.
