@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
-from estimator.probe.cluster.findings import ClusterFindings
+from estimator.probe.cluster.findings import ClusterFindings, from_plain
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.interference import (
     InterferenceWatch,
@@ -251,7 +251,7 @@ class _Probe:
         """One of the steps that all devices run together; what it found so far is kept."""
 
         def take(_rank: int, message: dict[str, Any]) -> None:
-            self.findings.steps[step] = ClusterFindings.from_dict(message)
+            self.findings.steps[step] = from_plain(ClusterFindings, message)
             self.tell(step)
 
         self.ranks.run(

@@ -11,8 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from estimator.errors import ProbeError
@@ -23,7 +24,7 @@ from estimator.probe.cluster.findings import (
     ClusterFindings,
     Member,
     World,
-    device_from,
+    from_plain,
     in_world_order,
     unequal_versions,
 )
@@ -303,7 +304,7 @@ class _Keeper:
         if not reason:
             order = {
                 **roster,
-                "members": [member.to_dict() for member in left],
+                "members": [asdict(member) for member in left],
                 "has_racks": world.has_racks,
                 "left_s": measuring_s,
                 "timeout_s": left_s + _GIVEN_UP_S,
@@ -393,7 +394,8 @@ def numbered(facts: Mapping[int, Mapping[str, Any]], rank: int) -> tuple[int, in
     """
     own = facts[rank]
     peers = [one for one in sorted(facts) if facts[one]["host"] == own["host"]]
-    cores = [core for one in peers for _, node in facts[one]["cpu"]["numa_cores"] for core in node]
+    nodes = chain.from_iterable(facts[one]["cpu"]["numa_cores"].values() for one in peers)
+    cores = list(chain.from_iterable(nodes))
     local_rank = peers.index(rank) if own["local_rank"] is None else own["local_rank"]
     return local_rank, len(peers), len(set(cores)) == len(cores)
 
@@ -409,9 +411,10 @@ def device_of(
     own = facts[rank]
     number, count, has_own_cores = numbered(facts, rank)
     if own["gpus"] and not on_cpu:
-        return _gpu_of([device_from(gpu) for gpu in own["gpus"]], own["visible"], number, count)
-    nodes = {node: tuple(cores) for node, cores in own["cpu"]["numa_cores"]}
-    cpu = Cpu(**{**own["cpu"], "numa_cores": nodes})
+        return _gpu_of(
+            [from_plain(Device, gpu) for gpu in own["gpus"]], own["visible"], number, count
+        )
+    cpu = from_plain(Cpu, own["cpu"])
     named = base.devices[number].cores if base else ()
     if named and set(named) <= set(cpu.cores):
         return core_device(cpu, number, named, memory_bytes=cpu.memory_bytes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from estimator.machines.profile import (
     CollectiveCost,
@@ -40,21 +42,17 @@ class Member:
     versions: Mapping[str, str] = field(default_factory=dict)
     switches: tuple[str, ...] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Member:
-        """Build a member from the values of `to_dict`."""
-        above = data["switches"]
-        switches = None if above is None else tuple(above)
-        return cls(**{**data, "device": device_from(data["device"]), "switches": switches})
+Kind = TypeVar("Kind")
 
 
-def device_from(data: Mapping[str, Any]) -> Device:
-    """A device from its fields as JSON values."""
-    return Device(**{**data, "cores": tuple(data["cores"])})
+def from_plain(kind: type[Kind], data: Any) -> Kind:
+    """A dataclass of that kind from the JSON values of `dataclasses.asdict`."""
+    built: Kind = _adapter(kind).validate_python(data)
+    return built
+
+
+_adapter: Any = cache(TypeAdapter)
 
 
 def in_world_order(members: Iterable[Member], cluster: Cluster | None) -> tuple[Member, ...]:
@@ -236,34 +234,6 @@ class ClusterFindings:
     def empty(self) -> bool:
         """Whether nothing of the network was measured."""
         return self.pairs is None and not any(getattr(self, name) for name in _MEASURED)
-
-    def to_dict(self, world: World) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        measured: dict[str, Any] = {name: tuple(getattr(self, name)) for name in _MEASURED}
-        profile = MachineProfile(
-            name="network",
-            devices=world.own_devices,
-            pairs=self.pairs,
-            rank_jitter_ratio=self.rank_jitter_ratio,
-            missing=tuple(self.missing),
-            provenance=Provenance(source="measured", at=self.at, samples=0),
-            **measured,
-        )
-        return {"profile": profile.to_dict(), "remarks": self.remarks}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ClusterFindings:
-        """Build findings from the values of `to_dict`."""
-        profile = MachineProfile.from_dict(data["profile"])
-        measured: dict[str, Any] = {name: list(getattr(profile, name)) for name in _MEASURED}
-        return cls(
-            at=profile.provenance.at,
-            pairs=profile.pairs,
-            rank_jitter_ratio=profile.rank_jitter_ratio,
-            missing=list(profile.missing),
-            remarks=list(data["remarks"]),
-            **measured,
-        )
 
     def merged(
         self, base: MachineProfile, *, name: str, world: World, used_s: float

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from estimator.probe.cluster.findings import Member, World, device_from
+from estimator.machines.profile import Device
+from estimator.probe.cluster.findings import Member, World, from_plain
 from estimator.probe.cluster.signed_store import SignedStore, Signer, dist
 
 
@@ -76,7 +77,7 @@ def group_of_node(devices: Sequence[Mapping[str, Any]]) -> Group:
     global _own_group
     if _own_group is None:
         members = tuple(
-            Member(rank=rank, host="", device=device_from(device), machine="")
+            Member(rank=rank, host="", device=from_plain(Device, device), machine="")
             for rank, device in enumerate(devices)
         )
         # The group's own store is a file that no other user can read.

@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from estimator.errors import EstimatorError, ProbeError, sentence
 from estimator.machines.profile import DeviceKind
 from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
-from estimator.probe.cluster.findings import Member, World
+from estimator.probe.cluster.findings import Member, World, from_plain
 from estimator.probe.cluster.group import Group
 from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
 from estimator.probe.cluster.steps import ProbePlan, run_steps
@@ -96,12 +96,8 @@ def own_facts(
         "address": own_address_towards(place.master_address),
         "local_rank": place.local_rank,
         "versions": dict(versions),
-        "cpu": {
-            "model": cpu.model,
-            "threads": os.cpu_count(),
-            "memory_bytes": cpu.memory_bytes,
-            "numa_cores": list(cpu.numa_cores.items()),
-        },
+        # All threads of the node, of which this rank may use some.
+        "cpu": asdict(replace(cpu, threads=os.cpu_count() or 1)),
         "gpus": [asdict(device) for device in gpus],
         "visible": torch.cuda.device_count() if gpus else 0,
         "failure": failure,
@@ -113,7 +109,7 @@ def run_share(place: Place, store: SignedStore, order: Mapping[str, Any], plan: 
 
     The calling thread and those that it starts stay on the device's cores.
     """
-    members = tuple(Member.from_dict(member) for member in order["members"])
+    members = tuple(from_plain(Member, member) for member in order["members"])
     own = next((n for n, member in enumerate(members) if member.rank == place.rank), None)
     if own is None:
         return f"rank {place.rank} was taken for lost"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -189,7 +189,8 @@ def links_between_nodes(group: Group, plan: ProbePlan, seconds: float) -> None:
     chosen: list[tuple[str, str]] = []
     for locality in ("rack", "cluster"):
         near = [pair for pair in permutations(world.nodes, 2) if world.locality(*pair) == locality]
-        chosen += _spread_out(near, _PAIRS_PER_CLASS)
+        # Spread over the nodes.
+        chosen += near[:: max(1, len(near) // _PAIRS_PER_CLASS)][:_PAIRS_PER_CLASS]
     pairs = _node_pairs(group, chosen, MESSAGE_SIZES_BYTES, seconds)
     kind = network_kind(group.kind)
     for locality in ("rack", "cluster"):
@@ -306,20 +307,6 @@ def _slow_pairs(
 
 def _rate_bytes_per_s(message: Mapping[str, Any]) -> float:
     return pair_link("tcp", "rack", message).bandwidth_bytes_per_s
-
-
-def _spread_out(pairs: Iterable[tuple[str, str]], count: int) -> list[tuple[str, str]]:
-    """Up to `count` pairs that use every node as rarely as can be."""
-    used: dict[str, int] = {}
-    left = list(pairs)
-    chosen: list[tuple[str, str]] = []
-    while left and len(chosen) < count:
-        best = min(left, key=lambda pair: used.get(pair[0], 0) + used.get(pair[1], 0))
-        left.remove(best)
-        chosen.append(best)
-        for host in best:
-            used[host] = used.get(host, 0) + 1
-    return chosen
 
 
 # The first groups are measured well: each may take one in so many of what is left.
@@ -563,7 +550,7 @@ def run_on_node(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> N
 
     def keep() -> None:
         if group.is_home:
-            report(findings.to_dict(group.world))
+            report(asdict(findings))
 
     plan = ProbePlan(findings=findings, keep=keep)
     NODE_STEPS[arguments["step"]](group, plan, arguments["seconds"])

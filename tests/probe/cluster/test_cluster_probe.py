@@ -290,7 +290,7 @@ def facts_of(host: str, cores: list[int], local_rank: int | None = None) -> dict
         "address": f"10.0.0.{ord(host[0]) - 96}",
         "local_rank": local_rank,
         "versions": {"estimator": "2"},
-        "cpu": {"model": "cpu", "threads": 2, "memory_bytes": 64, "numa_cores": [[0, cores]]},
+        "cpu": {"model": "cpu", "threads": 2, "memory_bytes": 64, "numa_cores": {"0": cores}},
         "gpus": [],
         "visible": 0,
         "failure": "",

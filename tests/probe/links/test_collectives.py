@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from estimator.machines.profile import CollectiveName, Device
-from estimator.probe.cluster.findings import ClusterFindings
+from estimator.probe.cluster.findings import ClusterFindings, from_plain
 from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.links.collectives import blocking_points, collective_cost
 from estimator.probe.links.copies import host_copies, link_from
@@ -88,7 +88,7 @@ def step_of_node(step: str, seconds: float) -> ClusterFindings:
             "estimator.probe.cluster.steps:run_on_node",
             arguments,
             timeout_s=120.0,
-            on_report=lambda _, message: found.append(ClusterFindings.from_dict(message)),
+            on_report=lambda _, message: found.append(from_plain(ClusterFindings, message)),
         )
     return found[-1]
 
