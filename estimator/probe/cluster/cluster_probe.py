@@ -54,8 +54,6 @@ _PATIENCE_S = 4.0
 _GIVEN_UP_S = _PATIENCE_S + 1.0
 # What is left at the end for steps that take longer than planned, and for giving them up.
 _RESERVE_RATIO, _RESERVE_S = 0.08, _GIVEN_UP_S + 1.0
-# Steps that take this much longer than planned are given up.
-_OVERTIME_RATIO, _OVERTIME_S = 2.0, 5.0
 # How long ranks may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
 # SIGKILL after 1 s) leave less.
 _LEAVE_S, _SHORT_LEAVE_S = 3.0, 0.6
@@ -162,7 +160,7 @@ class _Keeper:
         # Everyone who came, and those of them who have fallen silent.
         self.world, self.lost = World(members=()), dict[int, Member]()
         self._doing, self._left = "waiting for all ranks", list[str]()
-        self._begun = self._step_ends = time.monotonic()
+        self._begun = time.monotonic()
         self._silence, self._heard_at = Silence(range(place.world_size)), time.monotonic()
 
     def run(self, host: str, versions: Mapping[str, str], probe_machine: ProbeMachine) -> None:
@@ -277,10 +275,9 @@ class _Keeper:
         except ProbeError as error:
             self._miss(f"the machine of node {home.host}: {error}")
 
-    def _begin(self, left: list[str], planned_s: float) -> None:
-        """A step begins, on rank 0's thread of the steps; it and those of `left` are to be done."""
+    def _begin(self, left: list[str]) -> None:
+        """The first of the steps that are left begins, on rank 0's thread of the steps."""
         self._left, self._doing = left, left[0]
-        self._step_ends = time.monotonic() + _OVERTIME_RATIO * planned_s + _OVERTIME_S
 
     def _keep(self, findings: ClusterFindings) -> None:
         known, self.findings = self.findings, copy.deepcopy(findings)
@@ -323,7 +320,7 @@ class _Keeper:
         """Have the ranks run the steps; why they ended too early, or ""."""
         findings = copy.deepcopy(self.findings)
         plan = ProbePlan(findings=findings, begin=self._begin, keep=lambda: self._keep(findings))
-        ends_at = self._step_ends = time.monotonic() + order["timeout_s"] - 2 * _GIVEN_UP_S
+        ends_at = time.monotonic() + order["timeout_s"] - _GIVEN_UP_S - _LEAVE_S
         own = another_connection(self.place, self.store)
 
         def share() -> None:
@@ -344,7 +341,7 @@ class _Keeper:
                 trouble_at = now
             # Of a failure the cause may be a rank that is known for lost some seconds later.
             is_failed = trouble_at is not None and now - trouble_at > _GIVEN_UP_S
-            return self.is_called_off() or is_failed or now > min(ends_at, self._step_ends)
+            return self.is_called_off() or is_failed or now > ends_at
 
         ended = self._gathered("ended", ranks, is_over)
         if len(self.lost) > lost_before:

@@ -82,12 +82,12 @@ class ProbePlan:
     """What was found, whole on the home rank alone.
 
     That calls `keep` whenever there is something new, and `begin` with the names of the steps that
-    are left and the seconds that are planned for the first of them.
+    are left before each.
     """
 
     findings: ClusterFindings = field(default_factory=lambda: ClusterFindings(at=""))
     keep: Callable[[], None] = lambda: None
-    begin: Callable[[list[str], float], None] = lambda steps, planned_s: None
+    begin: Callable[[list[str]], None] = lambda steps: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def run_steps(group: Group, plan: ProbePlan, *, seconds: float, all_pairs: bool 
             plan.findings.missing.append(f"{', '.join(names)}: the budget was over")
             plan.keep()
             return
+        plan.begin(names)
         planned_s = left_s * step.share / sum(one.share for one in rest)
-        plan.begin(names, planned_s)
         if reason := step.measure(group, plan, planned_s):
             plan.findings.missing.append(f"{step.name}: {reason}")
         plan.keep()
