@@ -48,7 +48,9 @@ class Findings:
     at: str
     points: list[KernelPoint] = field(default_factory=list)
     tf32_points: list[KernelPoint] = field(default_factory=list)
-    kernels_done: int | None = None
+    kernels_done: int = 0
+    lacking: dict[str, None] = field(default_factory=dict)
+    is_lost: bool = False
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     input: dict[str, float] = field(default_factory=dict)
@@ -111,15 +113,18 @@ class Findings:
             points = self.tf32_points if message.get("math") == "tf32" else self.points
             points.append(KernelPoint(**entries))
             return
-        self.kernels_done = message["done"]
-        if message["done"] < message["grid"]:
-            left = message["grid"] - message["done"]
+        self.kernels_done, self.is_lost = message["done"], message["is_lost"]
+        self.lacking |= dict.fromkeys(message["lacking"])
+
+    def end_kernels(self, grid_calls: int) -> None:
+        """Say which calls of the grid are missing."""
+        if left := grid_calls - self.kernels_done:
             self.missing.append(
-                f"kernels: {left} of {message['grid']} calls were not reached in the time"
+                f"kernels: {left} of {grid_calls} calls were not reached in the time"
             )
-        if message["lacking"]:
-            listed = "; ".join(message["lacking"][:5])
-            self.missing.append(f"kernels: {len(message['lacking'])} calls do not run ({listed})")
+        if self.lacking:
+            listed = "; ".join([*self.lacking][:5])
+            self.missing.append(f"kernels: {len(self.lacking)} calls do not run ({listed})")
 
     def _take_update(self, part: str, message: Mapping[str, Any]) -> None:
         if "points" not in message:
@@ -159,10 +164,9 @@ class Findings:
 
     def kernels_timed_ratio(self, grid_calls: int) -> float:
         """The share of the grid's calls that was reached, those that do not run here included."""
-        done = self.kernels_done
-        if done is None:  # cut short before it said
-            done = sum(1 for points in (self.points, self.tf32_points) for _ in _latest(points))
-        return min(1.0, done / grid_calls)
+        # What is cut short has not said how many are done.
+        timed = sum(len(list(_latest(points))) for points in (self.points, self.tf32_points))
+        return min(1.0, max(self.kernels_done, timed) / grid_calls)
 
     def kernel_costs(self) -> tuple[KernelCost, ...]:
         """The points grouped by operator and dtype, in the order in which they were met."""

@@ -18,8 +18,8 @@ from estimator.probe.devices.interference import (
     InterferenceWatch,
     check_interference,
     default_patience_s,
+    disturbed_canary_ratio,
     read_cpu_times,
-    usual_s,
 )
 from estimator.probe.devices.inventory import (
     Cpu,
@@ -42,6 +42,8 @@ _PLANNED_RATIO = 0.95
 # Of its share of that: what a part gets where those before it took too long, until so many times
 # the budget are over. A short probe loses detail, and none of its parts.
 _LEAST_RATIO, _OVERTIME_FACTOR = 0.25, 1.5
+# Of kernels, between two looks at what others do; CPU times of Linux advance in ticks of 10 ms.
+_PIECE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +108,16 @@ def probe_machine(
     cpu = read_cpu()
     chosen = choose_devices(cpu, devices=devices, kind=kind)
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    # A GPU needs one core, which issues its work.
-    needed = sum(len(device.cores) or 1 for device in chosen)
-    watching = {
-        "pid": os.getpid(),
-        "threads": sorted(usable_threads()),
-        "cores": needed,
-        "spare_cores": max(0, len(cpu.cores) - needed),
-        "patience_s": default_patience_s(budget_s) if patience_s is None else patience_s,
-        "usual_canary_s": _usual_canary_s(earlier, chosen[0], cpu),
-    }
     probe = _Probe(
-        chosen, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
+        chosen,
+        cpu,
+        budget_s,
+        thorough,
+        Findings(at=at),
+        report or _silent,
+        say,
+        patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
+        usual_canary_s=_usual_canary_s(earlier, chosen[0], cpu),
     )
     now = probe.watch.await_quiet()
     if strict:
@@ -156,22 +156,30 @@ class _Probe:
         thorough: bool,
         findings: Findings,
         report: Report,
-        watching: dict[str, Any],
         say: Callable[[str], None] | None,
+        *,
+        patience_s: float,
+        usual_canary_s: float | None,
     ) -> None:
         self.devices, self.cpu, self.findings = devices, cpu, findings
         self.budget_s, self.thorough, self._report = budget_s, thorough, report
-        self.watching, self._say = watching, say
+        self._say = say
+        # A GPU needs one core, which issues its work.
+        needed = sum(len(device.cores) or 1 for device in devices)
         self.watch = InterferenceWatch(
-            patience_s=watching["patience_s"],
-            cores=watching["cores"],
-            spare_cores=watching["spare_cores"],
-            read=partial(read_cpu_times, watching["pid"], watching["threads"]),
+            patience_s=patience_s,
+            cores=needed,
+            spare_cores=max(0, len(cpu.cores) - needed),
+            usual_canary_s=usual_canary_s,
+            disturbed_canary_ratio=disturbed_canary_ratio(devices[0].kind),
+            read=partial(read_cpu_times, os.getpid(), sorted(usable_threads())),
+            canary=self._canary_s,
             say=self._waits,
         )
         # One process on a device goes from part to part, as do those on all devices at once.
         self.alone = DeviceProcesses(devices[:1])
         self.ranks = DeviceProcesses(devices, world=True)
+        self._is_alone = False
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
 
@@ -206,6 +214,7 @@ class _Probe:
         return [part for part in kept if on_gpu or part.name not in _OF_GPUS]
 
     def _measure(self, part: _Part, budget_s: float) -> None:
+        self._is_alone = part.where == "alone"
         if part.where == "all":
             self.alone.stop()
             # From its beginning again, where others disturbed it.
@@ -215,37 +224,54 @@ class _Probe:
         device = self.devices[0]
         if part.where != "alone" and not device.cores:
             device = core_groups(self.cpu, 1)[0]
-        is_own = device.kind == self.devices[0].kind
         if part.where == "fresh" or self.alone.devices != (device,):
             self.alone.stop()
             self.alone.devices = (device,)
-        has_sizes = part.name in ("kernels", "updates")
-        seen = run_job(
+        # Before anything is watched the process is there and prepared.
+        self._canary_s()
+        measure = partial(
+            run_job,
             self.alone,
             f"estimator.probe.{part.function}",
             partial(self._take, part.name),
-            budget_s=budget_s,
-            arguments={"thorough": self.thorough} if has_sizes else {},
             prepares=part.where != "fresh",
-            in_pieces=part.name == "kernels",
-            watching={
-                **self.watching,
-                "patience_s": self.watch.left_s,
-                "usual_canary_s": self._usual_canary_s() if is_own else None,
-            },
         )
-        # The canary of one kind of device says nothing of another's.
-        self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
+        if part.name == "kernels":
+            self._measure_kernels(measure, budget_s)
+            return
+        arguments = {"thorough": self.thorough} if part.name == "updates" else {}
+        self.watch.run(partial(measure, budget_s=budget_s, arguments=arguments))
 
-    def _usual_canary_s(self) -> float | None:
-        return usual_s(self.watch.seen.canaries_s, self.watching["usual_canary_s"])
+    def _measure_kernels(self, measure: Callable[..., None], budget_s: float) -> None:
+        """The grid, piece by piece: calls that others disturbed are timed again."""
+        findings, watch = self.findings, self.watch
+        size = len(kernel_grid(self.devices[0].kind, thorough=self.thorough))
+        end = time.monotonic() + budget_s - watch.seen.waited_s
+        while (left_s := end + watch.seen.waited_s - time.monotonic()) > 0:
+            first = findings.kernels_done
+            arguments = {"thorough": self.thorough, "first": first}
+            budget = min(_PIECE_S, left_s)
+            watch.run(partial(measure, budget_s=budget, arguments=arguments))
+            if findings.is_lost or findings.kernels_done in (first, size):
+                break
+        findings.end_kernels(size)
+
+    def _canary_s(self) -> float | None:
+        """How long the canary takes now where device 0 alone is measured."""
+        found: dict[str, Any] = {}
+
+        def take(message: dict[str, Any]) -> None:
+            # The process also says how it is prepared.
+            self.findings.take("canary", message)
+            found.update(message)
+
+        if self._is_alone:
+            run_job(self.alone, "estimator.probe.devices.jobs:emit_canary", take)
+        return found.get("canary_s")
 
     def _take(self, part: str, message: dict[str, Any]) -> None:
-        if "waiting" in message:
-            self._waits(message["waiting"])
-        else:
-            self.findings.take(part, message)
-            self.tell(part)
+        self.findings.take(part, message)
+        self.tell(part)
 
     def _run_step(self, step: str, budget_s: float) -> None:
         """One of the steps that all devices run together; what it found so far is kept."""
@@ -307,7 +333,7 @@ class _Probe:
             kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
             missing=findings.all_of("missing"),
             interference=self.watch.seen.interference(
-                self.watching["usual_canary_s"], on_gpu=self.devices[0].kind == "cuda"
+                self.watch.usual_canary_s, on_gpu=self.devices[0].kind == "cuda"
             ),
             provenance=Provenance(
                 source="measured",

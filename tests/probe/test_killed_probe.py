@@ -32,7 +32,6 @@ def run_job(processes, function, on_finding, **more):
     if "kernels" in function:
         call = grid_call("relu.default", tensor(8)).call.encode()
         on_finding({"call": call, "warm_s": 1e-6})
-    return {}
 
 machine.run_job = run_job
 main()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import cycle, permutations
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import (
     Device,
-    Interference,
     KernelPoint,
     Link,
     MachineProfile,
@@ -27,9 +26,10 @@ from estimator.probe.cluster.steps import ProbePlan, links_of_node
 from estimator.probe.devices import inventory
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
-from estimator.probe.devices.interference import CpuTimes, Seen
+from estimator.probe.devices.interference import CpuTimes
 from estimator.probe.devices.inventory import read_cpu
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
+from estimator.probe.grid.kernels import kernel_grid
 from estimator.probe.links.copies import peer_links
 from estimator.probe.machine import probe_machine
 from estimator.tensors import OpCall, TensorSpec
@@ -38,17 +38,16 @@ from estimator.timeline.collectives.algorithms import widest_link
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}
 
 
-SEEN = asdict(Seen())
-
-
-def cut_short(by: type[BaseException]) -> Callable[..., dict[str, Any]]:
+def cut_short(by: type[BaseException]) -> Callable[..., None]:
     """Parts that find nothing, but for one kernel, after which all ends that way."""
+    canaries_s = cycle([0.009, 0.003, 0.004])
 
-    def run_job(_processes: Any, function: str, on_finding: Any, **_: Any) -> dict[str, Any]:
+    def run_job(_processes: Any, function: str, on_finding: Any, **_: Any) -> None:
         if "kernels" in function:
             on_finding(dict(POINT))
             raise by("the process died")
-        return {**SEEN, "canaries_s": [0.009, 0.003, 0.004]}
+        if "canary" in function:
+            on_finding({"canary_s": next(canaries_s)})
 
     return run_job
 
@@ -76,11 +75,19 @@ def slow_parts(monkeypatch: pytest.MonkeyPatch, *taken_s: float) -> list[float]:
     """What each part is given, on a clock that each moves on by so much, and then by 0.5 s."""
     now, given, left = [0.0], list[float](), list(taken_s)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    # All kernels in one piece.
+    monkeypatch.setattr(machine_module, "_PIECE_S", 1e9)
 
-    def run_job(*_: Any, budget_s: float, **__: Any) -> dict[str, Any]:
+    def run_job(
+        _: Any, function: str, on_finding: Any, *, budget_s: float = 0.0, **__: Any
+    ) -> None:
+        if "canary" in function:
+            return
         given.append(budget_s)
         now[0] += left.pop(0) if left else 0.5
-        return SEEN
+        if "kernels" in function:
+            size = len(kernel_grid("cpu"))
+            on_finding({"done": size, "lacking": [], "is_lost": False})
 
     monkeypatch.setattr(machine_module, "run_job", run_job)
     return given
@@ -143,7 +150,11 @@ def test_a_real_probe_of_a_few_seconds_gives_a_sound_profile() -> None:
 
 def test_unreached_and_lacking_kernels_are_said() -> None:
     findings = Findings(at="2026-01-01")
-    findings.take("kernels", {"done": 3, "grid": 10, "lacking": ["aten.a.default: no"]})
+    for done in (2, 3):
+        findings.take(
+            "kernels", {"done": done, "lacking": ["aten.a.default: no"], "is_lost": False}
+        )
+    findings.end_kernels(10)
     assert findings.missing == [
         "kernels: 7 of 10 calls were not reached in the time",
         "kernels: 1 calls do not run (aten.a.default: no)",
@@ -157,7 +168,7 @@ def test_a_profile_says_which_share_of_its_calls_the_probe_came_to() -> None:
     for warm_s in (1e-6, 2e-6):
         findings.take("kernels", POINT | {"warm_s": warm_s})
     assert findings.kernels_timed_ratio(10) == pytest.approx(0.1)
-    findings.take("kernels", {"done": 3, "grid": 10, "lacking": ["aten.a.default: no"]})
+    findings.take("kernels", {"done": 3, "lacking": ["aten.a.default: no"], "is_lost": False})
     assert findings.kernels_timed_ratio(10) == pytest.approx(0.3)
 
 
@@ -241,47 +252,54 @@ def test_a_busy_machine_is_probed_after_a_quarter_of_the_budget_and_refused_by_a
     assert said == [waits, waits]
 
 
-def test_what_others_took_beside_the_parts_is_in_the_profile(
+def test_pieces_of_the_grid_that_others_disturbed_are_timed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patience: list[float] = []
+    grid = kernel_grid("cpu")[:4]
+    monkeypatch.setattr(machine_module, "kernel_grid", lambda *_, **__: grid)
+    pieces: list[int] = []
 
-    def run_job(*given: Any, watching: Any, **_: Any) -> dict[str, Any]:
-        patience.append(watching["patience_s"])
-        if len(patience) == 1:
-            given[2]({"waiting": "other programs used 30 % of the cores"})
-            return {**SEEN, "others_s": 6.0, "cores_s": 20.0, "waited_s": 1.0}
-        raise KeyboardInterrupt
+    def run_job(
+        _: Any, function: str, on_finding: Any, *, arguments: Any = None, **__: Any
+    ) -> None:
+        if "kernels" in function:
+            pieces.append(arguments["first"])
+            done = arguments["first"] + 1
+            on_finding({"done": done, "lacking": [], "is_lost": False})
 
-    busy(monkeypatch, 0.0)
+    class Watch(machine_module.InterferenceWatch):
+        """Finds every second piece disturbed, and has it measured again."""
+
+        def run(self, measure: Callable[[], None]) -> None:
+            before = len(pieces)
+            measure()
+            if len(pieces) > before and pieces[-1] % 2:
+                measure()
+
     monkeypatch.setattr(machine_module, "run_job", run_job)
-    with pytest.raises(ProbeError, match="other programs used 30 % of the cores"):
-        probe_machine(devices=1, kind="cpu", budget_s=10.0, strict=True)
-    profile = probe_machine(devices=1, kind="cpu", budget_s=10.0, patience_s=0.0)
-    assert profile.interference == Interference(others_ratio=0.0)
-    # What the first part waited is gone for the second.
-    assert patience == [2.5, 1.5, 0.0]
+    monkeypatch.setattr(machine_module, "InterferenceWatch", Watch)
+    profile = probe_machine(devices=1, kind="cpu", patience_s=0.0)
+    assert pieces == [0, 1, 1, 2, 3, 3]
+    assert profile.kernels_timed_ratio == 1.0
+    assert profile.missing == ()
 
 
 def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     busy(monkeypatch, 0.0)
-    usual: list[float | None] = []
-
-    def run_job(*_: Any, watching: Any, **__: Any) -> dict[str, Any]:
-        usual.append(watching["usual_canary_s"])
-        if len(usual) % 2:
-            return {**SEEN, "canaries_s": [0.004]}
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(machine_module, "run_job", run_job)
+    monkeypatch.setattr(machine_module, "run_job", cut_short(KeyboardInterrupt))
     first = probe_machine(devices=1, kind="cpu", patience_s=0.0)
-    other_state = replace(first, software={**first.software, "threads": "99"})
-    for earlier in (first, other_state):
-        probe_machine(devices=1, kind="cpu", patience_s=0.0, earlier=earlier)
-    # From one part to the next it is known by what was seen.
-    assert usual == [None, 0.004, 0.004, 0.004, None, 0.004]
+    assert first.canary_s == 0.004
+    other_state = replace(first, software={**first.software, "threads": "99"}, canary_s=0.002)
+    quick = replace(first, canary_s=0.002)
+    ratios = []
+    for earlier in (quick, other_state):
+        profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, earlier=earlier)
+        assert profile.interference is not None
+        ratios.append(profile.interference.canary_ratio)
+    # 4 ms, of which 2 ms, or 3 ms as the quickest here, are usual.
+    assert ratios == pytest.approx([2.0, 4 / 3])
 
 
 def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:
@@ -353,10 +371,14 @@ def test_one_process_measures_all_of_a_gpu_alone_and_others_what_is_the_hosts(
             return []
 
     def run_job(
-        processes: Processes, function: str, *_: Any, prepares: bool, **__: Any
-    ) -> dict[str, Any]:
-        ran.append((function.rpartition(":")[2], processes.devices[0].kind, prepares))
-        return SEEN
+        processes: Processes, function: str, on_finding: Any, *, prepares: bool = True, **_: Any
+    ) -> None:
+        name = function.rpartition(":")[2]
+        if name != "emit_canary":
+            ran.append((name, processes.devices[0].kind, prepares))
+        if name == "measure_kernels":
+            size = len(kernel_grid("cuda"))
+            on_finding({"done": size, "lacking": [], "is_lost": False})
 
     monkeypatch.setattr(machine_module, "DeviceProcesses", Processes)
     monkeypatch.setattr(machine_module, "run_job", run_job)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import DeviceKind, Interference
@@ -112,11 +111,6 @@ class Seen:
         """
         return statistics.median(self.canaries_s) if self.canaries_s else None
 
-    def add(self, other: Mapping[str, Any]) -> None:
-        """Count what another process saw, as `dataclasses.asdict` gives it."""
-        for name, value in other.items():
-            setattr(self, name, getattr(self, name) + value)
-
     def interference(
         self, usual_canary_s: float | None = None, *, on_gpu: bool = False
     ) -> Interference:
@@ -146,8 +140,8 @@ class InterferenceWatch:
 
     Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
     others may use `spare_cores` besides without disturbing them. `read` tells the CPU times of all,
-    `canary` how long the canary takes now, which matters from `disturbed_canary_ratio` on; `say` is
-    told of what is waited for.
+    `canary` how long the canary takes now, if it can, which matters from `disturbed_canary_ratio`
+    on; `say` is told of what is waited for.
     """
 
     patience_s: float = 0.0
@@ -156,7 +150,7 @@ class InterferenceWatch:
     usual_canary_s: float | None = None
     disturbed_canary_ratio: float = DISTURBED_CANARY_RATIO
     read: Callable[[], CpuTimes | None] = lambda: None
-    canary: Callable[[], float] | None = None
+    canary: Callable[[], float | None] = lambda: None
     say: Callable[[str], None] = lambda disturbance: None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -177,7 +171,7 @@ class InterferenceWatch:
             measure()
             took_s, after = self.clock() - began, self.read()
             others_s = self._others_s(before, after, took_s)
-            canary_s, cores_s = self._canary_s(), took_s * self.cores
+            canary_s, cores_s = self.canary(), took_s * self.cores
             interference = self._interference(others_s / (cores_s or 1.0), canary_s)
             can_repeat = self._disturbs(interference) and took_s < self.left_s
             if can_repeat and not self._disturbs(self.await_quiet()):
@@ -206,7 +200,7 @@ class InterferenceWatch:
         self.sleep(_LOOK_S)
         after, took_s = self.read(), self.clock() - began
         others_s = self._others_s(before, after, took_s)
-        return self._interference(others_s / (took_s * self.cores or 1.0), self._canary_s())
+        return self._interference(others_s / (took_s * self.cores or 1.0), self.canary())
 
     def _others_s(self, before: CpuTimes | None, after: CpuTimes | None, took_s: float) -> float:
         """Seconds of the needed cores that others took."""
@@ -214,9 +208,6 @@ class InterferenceWatch:
             return 0.0
         others_s = after.all_s - before.all_s - (after.own_s - before.own_s)
         return min(max(0.0, others_s - self.spare_cores * took_s), self.cores * took_s)
-
-    def _canary_s(self) -> float | None:
-        return self.canary() if self.canary else None
 
     def _disturbs(self, interference: Interference) -> bool:
         is_slow = interference.canary_ratio > self.disturbed_canary_ratio

@@ -10,8 +10,7 @@ import importlib
 import os
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from estimator.errors import ProbeError
@@ -23,11 +22,6 @@ from estimator.probe.devices.backend import (
     open_backend,
     square_matmul,
     touch_memory,
-)
-from estimator.probe.devices.interference import (
-    InterferenceWatch,
-    disturbed_canary_ratio,
-    read_cpu_times,
 )
 from estimator.probe.devices.inventory import pinned, read_cpu
 from estimator.probe.devices.ranks import DeviceProcesses, report
@@ -71,24 +65,18 @@ def run_job(
     function: str,
     on_finding: Callable[[dict[str, Any]], None],
     *,
-    budget_s: float,
+    budget_s: float = 0.0,
     arguments: Mapping[str, Any] | None = None,
     prepares: bool = True,
-    in_pieces: bool = False,
-    watching: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Call ``function(backend, emit, budget_s=…, **arguments)`` on the one device of `processes`.
 
     `on_finding` gets what it emits as it comes; where it fails ``{"failed": reason}``. Where it
-    `prepares`, the process times calls as a long-running step does from its first job on. What
-    others disturbed is measured again as `watching` says (fields of an InterferenceWatch, and whose
-    CPU time is not that of others); of a function that measures `in_pieces`, which is given
-    ``watch=…``, each piece. What was `Seen` beside it comes back. Raises ProbeError if the process
-    itself dies.
+    `prepares`, the process times calls as a long-running step does from its first job on. Raises
+    ProbeError if the process itself dies.
     """
     (device,) = processes.devices
-    patience_s = watching["patience_s"] if watching else 0.0
-    (seen,) = processes.run(
+    processes.run(
         f"{__name__}:work",
         {
             "kind": device.kind,
@@ -96,28 +84,23 @@ def run_job(
             "function": function,
             "arguments": {"budget_s": budget_s, **(arguments or {})},
             "prepares": prepares,
-            "in_pieces": in_pieces,
-            "watching": watching,
         },
-        timeout_s=START_ALLOWANCE_S + 2.0 * budget_s + patience_s,
+        timeout_s=START_ALLOWANCE_S + 2.0 * budget_s,
         on_report=lambda _rank, message: on_finding(message),
     )
-    return dict(seen)
 
 
-def work(_rank: int, _world_size: int, job: Mapping[str, Any]) -> dict[str, Any]:
+def work(_rank: int, _world_size: int, job: Mapping[str, Any]) -> None:
     """What the pinned process does of `run_job`."""
     backend = _opened(job["kind"], job["index"])
     if job["prepares"]:
         _prepare_once(backend)
-    watch = _watch_of(job["watching"], backend)
-    more = {"watch": watch} if job["in_pieces"] else {}
-    measure = partial(_call, job["function"], backend, **job["arguments"], **more)
-    if job["in_pieces"]:
-        measure()
-    else:
-        watch.run(measure)
-    return asdict(watch.seen)
+    _call(job["function"], backend, **job["arguments"])
+
+
+def emit_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:
+    """Emit how long the canary takes now."""
+    emit({"canary_s": canary_s(backend, repeats=_CANARY_REPEATS)})
 
 
 # A backend learns what timing costs; it and what it has learnt last as long as the process.
@@ -136,19 +119,6 @@ def _prepare_once(backend: Backend) -> None:
         touch_memory(_TOUCHED_BYTES)
         report({"memory_resident": resident})
     backend.warm_up(_WARM_UP_S[backend.kind])
-
-
-def _watch_of(watching: Mapping[str, Any] | None, backend: Backend) -> InterferenceWatch:
-    if watching is None:
-        return InterferenceWatch()
-    known = {name: value for name, value in watching.items() if name not in ("pid", "threads")}
-    return InterferenceWatch(
-        **known,
-        read=partial(read_cpu_times, watching["pid"], watching["threads"]),
-        canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
-        disturbed_canary_ratio=disturbed_canary_ratio(backend.kind),
-        say=lambda disturbance: report({"waiting": disturbance}),
-    )
 
 
 def _call(function: str, backend: Backend, **arguments: Any) -> None:

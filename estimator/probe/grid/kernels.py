@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from estimator.errors import ProbeError
@@ -30,12 +31,12 @@ from estimator.probe.devices.calls import (
     thinned,
     torch_dtype,
 )
-from estimator.probe.devices.interference import InterferenceWatch
 from estimator.probe.devices.jobs import Emit
 from estimator.probe.grid import dense, memory_bound
 from estimator.tensors import OpCall, TensorSpec
 
 
+@cache
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
     small = [list(family) for family in (*_dense("cpu"), *_light())]
@@ -152,52 +153,37 @@ _MOST_SETS = 6
 _SPARE_OUTPUTS = 2
 # The ring of outputs stays within memory that was touched when the process began.
 _RING_BYTES = 192 << 20
-# Between two looks at what others do; CPU times of Linux advance in ticks of 10 ms.
-_PIECE_S = 1.0
 # A repeat that took this much longer than the quickest quarter was held up by others.
 _HELD_UP_RATIO = 1.5
 
 
 def measure_kernels(
-    backend: Backend,
-    emit: Emit,
-    *,
-    budget_s: float,
-    thorough: bool = False,
-    watch: InterferenceWatch | None = None,
+    backend: Backend, emit: Emit, *, budget_s: float, thorough: bool = False, first: int = 0
 ) -> None:
-    """Emit a point for each call of the grid until the budget is over, then how many are left.
+    """Emit a point for each call of the grid from number `first` on until the budget is over.
 
-    Calls that others disturbed are emitted again once `watch` has seen these end.
+    Then how many are done, which do not run here, and whether the device is lost.
     """
-    grid = kernel_grid(backend.kind, thorough=thorough)
-    source, watch = TensorSource(backend), watch or InterferenceWatch()
+    grid, source = kernel_grid(backend.kind, thorough=thorough), _source_of(backend)
     end = time.monotonic() + budget_s
-    waited_s = watch.seen.waited_s
     lacking: dict[str, None] = {}
-    first, done, is_lost = 0, 0, False
-
-    def measure_piece() -> None:
-        nonlocal done, is_lost
-        stop_at = min(time.monotonic() + _PIECE_S, end + watch.seen.waited_s - waited_s)
-        for done in range(first + 1, len(grid) + 1):
-            grid_call = grid[done - 1]
-            try:
-                emit(_measured(backend, source, grid_call))
-            # An operator that this build or device does not have, or calls otherwise.
-            except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
-                reason = str(error).splitlines()[0][:120]
-                lacking[f"{grid_call.call.target}: {reason}"] = None
-                is_lost = backend.is_lost()
-            if is_lost or time.monotonic() >= stop_at:
-                return
-
-    while done < len(grid) and not is_lost:
-        if time.monotonic() >= end + watch.seen.waited_s - waited_s:
+    done, is_lost = first, False
+    for done in range(first + 1, len(grid) + 1):
+        grid_call = grid[done - 1]
+        try:
+            emit(_measured(backend, source, grid_call))
+        # An operator that this build or device does not have, or calls otherwise.
+        except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
+            reason = str(error).splitlines()[0][:120]
+            lacking[f"{grid_call.call.target}: {reason}"] = None
+            is_lost = backend.is_lost()
+        if is_lost or time.monotonic() >= end:
             break
-        first = done
-        watch.run(measure_piece)
-    emit({"done": done, "grid": len(grid), "lacking": list(lacking)})
+    emit({"done": done, "lacking": list(lacking), "is_lost": is_lost})
+
+
+# Its blocks of memory last as long as the process.
+_source_of = cache(TensorSource)
 
 
 def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Machine:
     def watch(
         self,
         patience_s: float,
-        canary: Callable[[], float] | None = None,
+        canary: Callable[[], float | None] = lambda: None,
         cores: int = 2,
         spare_cores: int = 0,
     ) -> InterferenceWatch:

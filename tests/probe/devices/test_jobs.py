@@ -10,7 +10,6 @@ import pytest
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device
-from estimator.probe.devices.interference import Seen
 from estimator.probe.devices.jobs import run_job
 from estimator.probe.devices.ranks import DeviceProcesses
 
@@ -37,19 +36,18 @@ def test_jobs_of_one_process_are_prepared_once_and_a_dead_one_is_started_again(
     found: list[dict[str, Any]] = []
     with DeviceProcesses([CORE], trains=False) as processes:
 
-        def run(function: str, **more: Any) -> dict[str, Any]:
-            return run_job(processes, f"test_jobs:{function}", found.append, budget_s=2.0, **more)
+        def run(function: str, **more: Any) -> None:
+            run_job(processes, f"test_jobs:{function}", found.append, budget_s=2.0, **more)
 
-        watching = {"pid": os.getpid(), "threads": [0], "cores": 1, "patience_s": 0.0}
-        seen = Seen(**run("tells_where", watching=watching))
-        assert seen.cores_s > 0
-        assert len(seen.canaries_s) == 1
+        run_job(processes, "estimator.probe.devices.jobs:emit_canary", found.append)
+        run("tells_where")
         run("fails")
         run("tells_where", arguments={"word": "two"})
         with pytest.raises(ProbeError, match="died without a result"):
             run("dies")
         run("tells_where", prepares=False)
-    prepared, first, before, failed, second, third = found
+    prepared, canary, first, before, failed, second, third = found
+    assert 0 < canary["canary_s"] < 1
     assert "memory_resident" in prepared
     assert (before, failed) == ({"before": True}, {"failed": "RuntimeError: no such"})
     assert first == {"pid": first["pid"], "budget_s": 2.0, "word": ""}
