@@ -277,10 +277,7 @@ def _remedy(change: str, other: Estimate, answer: Estimate) -> Remedy:
 def _checkpoints(answer: Estimate) -> Iterator[Remedy]:
     """Every repeated block computed again in the backward pass, all else as it is."""
     checkpointed = with_checkpoints(answer.request.graph)
-    if checkpointed is None:
-        return
-    other = _tried(answer, graph=checkpointed)
-    if other is not None and other.fits == "yes":
+    if checkpointed is not None and (other := _fitting(answer, graph=checkpointed)):
         yield _remedy("activation checkpointing of every block (--checkpoint full)", other, answer)
 
 
@@ -293,12 +290,8 @@ def _smaller_batches(answer: Estimate) -> Iterator[Remedy]:
         if batch % parts:
             continue
         steps = answer.accumulation_steps * parts
-        other = DEFAULT.estimate(
-            request.changed(
-                batch_per_gpu=batch // parts, global_batch=None, accumulation_steps=steps
-            )
-        )
-        if other.fits == "yes":
+        smaller = {"batch_per_gpu": batch // parts, "global_batch": None}
+        if other := _fitting(answer, **smaller, accumulation_steps=steps):
             yield _remedy(f"micro-batches of {batch // parts}, {steps} accumulated", other, answer)
             return
 
@@ -310,8 +303,7 @@ def _strategies(answer: Estimate) -> Iterator[Remedy]:
     for strategy in SAVING_MEMORY:
         if strategy == answer.strategy:
             continue
-        other = _tried(answer, strategy=strategy, **_APART)
-        if other is not None and other.fits == "yes":
+        if other := _fitting(answer, strategy=strategy, **_APART):
             yield _remedy(f"strategy {strategy}", other, answer)
 
 
@@ -321,15 +313,13 @@ def _more_devices(answer: Estimate) -> Iterator[Remedy]:
     if len(groups) > 1 or groups[0].machine is None:
         return
     for strategy in (answer.strategy, SAVING_MEMORY[-1]):
-        factor = 2
-        while factor <= _MOST_DEVICES_FACTOR:
-            other = None
-            for wider in _wider(answer.allocation, factor):
-                other = other or _tried(answer, allocation=wider, strategy=strategy, **_APART)
-            if other is not None and other.fits == "yes":
-                yield _remedy(f"{other.allocation} with {strategy}", other, answer)
-                break
-            factor *= 2
+        tried = (
+            _fitting(answer, allocation=wider, strategy=strategy, **_APART)
+            for power in range(1, _MOST_DEVICES_FACTOR.bit_length())
+            for wider in _wider(answer.allocation, 1 << power)
+        )
+        if other := next(filter(None, tried), None):
+            yield _remedy(f"{other.allocation} with {strategy}", other, answer)
 
 
 def _wider(allocation: Allocation, factor: int) -> Iterator[Allocation]:
@@ -343,13 +333,14 @@ def _wider(allocation: Allocation, factor: int) -> Iterator[Allocation]:
         more_nodes *= 2
 
 
-def _tried(answer: Estimate, **changes: Any) -> Estimate | None:
-    """The same global batch otherwise; None where that is impossible or unknown."""
+def _fitting(answer: Estimate, **changes: Any) -> Estimate | None:
+    """The same global batch otherwise, where that is possible, known, and surely fits."""
     same = {"batch_per_gpu": None, "global_batch": answer.global_batch}
     try:
-        return DEFAULT.estimate(answer.request.changed(**same | changes))
+        other = DEFAULT.estimate(answer.request.changed(**same | changes))
     except (AllocationError, ProfileError, StrategyError, WorkloadError):
         return None
+    return other if other.fits == "yes" else None
 
 
 def _plans(answer: Estimate) -> Iterator[Remedy]:

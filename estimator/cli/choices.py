@@ -14,8 +14,7 @@ import click
 from estimator.cli.console import (
     end_with_no,
     json_option,
-    print_json,
-    print_sections,
+    print_answer,
     progress,
     remark,
     waiting,
@@ -23,6 +22,7 @@ from estimator.cli.console import (
 from estimator.cli.options import (
     OF_LAYOUTS,
     RESTART,
+    OutFile,
     amount_options,
     on_option,
     picture_option,
@@ -132,6 +132,7 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
     micro-batches that share the samples of a --global-batch, by step time.
     """
     from estimator.advise.layouts.search import best_layouts
+    from estimator.report.plans import layouts_sections
     from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
 
     request = Request(**options)
@@ -154,12 +155,9 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
         "allocation": on,
         "global_batch": request.global_batch,
     }
-    if as_json:
-        print_json(about | layouts.to_dict())
-    else:
-        from estimator.report.plans import layouts_sections
-
-        print_sections(layouts_sections(layouts, **about))
+    print_answer(
+        as_json, lambda: about | layouts.to_dict(), lambda: layouts_sections(layouts, **about)
+    )
 
 
 @click.command(epilog="Example: estimator order links.csv --devices 8 --hostfile hosts.txt")
@@ -168,8 +166,8 @@ def layouts(on: str, strategies: str | None, as_json: bool, **options: Any) -> N
 @click.option("--size", default="25MiB", help="What an all-reduce sums; default 25MiB.")
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Whose uplinks hops share.")
 @click.option("--devices", type=Count(most=4096), default=1, help="Of each host; default 1.")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="To write for mpirun, srun.")
-@click.option("--rankfile", type=click.Path(path_type=Path), help="To write for mpirun.")
+@click.option("--hostfile", type=OutFile(), help="To write for mpirun, srun.")
+@click.option("--rankfile", type=OutFile(), help="To write for mpirun.")
 @json_option
 def order(
     matrix: str,
@@ -210,10 +208,7 @@ def order(
     ):
         if path is not None:
             write_text_atomically(path, "".join(lines))
-    if as_json:
-        print_json(asdict(order))
-    else:
-        print_sections(order_sections(order, size))
+    print_answer(as_json, lambda: asdict(order), lambda: order_sections(order, size))
 
 
 @click.command(
@@ -240,6 +235,8 @@ def rent(
 
     Exit code 1: nothing fits, or nothing keeps the deadline and the budget.
     """
+    from estimator.report.plans import rent_sections
+
     rented = {name: options.pop(name) for name in _RENT}
     if options["global_batch"] is not None:
         refuse_given(context, ("batch",), "is what ranks take where no --global-batch is given")
@@ -249,10 +246,6 @@ def rent(
             _REVOKED,
             "is of machines that are revoked, as --revoked-every, --revocations or --lifetime says",
         )
-    if picture is not None:
-        from estimator.files import check_writable
-
-        check_writable(picture)
     names = [name.strip() for name in machines.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
@@ -264,12 +257,11 @@ def rent(
 
         with waiting("drawing"):
             draw_offers(choice, picture)
-    if as_json:
-        print_json({"model": model, "spot": rented["spot"]} | choice.to_dict())
-    else:
-        from estimator.report.plans import rent_sections
-
-        print_sections(rent_sections(choice, model, spot=rented["spot"]))
+    print_answer(
+        as_json,
+        lambda: {"model": model, "spot": rented["spot"]} | choice.to_dict(),
+        lambda: rent_sections(choice, model, spot=rented["spot"]),
+    )
     if choice.cheapest is None:
         end_with_no(
             "nothing keeps the deadline and the budget"

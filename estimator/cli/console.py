@@ -219,6 +219,16 @@ def print_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=1, allow_nan=False))
 
 
+def print_answer(
+    as_json: bool, content: Callable[[], Any], sections: Callable[[], Iterable[Section]]
+) -> None:
+    """Print an answer as one JSON value, or for people."""
+    if as_json:
+        print_json(content())
+    else:
+        print_sections(sections())
+
+
 def remark(message: str) -> None:
     """Say one line to the person on stderr."""
     click.echo(f"estimator: {sentence(' '.join(message.split()))}", err=True)

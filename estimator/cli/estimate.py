@@ -15,6 +15,7 @@ import click
 from estimator.cli.console import (
     end_with_no,
     json_option,
+    print_answer,
     print_json,
     print_sections,
     print_text,
@@ -26,6 +27,7 @@ from estimator.cli.options import (
     OF_LAYOUTS,
     OF_STEPS,
     Batches,
+    OutFile,
     amount_options,
     check_amounts,
     counting_told_drifts,
@@ -43,7 +45,6 @@ from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
-    from estimator.advise.memory import ModuleCost, Remedy
     from estimator.advise.scaling import SweepRow
     from estimator.advise.swap.search import Planned
     from estimator.estimates.estimate import Estimate
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 )
 @amount_options
 @json_option
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
+@click.option("--trace", type=OutFile(), help="Write a Perfetto timeline here.")
 @click.option(
     "--verbose",
     is_flag=True,
@@ -87,11 +88,13 @@ def estimate(
     graph, a job.json, hf:TYPE[:TASK][,key=value...] or hf:PATH/config.json; ALLOCATION is
     NODESxDEVICES:MACHINE, joined by +. Exit code 1: it does not fit into the devices' memory.
     """
+    from estimator.advise.memory import costs_by_module, quick_remedies
     from estimator.advise.scaling import scaling_of
+    from estimator.integrations.viewers import write_trace
     from estimator.report.facts import checked_of
     from estimator.report.sections import Section, estimate_sections
 
-    _check(samples, tokens, trace)
+    check_amounts(samples, tokens)
     request = Request(**options)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
@@ -100,11 +103,15 @@ def estimate(
     answer = balance.answer
     duration_s = duration_of(answer, samples, tokens)
     if trace is not None:
-        _write_trace(answer, trace)
+        with waiting("writing the timeline"):
+            write_trace(answer.timeline, trace)
     with waiting("estimating"):
         scaling = scaling_of(answer)
-    remedies = _remedies(answer) if answer.fits == "no" and answer.layout is None else []
-    modules = _modules(answer) if by_module else []
+        modules = costs_by_module(answer) if by_module else []
+    remedies = []
+    if answer.fits == "no" and answer.layout is None:
+        with waiting("looking for what would make it fit"):
+            remedies = quick_remedies(answer)
     if as_json:
         more = {
             "duration_s": duration_s,
@@ -133,29 +140,6 @@ def estimate(
         end_with_no(f"{answer.model} does not fit on {answer.allocation}")
 
 
-def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:
-    """Refuse what cannot be answered before anything is traced."""
-    check_amounts(samples, tokens)
-    if trace is not None:
-        from estimator.files import check_writable
-
-        check_writable(trace)
-
-
-@waiting("looking for what would make it fit")
-def _remedies(answer: Estimate) -> list[Remedy]:
-    from estimator.advise.memory import quick_remedies
-
-    return quick_remedies(answer)
-
-
-@waiting("estimating modules")
-def _modules(answer: Estimate) -> list[ModuleCost]:
-    from estimator.advise.memory import costs_by_module
-
-    return costs_by_module(answer)
-
-
 def _sweep_options(command: Any) -> Any:
     batch = click.option(
         "--batch", "batches", type=Batches(), help="Per device: one, or such as 1..64 or 8,12,16."
@@ -168,7 +152,7 @@ def _sweep_options(command: Any) -> Any:
     "-o",
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=OutFile(),
     help="The file, such as gpt2.graph.",
 )
 @click.option(
@@ -189,10 +173,7 @@ def trace(out: Path, target: DeviceKind, ranks: int | None, **options: Any) -> N
     A saved graph stands for MODEL in every other command, needs neither torch nor the model's own
     code, and holds for every batch and optimizer, compiled or not.
     """
-    from estimator.files import check_writable
-
     request = Request(**options)
-    check_writable(out)
     graph = traced(request, (), target=target, ranks=ranks)
     graph.save(out)
     remark(
@@ -281,10 +262,6 @@ def _by_allocation(
 ) -> list[SweepRow]:
     from estimator.advise.scaling import sweep as run_all
 
-    if picture is not None:
-        from estimator.files import check_writable
-
-        check_writable(picture)
     _, graph, counting = _swept(request, patterns, request)
     with waiting("estimating"):
         rows = run_all(patterns, lambda text: counting.estimate(graph, text))
@@ -321,13 +298,6 @@ def _by_strategy(
     wanted = [text if text == PLACES else Strategy.parse(text) for text in strategies]
     allocations, graph, counting = _swept(request, patterns, request)
     return [row for text in allocations for row in counting.ranked(graph, text, wanted)]
-
-
-@waiting("writing the timeline")
-def _write_trace(answer: Estimate, path: Path) -> None:
-    from estimator.integrations.viewers import write_trace
-
-    write_trace(answer.timeline, path)
 
 
 # A measurement this close counts as predicted even outside the interval.
@@ -373,10 +343,9 @@ def validate(
             tell(f"{predicted.allocation}", run / total)
 
         cases = run_all(predictions, train, repeats=repeats, report=report)
-    if as_json:
-        print_json([case.to_dict() for case in cases])
-    else:
-        print_sections(validation_sections(cases))
+    print_answer(
+        as_json, lambda: [case.to_dict() for case in cases], lambda: validation_sections(cases)
+    )
     missed = [
         str(case.predicted.allocation)
         for case in cases
@@ -396,7 +365,7 @@ def validate(
 @picture_option
 @click.option(
     "--snapshot",
-    type=click.Path(path_type=Path),
+    type=OutFile(),
     help="Write what the viewer of torch.cuda.memory._snapshot opens, as .pickle.",
 )
 @click.option(
@@ -436,10 +405,6 @@ def memory(
     from estimator.report.sections import memory_sections, plans_section, remedies_section
 
     request = Request(**options)
-    for path in filter(None, (picture, snapshot)):
-        from estimator.files import check_writable
-
-        check_writable(path)
     if beside:
         refuse_given(context, ("picture", "snapshot", "with_plans"), "is of one job")
         _show_shared([request, *_others(request, beside)], on, as_json=as_json)
@@ -460,14 +425,15 @@ def memory(
     if report.answer.fits == "no":
         with waiting("looking for what would make it fit"):
             suggested = remedies(report.answer)
-    if as_json:
-        more = {"remedies": [remedy.to_dict() for remedy in suggested]}
-        more["plans"] = [planned.to_dict() for planned in plans]
-        print_json(report.to_dict() | more)
-    else:
-        print_sections(
-            [*memory_sections(report), remedies_section(suggested), plans_section(plans)]
-        )
+    more = {
+        "remedies": [remedy.to_dict() for remedy in suggested],
+        "plans": [planned.to_dict() for planned in plans],
+    }
+    print_answer(
+        as_json,
+        lambda: report.to_dict() | more,
+        lambda: [*memory_sections(report), remedies_section(suggested), plans_section(plans)],
+    )
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
 
@@ -491,10 +457,7 @@ def _show_shared(requests: Sequence[Request], on: str, *, as_json: bool) -> None
     answers = [request.estimate(traced(request, (on,)), on) for request in requests]
     with progress("planning") as report:
         shared = share_device(answers, report=lambda done: report("jobs", done))
-    if as_json:
-        print_json(shared.to_dict())
-    else:
-        print_sections(shared_device_sections(shared))
+    print_answer(as_json, shared.to_dict, lambda: shared_device_sections(shared))
     if shared.fits == "no":
         end_with_no(f"{len(shared.jobs)} jobs do not fit on {on} together")
 
@@ -553,10 +516,11 @@ def predict(on: str, against: str | None, as_json: bool, **options: Any) -> None
     wanted = request.of(graph, on)
     predicted = predict_stalls(wanted, against=against)
     data = None if wanted.loader is None else input_answers(wanted)
-    if as_json:
-        print_json(predicted.to_dict() | {"input": data.to_dict() if data else None})
-    else:
-        print_sections(predicted_sections(predicted, data))
+    print_answer(
+        as_json,
+        lambda: predicted.to_dict() | {"input": data.to_dict() if data else None},
+        lambda: predicted_sections(predicted, data),
+    )
 
 
 @stalls.command(epilog="Example: estimator stalls run train.py --on 1x2:local -- --epochs 1")
@@ -620,7 +584,4 @@ def run(
     )
     with progress("running") as report:
         measured = measure_stalls(timed_script, repeats=repeats, data=data, report=report)
-    if as_json:
-        print_json(measured.to_dict())
-    else:
-        print_sections(measured_sections(measured))
+    print_answer(as_json, measured.to_dict, lambda: measured_sections(measured))

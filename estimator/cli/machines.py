@@ -20,6 +20,7 @@ from estimator.cli.console import (
     progress,
     remark,
 )
+from estimator.cli.options import OutFile
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
 from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
@@ -443,7 +444,7 @@ _files_argument = click.argument(
 @_files_argument
 @click.option("--into", metavar="NAME", help="Add to this machine's profile.")
 @click.option("--name", callback=_machine_name, help="What to call a new machine.")
-@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+@click.option("--out", type=OutFile(), help="File to write, not the user's store.")
 def import_profile(
     files: tuple[Path, ...], into: str | None, name: str | None, out: Path | None
 ) -> None:
@@ -453,14 +454,12 @@ def import_profile(
     Measured numbers of a profile stay. A Slurm topology becomes a cluster file, printed or written
     to --out, whose nodes are machines called --name.
     """
-    from estimator.files import check_writable, home, write_text_atomically
+    from estimator.files import home, write_text_atomically
     from estimator.machines.catalogue import known_machines, load_profile
     from estimator.placement.topology import cluster_toml
     from estimator.probe.imports.files import read_imports
     from estimator.probe.imports.findings import add_imports, profile_of_imports, unlisted_devices
 
-    if out is not None:
-        check_writable(out)
     imported = read_imports(files, machine=name or "local")
     if imported.cluster is not None:
         text = cluster_toml(imported.cluster)
@@ -489,17 +488,15 @@ def import_profile(
 
 @machines.command(epilog="Example: estimator machines merge a.json b.json --out both.json")
 @click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+@click.option("--out", type=OutFile(), required=True, help="File to write.")
 def merge(names: tuple[str, ...], out: Path) -> None:
     """Join profiles of one machine type, named or in files: later ones add what earlier ones lack.
 
     Of two measurements of the same thing the better source wins, then the newer one.
     """
-    from estimator.files import check_writable
     from estimator.machines.catalogue import load_profile
     from estimator.probe.imports.findings import merge_profiles
 
-    check_writable(out)
     # A file of this folder may have the name of a machine.
     places = (str(Path(name).absolute()) if Path(name).is_file() else name for name in names)
     profile = merge_profiles([load_profile(place) for place in places])

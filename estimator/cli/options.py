@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import EXECUTIONS, Request
+from estimator.files import check_writable
 from estimator.probe.option_types import Amount, Count
 from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
 from estimator.workload.recipe import PRECISIONS, Recipe
@@ -30,6 +31,21 @@ if TYPE_CHECKING:
 _LEAST_SLOWDOWN_RATIO = 1.2
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class OutFile(click.Path):
+    """A file that is written at the end: refused before the work where it cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Its path; raises StoreError."""
+        path: Any = super().convert(value, param, context)
+        check_writable(path)
+        return path
 
 
 class Batches(click.ParamType[tuple[int, ...]]):
@@ -221,9 +237,7 @@ def workload_options(
 
 
 on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
-picture_option = click.option(
-    "--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg."
-)
+picture_option = click.option("--picture", type=OutFile(), help="Draw it, as .png or .svg.")
 prices_option = click.option(
     "--prices",
     callback=_prices,

@@ -18,9 +18,16 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
-from estimator.cli.options import LOADER, RESTART, cluster_option, picture_option, read_store
+from estimator.cli.options import (
+    LOADER,
+    RESTART,
+    OutFile,
+    cluster_option,
+    picture_option,
+    read_store,
+)
 from estimator.cli.request import Request
-from estimator.files import check_writable, write_text_atomically
+from estimator.files import write_text_atomically
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
@@ -94,7 +101,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
 @picture_option
 @click.option(
     "--schedule",
-    type=click.Path(path_type=Path),
+    type=OutFile(),
     help="Write each job's life under each policy to this file, as JSON.",
 )
 @json_option
@@ -131,8 +138,6 @@ def replay(
     from estimator.replay.replay import Costs, outcome
     from estimator.replay.speeds import SharedLinks, TrueSpeeds
 
-    for path in filter(None, (picture, schedule)):
-        check_writable(path)
     nodes = Nodes.parse(on, cluster=cluster)
     if contention:
         cluster = (nodes := nodes.described()).cluster

@@ -13,6 +13,7 @@ import click
 
 from estimator.cli.console import json_option, print_json, print_text, remark, waiting
 from estimator.cli.options import (
+    OutFile,
     amount_options,
     check_amounts,
     duration_of,
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 @click.command(epilog="Example: estimator report gpt2.graph --on 2x8:h100-sxm -o report.html")
 @workload_options
 @on_option
-@click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Such as report.html."
-)
+@click.option("-o", "--out", required=True, type=OutFile(), help="Such as report.html.")
 @click.option(
     "--observed",
     callback=read_store,
@@ -72,13 +71,11 @@ def report(
     over the step, layouts, cost, observed steps, and what is assumed.
     """
     from estimator.advise.scaling import scaling_of
-    from estimator.files import check_writable
     from estimator.report.facts import heading
     from estimator.report.page import write_figures, write_report
     from estimator.report.sections import estimate_sections
 
     check_amounts(samples, tokens)
-    check_writable(out)
     request = Request(**options)
     # Before a model is traced, which can take long.
     graph = traced(request, (on,))

@@ -202,7 +202,11 @@ class Replay:
     def _failures(self, index: int, mtbf_s: float) -> Steps:
         while True:
             yield self._env.timeout(self._rng.exponential(mtbf_s))
-            self._count_failure(mtbf_s)
+            self._failed += 1
+            if self._failed > _MOST_FAILURES:
+                raise WorkloadError(
+                    f"nodes that fail every {mtbf_s:g} s let no job end; raise that time"
+                )
             for name in list(self.nodes.holders[index]):
                 self._stop(name, planned=False)
             self.nodes.set_down(index, True)
@@ -214,13 +218,6 @@ class Replay:
             self.nodes.set_down(index, False)
             self._wake()
 
-    def _count_failure(self, mtbf_s: float) -> None:
-        self._failed += 1
-        if self._failed > _MOST_FAILURES:
-            raise WorkloadError(
-                f"nodes that fail every {mtbf_s:g} s let no job end; raise that time"
-            )
-
     def _training(self, name: str, seconds: float) -> Steps:
         try:
             yield self._env.timeout(seconds)
@@ -228,7 +225,7 @@ class Replay:
             return
         self._keep_segment(name, self._waiting[name].remaining_samples, 0.0)
         del self._waiting[name]
-        self._forget(name)
+        self._known.pop(name, None)
         self.ran[name].finish_s = self._env.now
         self._share_links()
         self._left -= 1
@@ -313,7 +310,7 @@ class Replay:
             seen = held.shape, held.step_s, held.grant.global_batch
             if observe is not None and trained_s:
                 for changed in observe(waiting.job, *seen):
-                    self._forget(changed)
+                    self._known.pop(changed, None)
             jobs.append(
                 Waiting(
                     job=waiting.job,
@@ -327,10 +324,6 @@ class Replay:
         return View(
             now_s=now, jobs=jobs, nodes=self.nodes, believed=self.believed, known=self._known
         )
-
-    def _forget(self, name: str) -> None:
-        """Drop a job's believed curves: speeds were observed, or it has ended."""
-        self._known.pop(name, None)
 
     def _check(self, grants: Mapping[str, Grant]) -> None:
         if not isinstance(grants, Mapping):
@@ -384,10 +377,14 @@ class Replay:
     # Progress
 
     def _start(self, name: str, grant: Grant) -> None:
-        waiting, now = self._waiting[name], self._env.now
+        waiting, now, nodes = self._waiting[name], self._env.now, self.nodes.nodes
         given: dict[int, int] = {}
         for machine, count in grant.parts:
-            on = None if grant.on is None else self._nodes_of(machine, grant.on)
+            on = grant.on and tuple(
+                (node, devices)
+                for node, devices in grant.on
+                if node >= len(nodes) or nodes[node].machine == machine
+            )
             given |= self.nodes.take(name, count, machine, on)
         shape = self.nodes.shape(given)
         (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
@@ -437,14 +434,6 @@ class Replay:
             left = max(self._waiting[name].remaining_samples - held.counted, 0.0)
             seconds = held.since_s - now + left * held.step_s / held.useful_batch
             held.process = self._env.process(self._training(name, seconds))
-
-    def _nodes_of(
-        self, machine: str, on: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[int, int], ...]:
-        nodes = self.nodes.nodes
-        return tuple(
-            pair for pair in on if not pair[0] < len(nodes) or nodes[pair[0]].machine == machine
-        )
 
     def _stop(self, name: str, *, planned: bool) -> None:
         """Take a job's devices; unplanned, it falls back to its last checkpoint."""

@@ -10,7 +10,6 @@ import logging
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import fields
 from functools import lru_cache
@@ -228,8 +227,7 @@ class Graphs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._loaded: OrderedDict[str, OpGraph] = OrderedDict()
-        self._lock = threading.Lock()
+        self.get = lru_cache(_MOST_IN_MEMORY)(self._get)
 
     def add(self, content: bytes) -> tuple[str, OpGraph]:
         """Keep a saved graph, or the graph of a summary as JSON; its hash, and the graph.
@@ -246,20 +244,14 @@ class Graphs:
             )
         graph = _read(content)
         write_bytes_atomically(path, content)
-        self._keep(name, graph)
         return name, graph
 
-    def get(self, name: str) -> OpGraph:
+    def _get(self, name: str) -> OpGraph:
         """The graph of a hash; raises UnknownGraphError."""
-        loaded = self._loaded.get(name)
-        if loaded is not None:
-            return loaded
         path = self._path(name)
         if not path.is_file():
             raise UnknownGraphError(f"no graph {name[:12]}… was uploaded; POST it to /graphs")
-        graph = OpGraph.load(path)
-        self._keep(name, graph)
-        return graph
+        return OpGraph.load(path)
 
     def titles(self, most: int) -> list[tuple[str, str]]:
         """(hash, name) of the latest graphs; of each file the head is read alone."""
@@ -274,12 +266,6 @@ class Graphs:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.graph"
-
-    def _keep(self, name: str, graph: OpGraph) -> None:
-        with self._lock:
-            self._loaded[name] = graph
-            while len(self._loaded) > _MOST_IN_MEMORY:
-                self._loaded.popitem(last=False)
 
 
 def _read(content: bytes) -> OpGraph:

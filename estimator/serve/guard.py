@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from starlette.requests import cookie_parser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from estimator.errors import EstimatorError
@@ -246,7 +247,8 @@ class Guard:
         if path in _OPEN or path == "/login" or self._has_token(headers):
             return None
         is_page = path in _PAGES and method in ("GET", "HEAD")
-        if is_page and is_session(self.token, _cookie(headers)):
+        cookies = cookie_parser(headers.get(b"cookie", b"").decode("latin-1"))
+        if is_page and is_session(self.token, cookies.get(COOKIE, "")):
             return None
         if is_page and b"text/html" in headers.get(b"accept", b""):
             return 303, "NoSession", "log in at /login"
@@ -260,14 +262,6 @@ class Guard:
 def _hostname(value: str) -> str:
     match = _HOST.fullmatch(value)
     return match[1].strip("[]").lower() if match else ""
-
-
-def _cookie(headers: dict[bytes, bytes]) -> str:
-    for part in headers.get(b"cookie", b"").decode("latin-1").split(";"):
-        name, _, value = part.strip().partition("=")
-        if name == COOKIE:
-            return value
-    return ""
 
 
 async def _read(

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import estimator as est
-from estimator import advise
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers
 from estimator.advise.rent.revocations import Revocations
 from estimator.advise.rent.transient import Spot, best_interval_s, pareto_front
-from estimator.advise.scaling import largest_batch
+from estimator.advise.scaling import best_batch, largest_batch, next_gpu
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
@@ -263,7 +262,7 @@ def test_what_has_no_price_is_refused() -> None:
 
 
 def test_next_gpu_says_what_one_more_device_adds() -> None:
-    rows = advise.next_gpu(GRAPH, "1x3:t4-g4dn", machines=["v100-p3-8xlarge"])
+    rows = next_gpu(GRAPH, "1x3:t4-g4dn", machines=["v100-p3-8xlarge"])
     assert {row.allocation for row in rows} == {
         "1x4:t4-g4dn",
         "1x3:t4-g4dn+1x1:t4-g4dn",
@@ -277,14 +276,14 @@ def test_next_gpu_says_what_one_more_device_adds() -> None:
     gains = [row.gain_samples_per_s for row in rows]
     assert gains == sorted(gains, reverse=True)
     # A node that is full has no next device.
-    full = advise.next_gpu(GRAPH, "1x4:t4-g4dn")
+    full = next_gpu(GRAPH, "1x4:t4-g4dn")
     assert [row.allocation for row in full] == ["1x4:t4-g4dn+1x1:t4-g4dn"]
     with pytest.raises(AllocationError, match="network"):
-        advise.next_gpu(GRAPH, "1x8:a100-pcie-40gb")
+        next_gpu(GRAPH, "1x8:a100-pcie-40gb")
 
 
 def test_the_best_batch_is_that_of_a_look_at_all_powers_of_two() -> None:
-    found = advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=100)
+    found = best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=100)
     rates = {
         batch: est.estimate(GRAPH, "1x2:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
         for batch in (1, 2, 4, 8, 16, 32, 64, 100)
@@ -326,9 +325,9 @@ def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
 
 def test_other_wrong_questions_are_refused() -> None:
     with pytest.raises(WorkloadError, match="most_per_gpu must be at least 1"):
-        advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
+        best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
     with pytest.raises(AllocationError, match="are the text 'a100-p4d'; give a list"):
-        advise.next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
+        next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
 
 
 def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:
