@@ -45,6 +45,7 @@ from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
+    from estimator.advise.memory import ModuleCost, Remedy
     from estimator.advise.scaling import SweepRow
     from estimator.advise.swap.search import Planned
     from estimator.estimates.estimate import Estimate
@@ -88,9 +89,7 @@ def estimate(
     graph, a job.json, hf:TYPE[:TASK][,key=value...] or hf:PATH/config.json; ALLOCATION is
     NODESxDEVICES:MACHINE, joined by +. Exit code 1: it does not fit into the devices' memory.
     """
-    from estimator.advise.memory import costs_by_module, quick_remedies
     from estimator.advise.scaling import scaling_of
-    from estimator.integrations.viewers import write_trace
     from estimator.report.facts import checked_of
     from estimator.report.sections import Section, estimate_sections
 
@@ -100,23 +99,19 @@ def estimate(
     slowdowns = told_slowdowns(request, (on,))
     request, drifts = counting_told_drifts(request, (on,))
     balance = request.balance(graph, on)
-    answer = balance.answer
+    answer, uneven = balance.answer, balance if balance.is_uneven else None
     duration_s = duration_of(answer, samples, tokens)
     if trace is not None:
-        with waiting("writing the timeline"):
-            write_trace(answer.timeline, trace)
+        _write_trace(answer, trace)
     with waiting("estimating"):
         scaling = scaling_of(answer)
-        modules = costs_by_module(answer) if by_module else []
-    remedies = []
-    if answer.fits == "no" and answer.layout is None:
-        with waiting("looking for what would make it fit"):
-            remedies = quick_remedies(answer)
+    modules = _modules(answer) if by_module else []
+    remedies = _remedies(answer) if answer.fits == "no" and answer.layout is None else []
     if as_json:
         more = {
             "duration_s": duration_s,
             "scaling": asdict(scaling) if scaling else None,
-            "balance_gain_ratio": balance.gain_ratio if balance.is_uneven else None,
+            "balance_gain_ratio": uneven and uneven.gain_ratio,
             "remedies": [remedy.to_dict() for remedy in remedies],
             "modules": [asdict(row) for row in modules] or None,
             "drifts": drifts,
@@ -129,7 +124,7 @@ def estimate(
             answer,
             duration_s=duration_s,
             scaling=scaling,
-            balance=balance if balance.is_uneven else None,
+            balance=uneven,
             remedies=remedies,
             modules=modules,
             verbose=verbose,
@@ -138,6 +133,27 @@ def estimate(
         print_sections([*sections, Section(sentences=hint)])
     if answer.fits == "no":
         end_with_no(f"{answer.model} does not fit on {answer.allocation}")
+
+
+@waiting("looking for what would make it fit")
+def _remedies(answer: Estimate) -> list[Remedy]:
+    from estimator.advise.memory import quick_remedies
+
+    return quick_remedies(answer)
+
+
+@waiting("estimating modules")
+def _modules(answer: Estimate) -> list[ModuleCost]:
+    from estimator.advise.memory import costs_by_module
+
+    return costs_by_module(answer)
+
+
+@waiting("writing the timeline")
+def _write_trace(answer: Estimate, path: Path) -> None:
+    from estimator.integrations.viewers import write_trace
+
+    write_trace(answer.timeline, path)
 
 
 def _sweep_options(command: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from operator import itemgetter
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from estimator.advise.rent.transient import Spot, pareto_front
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, PriceError, WorkloadError, quoted
 from estimator.estimates.engine import DEFAULT
+from estimator.estimates.estimate import Estimate
 from estimator.estimates.table import EstimateTable, estimate_many
 from estimator.estimates.table.table import TableOptions
 from estimator.graph.ir.op_graph import OpGraph
@@ -35,8 +36,14 @@ _LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Best:
-    """How an allocation trains fastest; the interval is of the step. `layout` is as in `Offer`."""
+class Offer:
+    """An allocation with its best strategy and layout: time and cost of the whole training.
+
+    `layout` is None where all ranks are data-parallel, `batch_per_gpu` 0 where unlike devices share
+    the batch by speed. `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval.
+    With revocations times are expected ones, with a checkpoint after every `interval_s` of training
+    (None: at its end alone, and within the warning of a revocation).
+    """
 
     strategy: str
     layout: str | None
@@ -49,37 +56,6 @@ class _Best:
     low_s: float
     high_s: float
     samples_per_s: float
-
-    @classmethod
-    def of_row(
-        cls, table: EstimateTable, row: int, strategy: str, micro_batches: int, graph: OpGraph
-    ) -> _Best:
-        """A row of a table, whose ranks are data-parallel."""
-        return cls(
-            strategy=strategy,
-            layout=None,
-            checkpoint=graph.checkpoint,
-            batch_per_gpu=int(table.batch_per_gpu[row]),
-            accumulation_steps=micro_batches,
-            global_batch=int(table.global_batch[row]),
-            fits=str(table.fits[row]),
-            step_time_s=float(table.step_time_s[row]),
-            low_s=float(table.low_s[row]),
-            high_s=float(table.high_s[row]),
-            samples_per_s=float(table.samples_per_s[row]),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer(_Best):
-    """An allocation with its best strategy and layout: time and cost of the whole training.
-
-    `layout` is None where all ranks are data-parallel.
-    `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval. With revocations
-    times are expected ones, with a checkpoint after every `interval_s` of training (None: at its
-    end alone, and within the warning of a revocation).
-    """
-
     allocation: str
     ranks: int
     duration_s: float
@@ -161,13 +137,14 @@ def offers(
         hourly_usd(known, allocation, spot=bool(spot))
     feed = None if loader is None else Loader.parse(loader)
     options: TableOptions = {"calibration": calibration, "loader": feed}
-    best, refused = _by_strategy(graph, parsed, strategies, batch_per_gpu, global_batch, options)
+    found, refused = _by_strategy(graph, parsed, strategies, batch_per_gpu, global_batch, options)
+    best = {number: table.row(row) for number, (_, table, row) in found.items()}
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
         laid_out = _laid_out(layouts_of, allocation, global_batch, options, executor)
         held = best.get(number)
-        if laid_out is not None and (held is None or laid_out.samples_per_s > held.samples_per_s):
+        if laid_out is not None and (held is None or _rate(laid_out) > _rate(held)):
             best[number] = laid_out
     left_out = {
         str(allocation): _why_not(refused.get(number), allocation, global_batch)
@@ -193,6 +170,10 @@ class Offered(NamedTuple):
 
     offers: list[Offer]
     left_out: dict[str, str]
+
+
+def _rate(answer: Estimate) -> float:
+    return answer.samples_per_s or 0.0
 
 
 class _Refused(NamedTuple):
@@ -222,12 +203,12 @@ def _by_strategy(
     batch_per_gpu: int | None,
     global_batch: int | None,
     options: TableOptions,
-) -> tuple[dict[int, _Best], dict[int, _Refused]]:
-    """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
-    best: dict[int, _Best] = {}
+) -> tuple[dict[int, tuple[float, EstimateTable, int]], dict[int, _Refused]]:
+    """Of each allocation (samples/s, table, row) of the fastest, or the nearest miss."""
+    best: dict[int, tuple[float, EstimateTable, int]] = {}
     refused: dict[int, _Refused] = {}
     for strategy in strategies:
-        for table, rows, micro_batches in _tables(
+        for table, rows in _tables(
             graph, allocations, batch_per_gpu, global_batch, {**options, "strategy": strategy}
         ):
             for row, number in enumerate(rows):
@@ -236,9 +217,9 @@ def _by_strategy(
                     missed = _Refused(float(peak), table, row)
                     refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
                     continue
-                held = best.get(number)
-                if held is None or table.samples_per_s[row] > held.samples_per_s:
-                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+                rate = float(table.samples_per_s[row])
+                if number not in best or rate > best[number][0]:
+                    best[number] = rate, table, row
     return best, refused
 
 
@@ -248,7 +229,7 @@ def _laid_out(
     global_batch: int | None,
     options: TableOptions,
     executor: Executor | None,
-) -> _Best | None:
+) -> Estimate | None:
     """The best layout of an allocation; None where none trains it, or devices are unlike."""
     if global_batch is None:
         raise WorkloadError("layouts share the samples of a step; give a global batch")
@@ -265,23 +246,10 @@ def _laid_out(
         )
     except WorkloadError:
         return None
-    row = ranking.rows[0]
-    answer = row.answer
+    answer = ranking.rows[0].answer
     if options["loader"] is not None:
         answer = DEFAULT.estimate(answer.request.changed(loader=options["loader"]))
-    return _Best(
-        strategy=row.strategy,
-        layout=answer.layout,
-        checkpoint=row.checkpoint,
-        batch_per_gpu=row.batch_per_gpu,
-        accumulation_steps=row.micro_batches,
-        global_batch=global_batch,
-        fits=answer.fits,
-        step_time_s=answer.step_time_s,
-        low_s=answer.low_s,
-        high_s=answer.high_s,
-        samples_per_s=global_batch / answer.step_time_s,
-    )
+    return answer
 
 
 def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> float:
@@ -303,11 +271,10 @@ def _tables(
     batch_per_gpu: int | None,
     global_batch: int | None,
     options: TableOptions,
-) -> Iterator[tuple[EstimateTable, list[int], int]]:
-    """Tables of what is asked, with the numbers of their allocations and the micro-batches."""
+) -> Iterator[tuple[EstimateTable, list[int]]]:
+    """Tables of what is asked, with the numbers of their allocations."""
     if global_batch is None:
-        for table, rows in _by_batch(graph, allocations, batch_per_gpu, options):
-            yield table, rows, 1
+        yield from _by_batch(graph, allocations, batch_per_gpu, options)
         return
     most = {
         number: global_batch // one.ranks
@@ -331,7 +298,7 @@ def _tables(
                 global_batch=global_batch,
                 **parts,
             )
-            yield table, rows, micro_batches
+            yield table, rows
             fitting = {
                 number
                 for row, number in enumerate(rows)
@@ -377,15 +344,15 @@ def _by_batch(
 
 def _offer(
     allocation: Allocation,
-    best: _Best,
+    answer: Estimate,
     samples: float,
     prices: PriceList,
     spot: bool | Spot,
 ) -> Offer | None:
     """None where revocations are so frequent that no training ends."""
-    work_s = samples / best.samples_per_s
+    work_s = samples / _rate(answer)
     duration_s, interval_s = work_s, None
-    low_s, high_s = (work_s * bound_s / best.step_time_s for bound_s in (best.low_s, best.high_s))
+    low_s, high_s = (work_s * s / answer.step_time_s for s in (answer.low_s, answer.high_s))
     if isinstance(spot, Spot):
         works_s = [work_s, low_s, high_s]
         (duration_s, low_s, high_s), every_s = spot.times_s(works_s, spot.of_any(allocation))
@@ -397,7 +364,17 @@ def _offer(
         for time_s in (duration_s, low_s, high_s)
     )
     return Offer(
-        **asdict(replace(best, low_s=low_s, high_s=high_s)),
+        strategy=answer.strategy,
+        layout=answer.layout,
+        checkpoint=answer.request.graph.checkpoint,
+        batch_per_gpu=answer.batch_per_gpu or 0,
+        accumulation_steps=answer.accumulation_steps,
+        global_batch=answer.global_batch or 0,
+        fits=answer.fits,
+        step_time_s=answer.step_time_s,
+        low_s=low_s,
+        high_s=high_s,
+        samples_per_s=_rate(answer),
         allocation=str(allocation),
         ranks=allocation.ranks,
         duration_s=duration_s,
