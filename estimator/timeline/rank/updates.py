@@ -48,7 +48,7 @@ class Trained:
 
     `words` are their bytes in units of 4. `idle` are elements of embedding tables in rows that a
     batch of uniformly drawn indices never picks. `dtensors` are the bytes of each DTensor of layers
-    that ranks divide. `matrices` are those that Muon would update: sizes and how many have them.
+    that ranks divide. `matrices` are those that Muon updates: sizes and how many have them.
     `parts` are what each optimizer updates, as often as it does so in a step; there are none where
     the graph's own one updates everything once.
     """
@@ -89,6 +89,7 @@ class Trained:
         cls, bound: BoundGraph, columns: GraphColumns, own: Sequence[Parameter], *, sharded: bool
     ) -> Trained:
         parts = [p.sharded_parts if sharded else 1 for p in own]
+        by_muon = "muon" in (bound.graph.optimizer, *(p.optimizer for p in own))
         sizes = [p.spec.nbytes * count for p, count in zip(own, parts, strict=True)]
         return cls(
             tensors=len(own),
@@ -97,12 +98,12 @@ class Trained:
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound, columns, own),
             dtensors=tuple([p.spec.nbytes for p in own if p.is_dtensor]),
-            matrices=_matrices(bound.graph, sharded=sharded),
+            matrices=_matrices(bound.graph, sharded=sharded) if by_muon else (),
         )
 
     @property
     def in_matrices(self) -> tuple[int, int]:
-        """(how many matrices Muon would update, their elements)."""
+        """(how many matrices Muon updates, their elements)."""
         elements = sum(rows * columns * count for (rows, columns), count in self.matrices)
         return sum(count for _, count in self.matrices), elements
 

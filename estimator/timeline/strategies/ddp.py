@@ -308,7 +308,13 @@ class ReplicaRules(Rules[S]):
     def optimizer(self, tensors: StepTensors, *, sharded: bool = False) -> OptimizerMemory:
         """What one rank holds of the optimizer; if `sharded`, all ranks that share it together."""
         master_ratio = self.strategy.master_ratio(self.graph.precision)
-        return optimizer_memory(tensors.graph, master_ratio=master_ratio, sharded=sharded)
+        graph = tensors.graph
+
+        def made() -> OptimizerMemory:
+            return optimizer_memory(graph, master_ratio=master_ratio, sharded=sharded)
+
+        # The same at every batch size.
+        return self.cache.get("optimizer memory", (graph,), made, master_ratio, sharded)
 
     def updates(self, tensors: StepTensors) -> tuple[Update, ...]:
         """What ranks hold of the optimizer where there are several; see `Holding.updates`."""
