@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from estimator.graph.costs.call_costs import op_cost
 from estimator.graph.ir.op_graph import OpGraph
@@ -171,6 +172,16 @@ def with_every_collective(profile: MachineProfile) -> MachineProfile:
         for op in ops
     ]
     return replace(profile, collectives=(*profile.collectives, *others))
+
+
+def module(forward: Callable[..., Any], **parts: Any) -> Any:
+    """An nn.Module with these parts, whose forward() is a function of it and its inputs."""
+    from torch import nn
+
+    made: Any = type("Made", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
 
 
 def _square(size: int) -> TensorSpec:

@@ -334,8 +334,8 @@ def _noise_of(model: Any, seen: Observation) -> GradientNoise | None:
 class Watch:
     """Times the steps of one loop; made by `observe`, used in a ``with`` statement.
 
-    `recorded_steps` and `dropped_steps` say how many steps went into observations, and how many
-    were warm-up. Without a sink (on other ranks) it does nothing.
+    `recorded` are its observations, of `recorded_steps` steps; `dropped_steps` were warm-up.
+    Without a sink (on other ranks) it does nothing.
     """
 
     def __init__(
@@ -352,10 +352,14 @@ class Watch:
         self._sink, self._summary, self._observation = sink, summary, observation
         self._windows, self._synchronize, self._clock = windows, synchronize, clock
         self._noise = noise
-        self.recorded_steps = 0
+        self.recorded: list[Observation] = []
         self._waiting: list[Observation] = []
         self._has_complained = False
         self._untimed_steps, self._start_s = 0, clock()
+
+    @property
+    def recorded_steps(self) -> int:
+        return sum(one.steps for one in self.recorded)
 
     @property
     def dropped_steps(self) -> int:
@@ -407,7 +411,7 @@ class Watch:
                 gradient_noise_samples=self._noise.scale_samples if self._noise else None,
             )
             self._waiting.append(seen)
-            self.recorded_steps += window.steps
+            self.recorded.append(seen)
         if self._sink is None or not self._waiting:
             return
         try:

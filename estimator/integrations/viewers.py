@@ -55,16 +55,16 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[Event]:
-    yield _name_event("process_name", rank, 0, f"rank {rank}")
+    yield _meta_event("process_name", rank, 0, name=f"rank {rank}")
     by_lane: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_lane[span.lane].append(span)
     for block, lane in enumerate(LANES):
         for slot, track in enumerate(flat_tracks(by_lane[lane])):
             thread = block * TRACKS_PER_LANE + slot
-            yield _name_event("thread_name", rank, thread, lane + (f" {slot + 1}" if slot else ""))
-            sort_index = {"sort_index": thread}
-            yield _meta_event("thread_sort_index", rank, thread, sort_index)
+            name = lane + (f" {slot + 1}" if slot else "")
+            yield _meta_event("thread_name", rank, thread, name=name)
+            yield _meta_event("thread_sort_index", rank, thread, sort_index=thread)
             for span in track:
                 yield _span_event(rank, thread, span)
 
@@ -84,11 +84,7 @@ def _span_event(rank: int, thread: int, span: Span) -> Event:
     }
 
 
-def _name_event(kind: str, rank: int, thread: int, name: str) -> Event:
-    return _meta_event(kind, rank, thread, {"name": name})
-
-
-def _meta_event(kind: str, rank: int, thread: int, arguments: dict[str, Any]) -> Event:
+def _meta_event(kind: str, rank: int, thread: int, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
 
 

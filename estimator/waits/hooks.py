@@ -19,7 +19,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import profiler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from estimator.graph.trace.fake_tensors import map_tensors
 from estimator.probe.devices.inventory import pinned
 from estimator.waits.runs import FILES_LOG, RECORD_MARK, STOPPED
 
@@ -172,25 +173,13 @@ def install(watched: Watched) -> None:
 
 def copied(batch: Any) -> Any:
     """A batch with tensors of its own, whatever holds them."""
-    if isinstance(batch, torch.Tensor):
-        twin = torch.empty_like(batch, pin_memory=batch.is_pinned()) if batch.is_cpu else batch
-        return twin.copy_(batch) if twin is not batch else batch.clone()
-    if isinstance(batch, Mapping):
-        held = {key: copied(value) for key, value in batch.items()}
-        return held if type(batch) is dict else _remade(batch, held)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(copied(item) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(copied(item) for item in batch)
-    return batch
 
+    def twin(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cpu:
+            return tensor.clone()
+        return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
 
-def _remade(batch: Any, held: dict[Any, Any]) -> Any:
-    """A mapping of a library's own type, such as transformers' BatchEncoding."""
-    try:
-        return type(batch)(held)
-    except TypeError:
-        return held
+    return map_tensors(batch, twin)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -202,15 +191,16 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_of(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch, in order, whatever holds them."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-        return
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(items, Iterable) and not isinstance(items, str | bytes):
-        for item in items:
-            yield from tensors_of(item)
+    tensors: list[torch.Tensor] = []
+
+    def note(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return tensors
 
 
 def leading_size(batch: Any) -> int:

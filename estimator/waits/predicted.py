@@ -265,27 +265,27 @@ def _workers_needed(
     loader: Loader, stall_s: Callable[[Loader], float], hidden_s: float
 ) -> int | None:
     """By bisection, since more workers never wait longer; None where the most of them still do."""
-    least_s = stall_s(loader.with_workers(MOST_WORKERS))
-    if stall_s(loader.with_workers(0)) <= hidden_s:
+
+    def waits_s(workers: int) -> float:
+        return stall_s(loader.with_workers(workers))
+
+    alone_s, least_s = waits_s(0), waits_s(MOST_WORKERS)
+    if alone_s <= hidden_s:
         return 0
     workers = range(1, MOST_WORKERS)
-    high = 1 + bisect_left(
-        workers, True, key=lambda n: stall_s(loader.with_workers(n)) <= least_s + hidden_s
-    )
-    return high if stall_s(loader.with_workers(high)) < stall_s(loader.with_workers(0)) else None
+    enough = 1 + bisect_left(workers, True, key=lambda n: waits_s(n) <= least_s + hidden_s)
+    return enough if waits_s(enough) < alone_s else None
 
 
 def _cached_needed(
     loader: Loader, stall_s: Callable[[Loader], float], hidden_s: float
 ) -> float | None:
+    """In steps of a thousandth; None without a disk."""
     if loader.disk_bytes_per_s is None:
         return None
-    most_s = stall_s(replace(loader, cached_ratio=1.0)) + hidden_s
-    if stall_s(replace(loader, cached_ratio=0.0)) <= most_s:
-        return 0.0
-    low, high = 0.0, 1.0
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        enough = stall_s(replace(loader, cached_ratio=middle)) <= most_s
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+
+    def waits_s(thousandths: int) -> float:
+        return stall_s(replace(loader, cached_ratio=thousandths / 1000))
+
+    most_s = waits_s(1000) + hidden_s
+    return bisect_left(range(1000), True, key=lambda n: waits_s(n) <= most_s) / 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, OrderedDict, UserDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -225,9 +225,14 @@ def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor], path: str = 
     join = f"{path}." if path else ""
     if isinstance(tree, Mapping):
         items = {key: map_tensors(item, change, f"{join}{key}") for key, item in tree.items()}
-        # transformers' BatchEncoding and BatchFeature are UserDicts, read by attribute too.
+        if type(tree) is dict:
+            return items
+        # As transformers' BatchEncoding, which is read by attribute too.
         rebuild: Any = type(tree)
-        return rebuild(items) if isinstance(tree, UserDict) else items
+        try:
+            return rebuild(items)
+        except TypeError:
+            return items
     if isinstance(tree, (list, tuple)):
         changed = [map_tensors(item, change, f"{join}{i}") for i, item in enumerate(tree)]
         if hasattr(tree, "_fields"):

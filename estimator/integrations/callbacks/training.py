@@ -7,13 +7,12 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from estimator.calibrate.database import PATIENCE_S
-from estimator.calibrate.observed import Observation, ObservedWorkload, latest_noise_samples
+from estimator.calibrate.observed import ObservedWorkload, latest_noise_samples
 from estimator.calibrate.store import ObservationStore
 from estimator.calibrate.watching import Watch, observe, own_rank
 from estimator.errors import EstimatorError
@@ -123,7 +122,6 @@ class WatchedTraining:
     settings: Settings
     comparison: Comparison | None = None
     _watch: Watch | None = None
-    _seen: _RememberingStore | None = None
     _expected: Comparison | None = field(default=None)
 
     @property
@@ -147,6 +145,8 @@ class WatchedTraining:
         """
         from torch import cuda
 
+        from estimator.waits.hooks import leading_size
+
         settings = self.settings
         allocation = settings.allocation or f"{nodes}x{ranks // nodes}:local"
         strategy = settings.strategy or strategy
@@ -155,7 +155,7 @@ class WatchedTraining:
             recipe["target"] = "cuda" if cuda.is_available() else "cpu"
             graph, refusal = _traced(model, batch, recipe)
         summary = ObservedWorkload.of(type(model).__name__ if graph is None else graph)
-        batch_per_gpu = _samples(batch) if graph is None else graph.batch
+        batch_per_gpu = leading_size(batch) if graph is None else graph.batch
         predicted, remark = None, ""
         if graph is not None:
             predicted, refusal = _predicted(
@@ -171,9 +171,8 @@ class WatchedTraining:
             refusal=refusal,
             remark=remark,
         )
-        self._seen = _RememberingStore(settings.store)
         self._watch = observe(
-            self._seen,
+            settings.store,
             workload=summary,
             allocation=allocation,
             batch_per_gpu=batch_per_gpu or 1,
@@ -198,16 +197,17 @@ class WatchedTraining:
 
     def end(self) -> Comparison | None:
         """Say what was predicted and what measured; None where nothing was trained."""
-        if self._watch is None or self._seen is None or self._expected is None:
+        if self._watch is None or self._expected is None:
             return None
         self._watch.__exit__(None, None, None)
-        self._watch = None
-        steps, measured_s = self._seen.median()
+        recorded, self._watch = self._watch.recorded, None
+        # The median of windows, each counted by its steps.
+        times_s = [one.step_time_s for one in recorded for _ in range(one.steps)]
         self.comparison = replace(
             self._expected,
-            measured_s=measured_s,
-            steps=steps,
-            gradient_noise_samples=self._seen.gradient_noise_samples,
+            measured_s=statistics.median(times_s) if times_s else None,
+            steps=len(times_s),
+            gradient_noise_samples=latest_noise_samples(recorded),
         )
         say = self.settings.say or _say
         say(str(self.comparison))
@@ -215,36 +215,6 @@ class WatchedTraining:
             content = json.dumps(self.comparison.to_dict(), indent=1, allow_nan=False)
             write_text_atomically(Path(self.settings.report), content + "\n")
         return self.comparison
-
-
-class _RememberingStore:
-    """A store that also remembers what this training put into it."""
-
-    def __init__(self, store: str | os.PathLike[str] | None) -> None:
-        self.store = ObservationStore(store)
-        self.observations: dict[str, Observation] = {}
-
-    def add_many(
-        self,
-        observations: Iterable[Observation],
-        *,
-        summaries: Iterable[ObservedWorkload] = (),
-        patience_s: float = PATIENCE_S,
-    ) -> int:
-        """Keep observations; how many were new."""
-        observations = list(observations)
-        self.observations |= {one.identity: one for one in observations}
-        return self.store.add_many(observations, summaries=summaries, patience_s=patience_s)
-
-    @property
-    def gradient_noise_samples(self) -> float | None:
-        """Of the training, when it was last known."""
-        return latest_noise_samples(self.observations.values())
-
-    def median(self) -> tuple[int, float | None]:
-        """Steps that were timed, and the median of their windows, each counted by its steps."""
-        times_s = [one.step_time_s for one in self.observations.values() for _ in range(one.steps)]
-        return len(times_s), statistics.median(times_s) if times_s else None
 
 
 def _traced(model: Any, batch: Any, recipe: Mapping[str, Any]) -> tuple[OpGraph | None, str]:
@@ -263,14 +233,6 @@ def _predicted(graph: OpGraph, allocation: str, **options: Any) -> tuple[Estimat
         return estimate(graph, allocation, **options), ""
     except EstimatorError as error:
         return None, str(error)
-
-
-def _samples(batch: Any) -> int | None:
-    """The size of the first dimension of the first tensor."""
-    from torch.utils._pytree import tree_leaves
-
-    sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0))
-    return next(sizes, None)
 
 
 def _threads_remark(predicted: Estimate) -> str:
