@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from estimator.graph.trace.fake_tensors import with_samples
 from estimator.graph.trace.trace import trace_graph
+from tests.synthetic import module
 
 
 class Pair(NamedTuple):
@@ -24,16 +25,12 @@ def test_rows_that_several_make_a_sample_are_doubled_only_in_a_packed_batch() ->
 
 
 def test_a_model_of_patches_in_one_list_is_traced_at_every_batch_size() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 3)
+    def forward(self: Any, ids: Tensor, same: Tensor, patches: Tensor) -> Tensor:
+        return ids + same + self.linear(patches).view(ids.shape[0], 4, 3).mean(1)
 
-        def forward(self, ids: Tensor, same: Tensor, patches: Tensor) -> Tensor:
-            return ids + same + self.linear(patches).view(ids.shape[0], 4, 3).mean(1)
-
+    model = module(forward, linear=nn.Linear(5, 3))
     batch = {"ids": torch.zeros(2, 3), "same": torch.zeros(2, 3), "patches": torch.zeros(8, 5)}
-    graph = trace_graph(Packed(), batch)
+    graph = trace_graph(model, batch)
     assert (graph.batch, graph.other_batch) == (2, 4)
 
 

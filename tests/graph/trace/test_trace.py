@@ -20,6 +20,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.graph.trace.training_call import loss_of
+from tests.synthetic import module
 
 SEEN_BY_MODES_ALONE = {"aten.detach.default", "aten.lift_fresh.default"}
 
@@ -143,15 +144,11 @@ def test_modules_and_phases_follow_the_forward_call() -> None:
 
 
 def test_views_and_in_place_results_share_the_storage_of_their_base() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x).relu_().t()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).relu_().t()
-
-    graph = trace_graph(InPlace(), torch.randn(2, 4))
+    model = module(forward, linear=nn.Linear(4, 4))
+    graph = trace_graph(model, torch.randn(2, 4))
     by_target = {op.call.target: op for op in graph.ops if op.phase == "forward"}
     product = by_target["aten.addmm.default"].outputs[0]
     relu, view = by_target["aten.relu_.default"], graph.ops[3]
@@ -259,66 +256,49 @@ def test_expert_loops_are_routed_evenly_and_say_so() -> None:
 
 
 def test_branches_on_values_of_the_batch_are_taken_as_eager_training_takes_them() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if mask.all() else y[mask.nonzero().squeeze(-1)]
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            y = self.linear(x)
-            return y if mask.all() else y[mask.nonzero().squeeze(-1)]
-
-    full = trace_graph(Branching(), (torch.randn(3, 2), torch.ones(3, dtype=torch.bool)))
-    part = trace_graph(Branching(), (torch.randn(3, 2), torch.tensor([True, False, True])))
+    model = module(forward, linear=nn.Linear(2, 2))
+    full = trace_graph(model, (torch.randn(3, 2), torch.ones(3, dtype=torch.bool)))
+    part = trace_graph(model, (torch.randn(3, 2), torch.tensor([True, False, True])))
     assert "aten.nonzero.default" not in {op.call.target for op in full.ops}
     nonzero = next(op for op in part.ops if op.call.target == "aten.nonzero.default")
     assert nonzero.call.outputs[0].shape == (2, 1)
 
 
 def test_shapes_that_depend_on_weights_are_refused_with_operator_and_module() -> None:
-    class Selecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-            self.choose = Choose()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.choose(self.inner(x))
+    def selecting(self: Any, x: Tensor) -> Tensor:
+        return self.choose(self.inner(x))
 
     class Choose(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[: int(x.sum())]
 
+    model = module(selecting, inner=nn.Linear(2, 2), choose=Choose())
     found = r"aten\._local_scalar_dense\.default in module 'choose'"
     with pytest.raises(TraceError, match=found):
-        trace_graph(Selecting(), torch.randn(3, 2))
+        trace_graph(model, torch.randn(3, 2))
 
 
 def test_a_model_that_hard_codes_its_batch_is_traced_with_a_fixed_one() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x).view(4, 2).sum(0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).view(4, 2).sum(0)
-
-    graph = trace_graph(Fixed(), torch.randn(4, 3))
+    model = module(forward, linear=nn.Linear(3, 2))
+    graph = trace_graph(model, torch.randn(4, 3))
     assert (graph.batch, graph.other_batch) == (4, None)
     assert any("fixed as traced" in assumption for assumption in graph.assumptions)
 
 
 def test_a_batch_of_1_is_named_as_what_may_have_fixed_the_batch() -> None:
-    class Squeezing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.sum() if len(y) == 1 else y.mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            return y.sum() if len(y) == 1 else y.mean()
-
-    graph = trace_graph(Squeezing(), torch.randn(1, 3))
+    model = module(forward, linear=nn.Linear(3, 2))
+    graph = trace_graph(model, torch.randn(1, 3))
     with pytest.raises(WorkloadError, match=r"perhaps because that was 1; .* 2 or more"):
         graph.at(4)
     with pytest.raises(WorkloadError, match="with the batch you want"):
@@ -343,15 +323,11 @@ def test_channels_last_without_convolutions_is_said_to_change_nothing() -> None:
 def test_a_recomputed_forward_is_part_of_the_backward_phase() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.LayerNorm(3))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    graph = trace_graph(Checkpointed(), torch.randn(4, 3))
+    model = module(forward, inner=nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.LayerNorm(3)))
+    graph = trace_graph(model, torch.randn(4, 3))
     phases = Counter(op.phase for op in graph.ops if op.call.target == "aten.addmm.default")
     assert phases == {"forward": 1, "backward": 1}
 
@@ -412,16 +388,12 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_sentence(
 
 
 def test_a_label_list_has_one_entry_per_sample() -> None:
-    class Detector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def forward(self: Any, x: Tensor, boxes: list[Tensor]) -> Tensor:
+        found = self.linear(x)
+        return sum((row - box).abs().mean() for row, box in zip(found, boxes, strict=True))
 
-        def forward(self, x: Tensor, boxes: list[Tensor]) -> Tensor:
-            found = self.linear(x)
-            return sum((row - box).abs().mean() for row, box in zip(found, boxes, strict=True))
-
-    graph = trace_graph(Detector(), (torch.randn(4, 3), [torch.randn(6, 2) for _ in range(4)]))
+    model = module(forward, linear=nn.Linear(3, 2))
+    graph = trace_graph(model, (torch.randn(4, 3), [torch.randn(6, 2) for _ in range(4)]))
     assert graph.batch == 4
     # One loss per sample: twice the samples are more operators, so the batch is fixed.
     assert graph.other_batch is None
@@ -466,19 +438,14 @@ def test_the_graph_for_cuda_has_cudnn_layers_flash_attention_and_fused_dropout()
 
 
 def test_a_bias_of_attention_is_cast_and_its_rows_are_padded_to_sixteen_bytes() -> None:
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(1, 2, 49, 49))
-            self.project = nn.Linear(8, 8)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.project(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.project(x)
-            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
-
+    model = module(forward, bias=nn.Parameter(torch.zeros(1, 2, 49, 49)), project=nn.Linear(8, 8))
     for precision, dtype in (("fp32", "float32"), ("bf16-amp", "bfloat16")):
         batch = torch.randn(3, 2, 49, 8)
-        graph = trace_graph(Biased(), batch, target="cuda", precision=precision)  # type: ignore[arg-type]
+        graph = trace_graph(model, batch, target="cuda", precision=precision)  # type: ignore[arg-type]
         (call,) = (
             op.call
             for op in graph.ops
@@ -505,16 +472,12 @@ def test_under_autocast_cuda_normalises_in_float32_and_the_cpu_does_not() -> Non
 
 
 def test_the_pieces_of_a_split_are_views_of_what_was_split() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 8)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.layer(x).split(4, dim=-1)
+        return left * right
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            left, right = self.layer(x).split(4, dim=-1)
-            return left * right
-
-    graph = trace_graph(Halves(), torch.randn(3, 4))
+    model = module(forward, layer=nn.Linear(4, 8))
+    graph = trace_graph(model, torch.randn(3, 4))
     split = next(op for op in graph.ops if op.call.target == "aten.split.Tensor")
     assert split.is_view
     assert [graph.values[value].base for value in split.outputs] == [split.inputs[0]] * 2
@@ -611,35 +574,27 @@ def test_channels_last_lays_images_and_filters_out_as_moving_the_model_would() -
 def test_attention_takes_the_kernel_that_cuda_takes(
     precision: str, mask: bool, head: int, kernel: str
 ) -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(8, 3 * 2 * head)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        projected = self.project(x).view(*x.shape[:2], 3, 2, head)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if mask else None
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
-        def forward(self, x: Tensor) -> Tensor:
-            projected = self.project(x).view(*x.shape[:2], 3, 2, head)
-            query, key, value = projected.permute(2, 0, 3, 1, 4)
-            seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if mask else None
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-
-    graph = trace_graph(Attention(), torch.randn(2, 6, 8), target="cuda", precision=precision)
+    model = module(forward, project=nn.Linear(8, 3 * 2 * head))
+    graph = trace_graph(model, torch.randn(2, 6, 8), target="cuda", precision=precision)
     found = {op.call.target.split(".")[1] for op in graph.ops if op.phase == "forward"}
     kernels = {name for name in found if "attention" in name or "softmax" in name}
     assert kernels == {kernel}
 
 
 def test_values_narrower_than_queries_give_outputs_as_wide_as_values() -> None:
-    class Latent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keys, self.values = nn.Linear(8, 2 * 24), nn.Linear(8, 2 * 16)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        keys = self.keys(x).view(*x.shape[:2], 2, 24).transpose(1, 2)
+        values = self.values(x).view(*x.shape[:2], 2, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(keys, keys, values, is_causal=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            keys = self.keys(x).view(*x.shape[:2], 2, 24).transpose(1, 2)
-            values = self.values(x).view(*x.shape[:2], 2, 16).transpose(1, 2)
-            return F.scaled_dot_product_attention(keys, keys, values, is_causal=True)
-
-    graph = trace_graph(Latent(), torch.randn(2, 6, 8), target="cuda", precision="bf16")
+    model = module(forward, keys=nn.Linear(8, 2 * 24), values=nn.Linear(8, 2 * 16))
+    graph = trace_graph(model, torch.randn(2, 6, 8), target="cuda", precision="bf16")
     (attention,) = (op for op in graph.ops if op.phase == "forward" and "attention" in op.name)
     assert "efficient" in attention.name
     assert attention.call.outputs[0].shape == (2, 2, 6, 16)
