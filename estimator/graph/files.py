@@ -179,7 +179,9 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
-    specs = [_checked_spec(decode_tree(item)) for item in data["specs"]]
+    specs = [decode_tree(item) for item in data["specs"]]
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        raise ValueError("a tensor has no shape")
     calls = [_checked_call(OpCall.decode(item)) for item in data["calls"]]
     values = tuple(
         Value(
@@ -304,12 +306,6 @@ def _one_of(kinds: Any, value: Any) -> Any:
     if value not in get_args(kinds):
         raise ValueError(f"{quoted(value)} is none of {', '.join(get_args(kinds))}")
     return value
-
-
-def _checked_spec(spec: Any) -> TensorSpec:
-    if not isinstance(spec, TensorSpec):
-        raise ValueError("a tensor has no shape")
-    return spec
 
 
 def _checked_call(call: OpCall) -> OpCall:

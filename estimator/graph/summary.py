@@ -250,7 +250,11 @@ class _Parts:
         tensors = len(numels)
         specs = [TensorSpec((numel,), self.summary.parameter_dtype) for numel in numels]
         weights = [self._value("parameter", spec, spec) for spec in specs]
-        saved = [self._activation(size) for size in self._saved_bytes(tensors)]
+        saved_bytes = _spread(self.summary.activation_bytes_per_sample or 0, tensors)
+        saved = [
+            self._value("activation", *(TensorSpec((b, size), "uint8") for b in self.batches))
+            for size in saved_bytes
+        ]
         for index in range(tensors):
             ends = (self.flow, weights[index], saved[index])
             self._part("forward", _FORWARD_RATIO / tensors, ends, index)
@@ -274,16 +278,9 @@ class _Parts:
             self._part("backward", (1 - _FORWARD_RATIO) * (1 - done), rest, 0)
         return tuple(parameters)
 
-    def _saved_bytes(self, tensors: int) -> tuple[int, ...]:
-        return _spread(self.summary.activation_bytes_per_sample or 0, tensors)
-
     def _value(self, kind: ValueKind, spec: TensorSpec, other_spec: TensorSpec) -> int:
         self.values.append(Value(spec=spec, other_spec=other_spec, kind=kind))
         return len(self.values) - 1
-
-    def _activation(self, bytes_per_sample: int) -> int:
-        one, two = (TensorSpec((batch, bytes_per_sample), "uint8") for batch in self.batches)
-        return self._value("activation", one, two)
 
     def _backward(self, share: float, index: int, weight: int, saved: int, gradient: int) -> None:
         """What makes the gradient of one tensor: of a matmul, those of both factors."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import hypot, sqrt
 from pathlib import Path
@@ -129,7 +129,11 @@ def measure_stalls(
     if not busy_s:
         missing["host"] = "no accelerator worked, and cores are their own host"
     answer = _answer(script, records, missing)
-    return _with_host(answer, busy_s) if busy_s else answer
+    if not busy_s:
+        return answer
+    alone = answer.runs["T0" if "T0" in answer.runs else "T1"]
+    host = _stall(alone, TimedRun(busy_s, 0.0, (busy_s,)), alone)
+    return replace(answer, stalls={"host": host, **answer.stalls})
 
 
 def _run(script: Script, folder: Path, name: RunName) -> RunRecord:
@@ -163,12 +167,6 @@ def _answer(
     )
 
 
-def _with_host(answer: MeasuredStalls, busy_s: float) -> MeasuredStalls:
-    alone = answer.runs["T0" if "T0" in answer.runs else "T1"]
-    stall = _stall(alone, TimedRun(busy_s, 0.0, (busy_s,)), alone)
-    return replace(answer, stalls={"host": stall, **answer.stalls})
-
-
 def _timed(records: Sequence[RunRecord]) -> TimedRun:
     runs_s = [record.step_s for record in records]
     span_s = (max(runs_s) - min(runs_s)) / 2
@@ -190,7 +188,8 @@ def _data_files(script: Script, folder: Path, data: Sequence[Path]) -> list[Path
     look = replace(script, steps=min(script.steps, script.warmup + 1))
     run(look, folder, devices=len(script.cores), is_synthetic=False, environment=environment)
     if data:
-        return sorted({path for place in data for path in _files_of(place)})
+        places = [[*path.rglob("*")] if path.is_dir() else [path] for path in data]
+        return sorted({path for place in places for path in place if not path.is_dir()})
     opened = log.read_bytes().decode(errors="surrogateescape").splitlines() if log.exists() else []
     kinds = {(path.parent, path.suffix) for path in map(Path, set(opened)) if _is_data(path)}
     return sorted(
@@ -199,10 +198,6 @@ def _data_files(script: Script, folder: Path, data: Sequence[Path]) -> list[Path
         for path in parent.iterdir()
         if path.suffix == suffix and path.is_file()
     )
-
-
-def _files_of(path: Path) -> Iterable[Path]:
-    return [inner for inner in path.rglob("*") if inner.is_file()] if path.is_dir() else [path]
 
 
 def _is_data(path: Path) -> bool:

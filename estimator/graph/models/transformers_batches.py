@@ -149,7 +149,9 @@ class _Maker:
             "task_inputs": lambda: self._token_ids((self.batch, self.config.task_seq_len)),
             "qformer_input_ids": self._tokens,
             "pixel_values": self._pixels,
-            "pixel_values_videos": self._video,
+            "pixel_values_videos": lambda: self._normal(
+                self.batch, self.frames, 3, *self.image_size
+            ),
             "flattened_patches": self._patches,
             "input_values": self._audio,
             "input_features": self._features,
@@ -262,9 +264,6 @@ class _Maker:
         if "image_attention_mask" in accepted:
             return self._normal(self.batch, 1, channels, *self.image_size)
         return self._normal(self.batch, channels, *self.image_size)
-
-    def _video(self) -> Tensor:
-        return self._normal(self.batch, self.frames, 3, *self.image_size)
 
     def _patches(self) -> Tensor:
         vision = self.config.vision_config

@@ -263,7 +263,9 @@ def _attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
-    if not _is_aligned(query, value) or key.shape[1] != query.shape[1]:
+    # As minimum_gemm_alignment asks for.
+    is_aligned = not any(head.shape[-1] * head.itemsize % 16 for head in (query, value))
+    if not is_aligned or key.shape[1] != query.shape[1]:
         plain: Tensor = aten._scaled_dot_product_attention_math.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -274,11 +276,6 @@ def _attention(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
     return result
-
-
-def _is_aligned(query: Tensor, value: Tensor) -> bool:
-    """Whether heads are rows of whole 16 bytes, as minimum_gemm_alignment asks for."""
-    return not any(tensor.shape[-1] * tensor.itemsize % 16 for tensor in (query, value))
 
 
 @lru_cache(maxsize=1)

@@ -228,19 +228,16 @@ def _is_away(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() > 0 and leaf.untyped_storage().nbytes() == 0
 
 
-# Follow training steps by the tensors that autograd saves and takes back.
+# Later steps are followed by the tensors that autograd saves and takes back.
 #
 # Between two operators of a plan there may be no call of a hook, as between those of one autograd
 # node. What then happens later than planned would be waited for, and what happens earlier takes
 # memory; so copies are issued in time where the plan's peak leaves room for it.
 #
 # Autograd saves most tensors of a forward pass right before or after the operator that reads or
-# makes
-# them, and takes them back right before the operator of the backward pass that reads them. What is
-# to
-# happen between two operators happens when a tensor is saved or taken back between them; if none
-# is,
-# at the next one, and what an operator has to wait for at the last one before it.
+# makes them, and takes them back right before the operator of the backward pass that reads them.
+# What is to happen between two operators happens when a tensor is saved or taken back between them;
+# if none is, at the next one, and what an operator has to wait for at the last one before it.
 
 
 @dataclass(slots=True, kw_only=True)

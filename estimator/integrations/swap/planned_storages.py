@@ -6,11 +6,12 @@ import ctypes
 import queue
 import threading
 import time
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,32 +25,27 @@ from estimator.graph.ir.structure import GraphStructure
 from estimator.machines.profile import Link
 
 
-class Host(Protocol):
+class Host(AbstractContextManager["Host"]):
     """Where what is swapped out goes; each step of a swap says what the operators wait for."""
 
-    def __enter__(self) -> Host: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
+    @abstractmethod
     def send(self, storage: UntypedStorage) -> Any:
         """Begin to copy out what operators so far have written."""
 
+    @abstractmethod
     def free(self, sent: Any, storage: UntypedStorage) -> None:
         """Give the memory up when that copy has ended."""
 
+    @abstractmethod
     def fetch(self, sent: Any, storage: UntypedStorage) -> Any:
         """Take memory again and begin to copy back."""
 
+    @abstractmethod
     def use(self, fetched: Any) -> None:
         """Let what comes next wait until it is back."""
 
 
-class Arena:
+class Arena(Host):
     """On a CPU: memory outside of torch's allocator, and a thread that copies for each direction,
     one copy after the other and no faster than the planned link."""
 
@@ -152,7 +148,7 @@ class CudaStreams:
             target.copy_(source, non_blocking=True)
 
 
-class PinnedHost:
+class PinnedHost(Host):
     """On a GPU: pinned memory, and a stream for each direction.
 
     Nothing here waits: streams do. Memory that is given up goes back to the stream of operators,
@@ -162,9 +158,6 @@ class PinnedHost:
     def __init__(self, streams: CudaStreams | None = None) -> None:
         self._cuda = streams or CudaStreams()
         self._out, self._back = self._cuda.create(), self._cuda.create()
-
-    def __enter__(self) -> PinnedHost:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         # A step that was broken off leaves copies on their way.
