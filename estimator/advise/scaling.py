@@ -327,13 +327,11 @@ def rank_strategies(
         SweepRow.of(allocation, answer, strategy=strategy)
         for strategy, answer in zip(parsed, answers, strict=True)
     ]
-    return sorted(rows, key=_fastest_first)
 
+    def order(row: SweepRow) -> tuple[int, float]:
+        return (int(row.answer.fits == "no"), row.answer.step_time_s) if row.answer else (2, 0.0)
 
-def _fastest_first(row: SweepRow) -> tuple[int, float]:
-    if row.answer is None:
-        return 2, 0.0
-    return int(row.answer.fits == "no"), row.answer.step_time_s
+    return sorted(rows, key=order)
 
 
 def read_batches(text: str) -> tuple[int, ...]:
@@ -474,12 +472,8 @@ def largest_batch(
         return DEFAULT.estimate(request.changed(batch_per_gpu=batch, global_batch=None))
 
     sure = _largest(lambda batch: answer_of(batch).fits == "yes", start=graph.batch)
-    most = _largest(lambda batch: _used_ratio(answer_of(batch)) <= 1, start=max(sure, 1))
+    most = _largest(lambda batch: answer_of(batch).plan.memory()[1] <= 1, start=max(sure, 1))
     return LargestBatch(batch_per_gpu=sure, at_most=most, answer=answer_of(sure) if sure else None)
-
-
-def _used_ratio(answer: Estimate) -> float:
-    return answer.plan.memory()[1]
 
 
 def _largest(fits: Callable[[int], bool], *, start: int) -> int:

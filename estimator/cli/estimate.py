@@ -4,7 +4,7 @@ and what a step waits for; trace a model, and train it for real to compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
     from estimator.machines.profile import DeviceKind
-    from estimator.report.sections import Section
 
 
 @click.command(epilog="Example: estimator estimate gpt2.graph --on 2x8:h100-sxm")
@@ -234,7 +233,7 @@ def sweep(
     a range, and marks the largest that fits.
     """
     from estimator.advise.scaling import sweep_csv
-    from estimator.report.sections import batches_sections, strategies_sections, sweep_sections
+    from estimator.report.sections import sweep_sections
 
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
@@ -244,22 +243,20 @@ def sweep(
     request = Request(**options, batch=batches[0] if batches else None)
     if several and (strategies is not None or picture is not None):
         raise click.UsageError("several batches go with neither --strategies nor --picture")
-    rows: Sequence[SweepRow]
-    describe: Callable[[Sequence[SweepRow]], Sequence[Section]]
     if several:
-        rows, describe = _by_batch(request, patterns, several), batches_sections
+        rows = _by_batch(request, patterns, several)
     elif strategies is not None:
         if picture is not None:
             raise click.UsageError("--picture draws one strategy; leave out --strategies")
-        rows, describe = _by_strategy(request, patterns, strategies.split()), strategies_sections
+        rows = _by_strategy(request, patterns, strategies.split())
     else:
-        rows, describe = _by_allocation(request, patterns, picture), sweep_sections
+        rows = _by_allocation(request, patterns, picture)
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
         print_text(sweep_csv(rows))
     else:
-        print_sections(describe(rows))
+        print_sections(sweep_sections(rows))
 
 
 def _swept(
@@ -282,16 +279,14 @@ def _by_allocation(
     with waiting("estimating"):
         rows = run_all(patterns, lambda text: counting.estimate(graph, text))
     if picture is not None:
-        from estimator.report.pictures import draw_scaling
+        from estimator.report.pictures import save_figure, scaling_figure
 
         with waiting("drawing"):
-            draw_scaling(rows, picture)
+            save_figure(scaling_figure(rows), picture)
     return rows
 
 
-def _by_batch(
-    request: Request, patterns: Sequence[str], batches: Sequence[int]
-) -> Sequence[SweepRow]:
+def _by_batch(request: Request, patterns: Sequence[str], batches: Sequence[int]) -> list[SweepRow]:
     from estimator.advise.scaling import sweep_batches
 
     # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.
@@ -429,10 +424,10 @@ def memory(
     report = memory_of(request.estimate(graph, on))
     plans = _plans(report.answer) if with_plans else []
     if picture is not None:
-        from estimator.report.pictures import draw_memory
+        from estimator.report.pictures import memory_figure, save_figure
 
         with waiting("drawing"):
-            draw_memory(report, picture, plans)
+            save_figure(memory_figure(report, plans), picture)
     if snapshot is not None:
         from estimator.integrations.viewers import write_snapshot
 

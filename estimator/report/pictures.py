@@ -95,16 +95,8 @@ class _Shape(NamedTuple):
     per_node: float
 
 
-def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
-    """Plot a sweep to a .png or .svg file; `lines_of` defines its lines.
-
-    Raises StoreError if matplotlib is missing or the file cannot be written.
-    """
-    save_figure(scaling_figure(rows), path)
-
-
 def scaling_figure(rows: Sequence[SweepRow]) -> Any:
-    """The picture of a sweep; raises StoreError if matplotlib is missing."""
+    """The picture of a sweep, with lines by `lines_of`; raises StoreError without matplotlib."""
     lines = lines_of(rows)
     columns = -(-(len(lines) + 1) // _LINES_OF_COLUMN)
     figure = empty_figure(width_inches=9.0 + columns, height_inches=4.0)
@@ -307,16 +299,8 @@ def timeline_figure(timeline: Timeline) -> Any:
 _MOST_PLACES = 1200
 
 
-def draw_memory(report: MemoryReport, path: Path, plans: Sequence[Planned] = ()) -> None:
-    """Write a picture of memory over a step as .png or .svg, beside the curve of plans, if any.
-
-    Raises StoreError if matplotlib is missing or the file cannot be written.
-    """
-    save_figure(memory_figure(report, plans), path)
-
-
 def memory_figure(report: MemoryReport, plans: Sequence[Planned] = ()) -> Any:
-    """The picture of memory over a step; raises StoreError if matplotlib is missing."""
+    """The picture of memory over a step, beside the curve of plans, if any; raises StoreError."""
     figure = empty_figure(width_inches=10.0, height_inches=9.0 if plans else 4.5)
     top, *below = figure.subplots(2 if plans else 1, squeeze=False)[:, 0]
     _draw_levels(top, report)

@@ -211,111 +211,66 @@ def timeline_section(answer: Estimate) -> Section:
     )
 
 
-def _held_back_by(answer: Estimate) -> str:
-    """What limits a row, short enough for a table in 80 columns."""
-    kind, share_ratio = answer.breakdown.largest_share
-    return f"{kind} {format_ratio(share_ratio)}"
-
-
-def _fits(answer: Estimate) -> str:
-    return "" if answer.fits == "yes" else FITS_WORDS[answer.fits]
-
-
 def _rate(answer: Estimate) -> str:
     return format_count(answer.samples_per_s).strip() if answer.samples_per_s else ""
 
 
-def _compared(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int
-) -> Section:
-    """A table of estimates, without the column `memory` where every row surely fits."""
-    shown = [
-        place
-        for place, name in enumerate(columns)
-        if name != "memory" or any(r[place] for r in rows)
-    ]
-    cells = [[row[place] for place in shown] for row in rows]
-    table = Table([columns[place] for place in shown], cells, numbers=numbers)
-    return Section(title, table=table)
-
-
 def sweep_sections(rows: Sequence[SweepRow]) -> list[Section]:
-    """One row an allocation: step, throughput, efficiency and what holds it back."""
+    """One row an estimate: step, throughput, and what rows differ in and are compared by.
+
+    Rows of several batches say the memory, those of strategies what merges gradients where they
+    differ in that, all others how they scale.
+    """
     known = [(row, row.answer) for row in rows if row.answer is not None]
-    smallest = min((answer for _, answer in known), key=lambda answer: answer.ranks)
-    first = known[0][1]
-    section = _compared(
-        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
-        ("allocation", "bottleneck", "memory", "ranks", "step", "samples/s", "of linear"),
-        [
-            (
-                *(row.allocation, _held_back_by(answer), _fits(answer), str(answer.ranks)),
-                *(format_interval(answer), _rate(answer)),
-                "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
-            )
-            for row, answer in known
-        ],
-        numbers=4,
-    )
-    note = f"linear is the throughput per rank of {smallest.allocation}"
+    answers = [answer for _, answer in known]
+    first, strategies = answers[0], [row.strategy for row, _ in known if row.strategy is not None]
+    by_batch = known[0][0].batch is not None
+    cells = {"allocation": [row.allocation for row, _ in known]}
+    if strategies:
+        cells["strategy"] = [str(strategy) for strategy in strategies]
+    if len({strategy.merged_on for strategy in strategies}) > 1:
+        exposed = [answer.breakdown.communication_exposed_s for answer in answers]
+        cells["merged on"] = [strategy.merged_on for strategy in strategies]
+        cells["updated on"] = [strategy.updated_on for strategy in strategies]
+        cells["exposed"] = [format_seconds(exposed_s) for exposed_s in exposed]
+    fits = ["" if answer.fits == "yes" else FITS_WORDS[answer.fits] for answer in answers]
+    if by_batch:
+        largest = [row.is_largest for row, _ in known]
+        cells[""] = ["largest that fits" if at else fit for at, fit in zip(largest, fits)]
+    else:
+        held = [answer.breakdown.largest_share for answer in answers]
+        cells["bottleneck"] = [f"{kind} {format_ratio(ratio)}" for kind, ratio in held]
+        cells |= {"memory": fits} if any(fits) else {}
+    texts = len(cells)
+    if by_batch:
+        cells["batch"] = [str(row.batch) for row, _ in known]
+    elif not strategies:
+        cells["ranks"] = [str(answer.ranks) for answer in answers]
+    cells["step"] = [format_interval(answer) for answer in answers]
+    cells["samples/s"] = [_rate(answer) for answer in answers]
+    if by_batch:
+        cells["peak memory"] = [format_bytes(answer.peak_memory_bytes) for answer in answers]
+    elif not strategies:
+        ratios = [row.efficiency_ratio for row, _ in known]
+        cells["of linear"] = ["" if ratio is None else format_ratio(ratio) for ratio in ratios]
+    table = Table(list(cells), list(zip(*cells.values())), numbers=len(cells) - texts)
+    how = "" if strategies else f", {first.strategy}"
+    section = Section(f"{first.model}{how}, {first.optimizer}, {first.mode}", table=table)
+    return [section, *_refused(rows, answers)]
+
+
+def _refused(rows: Sequence[SweepRow], answers: Sequence[Estimate]) -> list[Section]:
+    """Why rows of a sweep have no answer; of allocations only the first, and what is linear."""
     refused = [row for row in rows if row.answer is None]
+    if rows[0].batch is not None or rows[0].strategy is not None:
+        reasons = (f"{row.strategy or row.batch}: {row.refusal}" for row in refused)
+        return [Section("left out", items=list(dict.fromkeys(reasons)))]
+    smallest = min(answers, key=lambda answer: answer.ranks)
     why = f"{len(refused)} of {len(rows)} allocations, the first because "
     return [
-        section,
-        Section(sentences=[note]),
+        Section(sentences=[f"linear is the throughput per rank of {smallest.allocation}"]),
         Section("left out", items=[f"{why}{row.refusal}" for row in refused[:1]]),
     ]
-
-
-def batches_sections(rows: Sequence[SweepRow]) -> list[Section]:
-    """One row a batch of each allocation: step, throughput, memory, the largest that fits."""
-    known = [(row, row.answer) for row in rows if row.answer is not None]
-    first = known[0][1]
-    section = _compared(
-        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
-        ("allocation", "", "batch", "step", "samples/s", "peak memory"),
-        [
-            (
-                *(row.allocation, "largest that fits" if row.is_largest else _fits(answer)),
-                *(str(row.batch), format_interval(answer), _rate(answer)),
-                format_bytes(answer.peak_memory_bytes),
-            )
-            for row, answer in known
-        ],
-        numbers=4,
-    )
-    return [section, _left_out(f"{row.batch}: {row.refusal}" for row in rows if not row.answer)]
-
-
-def strategies_sections(rows: Sequence[SweepRow]) -> list[Section]:
-    """One row a strategy, the fastest of each allocation first."""
-    known = [
-        (row.allocation, row.strategy, row.answer)
-        for row in rows
-        if row.answer is not None and row.strategy is not None
-    ]
-    first = known[0][2]
-    # Where it is asked where gradients are merged, and what is exposed by that.
-    places = len({strategy.merged_on for _, strategy, _ in known}) > 1
-    cells = []
-    for allocation, strategy, answer in known:
-        exposed = format_seconds(answer.breakdown.communication_exposed_s)
-        place = (strategy.merged_on, strategy.updated_on, exposed) if places else ()
-        held = _held_back_by(answer), _fits(answer)
-        numbers = format_interval(answer), _rate(answer)
-        cells.append((allocation, str(strategy), *place, *held, *numbers))
-    columns = ("merged on", "updated on", "exposed") if places else ()
-    section = _compared(
-        f"{first.model}, {first.optimizer}, {first.mode}",
-        ("allocation", "strategy", *columns, "bottleneck", "memory", "step", "samples/s"),
-        cells,
-        numbers=2,
-    )
-    return [section, _left_out(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)]
-
-
-def _left_out(reasons: Iterable[str]) -> Section:
-    return Section("left out", items=list(dict.fromkeys(reasons)))
 
 
 def scaling_section(rows: Sequence[SweepRow]) -> Section:

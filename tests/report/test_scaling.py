@@ -11,7 +11,7 @@ import pytest
 import estimator as est
 from estimator.advise.scaling import SweepRow, sweep
 from estimator.estimates.estimate import Estimate
-from estimator.report.pictures import draw_scaling, lines_of, scaling_figure
+from estimator.report.pictures import lines_of, save_figure, scaling_figure
 from tests.synthetic import Machine, perceptron
 
 PROFILE = Machine(devices=4).profile()
@@ -52,7 +52,7 @@ def texts_of(rows: list[SweepRow], path: Path) -> list[str]:
     pytest.importorskip("matplotlib")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_scaling(rows, path)
+        save_figure(scaling_figure(rows), path)
     return re.findall("<!-- (.*?) -->", path.read_text())
 
 
