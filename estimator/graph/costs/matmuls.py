@@ -7,7 +7,6 @@ keys that a query may see.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from estimator.graph.costs.registry import (
     argument,
@@ -107,12 +106,16 @@ def _linear_backward(call: OpCall) -> OpCost:
     return OpCost(flops, bytes_of(call.inputs), written(call))
 
 
-_CONVOLUTIONS = (
-    *("aten.convolution", "aten._convolution", "aten.convolution_overrideable"),
-    *("aten.cudnn_convolution", "aten.cudnn_convolution_transpose", "aten.mkldnn_convolution"),
-    *("aten.miopen_convolution", "aten.conv1d", "aten.conv2d", "aten.conv3d"),
-    *("aten._conv_depthwise2d", "aten.thnn_conv2d", "aten._slow_conv2d_forward"),
-)
+def _convolved(call: OpCall) -> tuple[TensorSpec, TensorSpec, TensorSpec, bool, int]:
+    """(image, weight, output, whether it is transposed, 1 if backward) of a convolution.
+
+    A backward one has the gradient of its output before its other arguments.
+    """
+    shift = int("backward" in call.target)
+    image, weight = call.arguments[shift : shift + 2]
+    output = call.arguments[0] if shift else call.outputs[0]
+    transposed = argument(call, 6 + shift, "transposed", "transpose" in call.target)
+    return image, weight, output, bool(transposed), shift
 
 
 def is_channels_last(call: OpCall) -> bool:
@@ -120,39 +123,21 @@ def is_channels_last(call: OpCall) -> bool:
 
     Where the filters are 1 x 1 both orders are the same (c10/core/MemoryFormat.h); the image says.
     """
-    image, weight = call.arguments[:3][-2:] if "backward" in call.target else call.arguments[:2]
     return any(
         spec.strides is not None and spec.shape[1] > 1 and spec.strides[1] == 1
-        for spec in (image, weight)
+        for spec in _convolved(call)[:2]
         if len(spec.shape) > 3
     )
 
 
-def _pair(value: Any) -> float:
-    """The largest entry of a stride given as a number or a tuple."""
-    return float(max(value)) if isinstance(value, tuple) and value else float(value or 1)
-
-
 def _convolution_dims(call: OpCall) -> tuple[float, ...]:
-    """(images, cin and cout per group, groups, positions out, kernel, positions in, stride)."""
-    image, weight = call.arguments[0], call.arguments[1]
-    transposed = bool(argument(call, 6, "transposed", "transpose" in call.target))
-    return _sizes(image, weight, call.outputs[0], transposed, argument(call, 3, "stride", 1))
+    """(images, cin and cout per group, groups, positions out, kernel, positions in, stride).
 
-
-def _convolution_backward_dims(call: OpCall) -> tuple[float, ...]:
-    gradient, image, weight = call.arguments[:3]
-    transposed = bool(argument(call, 7, "transposed", False))
-    return _sizes(image, weight, gradient, transposed, argument(call, 4, "stride", 1))
-
-
-def _sizes(
-    image: TensorSpec, weight: TensorSpec, output: TensorSpec, transposed: bool, stride: Any
-) -> tuple[float, ...]:
-    """A weight is (cout, cin per group, kernel), transposed (cin, cout per group, kernel)."""
+    A weight is (cout, cin per group, kernel), transposed (cin, cout per group, kernel).
+    """
+    image, weight, output, transposed, shift = _convolved(call)
     spatial = len(weight.shape) - 2
-    batched = len(image.shape) == len(weight.shape)
-    images = image.shape[0] if batched else 1
+    images = image.shape[0] if len(image.shape) == len(weight.shape) else 1
     channels = image.shape[-spatial - 1]
     if transposed:
         outputs_per_group = weight.shape[1]
@@ -162,45 +147,44 @@ def _sizes(
         inputs_per_group = weight.shape[1]
         groups = channels // inputs_per_group
         outputs_per_group = weight.shape[0] // groups
-    return (
-        float(images),
-        float(inputs_per_group),
-        float(outputs_per_group),
-        float(groups),
-        float(math.prod(output.shape[-spatial:])),
-        float(math.prod(weight.shape[2:])),
-        float(math.prod(image.shape[-spatial:])),
-        _pair(stride),
-    )
+    extents = (output.shape[-spatial:], weight.shape[2:], image.shape[-spatial:])
+    stride = argument(call, 3 + shift, "stride", 1)
+    largest = max(stride) if isinstance(stride, tuple) and stride else stride or 1
+    sizes = (images, inputs_per_group, outputs_per_group, groups, *map(math.prod, extents), largest)
+    return tuple(map(float, sizes))
 
 
-def _convolution_flops(dims: tuple[float, ...], transposed: bool) -> float:
+def _convolution_flops(call: OpCall) -> float:
     """A transposed convolution applies its kernel at every position of its input."""
-    images, inputs, outputs, groups, out_positions, kernel, in_positions, _ = dims
-    positions = in_positions if transposed else out_positions
-    return 2 * images * groups * inputs * outputs * kernel * positions
+    *sizes, out_positions, kernel, in_positions, _ = _convolution_dims(call)
+    _, _, _, transposed, _ = _convolved(call)
+    return 2 * math.prod(sizes) * kernel * (in_positions if transposed else out_positions)
 
 
-@cost_of(*_CONVOLUTIONS, family="convolution", dims=_convolution_dims)
+@cost_of(
+    *("aten.convolution", "aten._convolution", "aten.convolution_overrideable"),
+    *("aten.cudnn_convolution", "aten.cudnn_convolution_transpose", "aten.mkldnn_convolution"),
+    *("aten.miopen_convolution", "aten.conv1d", "aten.conv2d", "aten.conv3d"),
+    *("aten._conv_depthwise2d", "aten.thnn_conv2d", "aten._slow_conv2d_forward"),
+    family="convolution",
+    dims=_convolution_dims,
+)
 def _convolution(call: OpCall) -> OpCost:
-    transposed = bool(argument(call, 6, "transposed", "transpose" in call.target))
-    flops = _convolution_flops(_convolution_dims(call), transposed)
-    return OpCost(flops, bytes_of(call.inputs), written(call))
+    return OpCost(_convolution_flops(call), bytes_of(call.inputs), written(call))
 
 
 @cost_of(
     *("aten.convolution_backward", "aten.convolution_backward_overrideable"),
     family="convolution",
-    dims=_convolution_backward_dims,
+    dims=_convolution_dims,
 )
 def _convolution_backward(call: OpCall) -> OpCost:
     gradient, image, weight = call.arguments[:3]
-    mask = argument(call, 10, "output_mask", (True, True, True))
-    transposed = bool(argument(call, 7, "transposed", False))
-    flops = _convolution_flops(_convolution_backward_dims(call), transposed)
+    of_image, of_weight = map(bool, argument(call, 10, "output_mask", (True, True, True))[:2])
     # The gradient of the input needs the weight, that of the weight the input.
-    read = [gradient, weight if mask[0] else None, image if mask[1] else None]
-    return OpCost((bool(mask[0]) + bool(mask[1])) * flops, bytes_of(read), written(call))
+    read = [gradient, weight if of_image else None, image if of_weight else None]
+    flops = (of_image + of_weight) * _convolution_flops(call)
+    return OpCost(flops, bytes_of(read), written(call))
 
 
 # Where fused attention of every backend has its is_causal flag, forward and backward.
@@ -307,21 +291,11 @@ def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
 
 @cost_of(
     *("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.lstm", "aten.gru", "aten.rnn_tanh"),
-    "aten.rnn_relu",
+    *("aten.rnn_relu", "aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn_backward"),
     family="recurrent",
     dims=_recurrent_dims,
 )
 def _recurrent(call: OpCall) -> OpCost:
     samples, work = _recurrent_dims(call)[:2]
-    return OpCost(2 * samples * work, bytes_of(call.inputs), written(call))
-
-
-@cost_of(
-    "aten.mkldnn_rnn_layer_backward",
-    "aten._cudnn_rnn_backward",
-    family="recurrent",
-    dims=_recurrent_dims,
-)
-def _recurrent_backward(call: OpCall) -> OpCost:
-    samples, work = _recurrent_dims(call)[:2]
-    return OpCost(4 * samples * work, bytes_of(call.inputs), written(call))
+    products = 2 if "backward" in call.target else 1
+    return OpCost(2 * products * samples * work, bytes_of(call.inputs), written(call))

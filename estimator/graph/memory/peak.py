@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from functools import reduce
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -38,20 +39,23 @@ class PeakMemory:
     peak_op: int | None
 
 
-@overload
-def held_bytes(fixed_bytes: int, sharded_bytes: int, shards: int) -> int: ...
-@overload
-def held_bytes(fixed_bytes: int | Sizes, sharded_bytes: int | Sizes, shards: Sizes) -> Sizes: ...
-def held_bytes(
-    fixed_bytes: int | Sizes, sharded_bytes: int | Sizes, shards: int | Sizes
-) -> int | Sizes:
-    """Bytes of a rank that holds `fixed_bytes` whole and one of `shards` shards of the others.
+# A number of shards, or one for each of some cases.
+Shards = TypeVar("Shards", int, Sizes)
 
-    >>> held_bytes(100, 10, 4)
-    103
-    """
-    # The part that is divided is rounded up.
-    return fixed_bytes - (-sharded_bytes // shards)
+
+class Bytes(NamedTuple):
+    """Bytes of a rank: what it holds whole, and what it holds one shard of."""
+
+    whole: int = 0
+    sharded: int = 0
+
+    def at(self, shards: Shards) -> Shards:
+        """All that a rank holds of it, the shard rounded up.
+
+        >>> Bytes(100, 10).at(4)
+        103
+        """
+        return self.whole - (-self.sharded // shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +63,25 @@ class Envelope:
     """The most that a rank holds over some instants, for any number of shards.
 
     At each instant a rank holds fixed bytes and sharded bytes / shards: a line in 1 / shards.
-    `lines` are the pairs (fixed, sharded) of the instants that are the largest for some number of
-    shards from 1 on, the one for the most shards first.
+    `lines` are those of the instants that are the largest for some number of shards from 1 on, the
+    one for the most shards first.
     """
 
-    lines: tuple[tuple[int, int], ...]
+    lines: tuple[Bytes, ...]
 
     @classmethod
     def through(cls, lines: Sequence[tuple[int, int]]) -> Envelope:
         """The envelope of any lines, at least one.
 
-        >>> Envelope.through([(0, 80), (50, 20), (40, 10), (10, 60), (60, 0)]).lines
-        ((60, 0), (50, 20), (0, 80))
+        >>> [tuple(line) for line in Envelope.through([(0, 80), (50, 20), (40, 10), (60, 0)]).lines]
+        [(60, 0), (50, 20), (0, 80)]
         """
-        return cls(tuple(lines[index] for index in upper_lines(lines)))
+        return cls(tuple(Bytes(*lines[index]) for index in upper_lines(lines)))
 
-    @overload
-    def at(self, shards: int) -> int: ...
-    @overload
-    def at(self, shards: Sizes) -> Sizes: ...
-    def at(self, shards: int | Sizes) -> int | Sizes:
+    def at(self, shards: Shards) -> Shards:
         """Bytes of a rank at a number of shards, or at each of an array."""
-        if isinstance(shards, np.ndarray):
-            levels = [held_bytes(fixed, sharded, shards) for fixed, sharded in self.lines]
-            return np.asarray(np.maximum.reduce(levels))
-        return max([held_bytes(fixed, sharded, shards) for fixed, sharded in self.lines])
+        levels = [line.at(shards) for line in self.lines]
+        return reduce(np.maximum, levels) if isinstance(shards, np.ndarray) else max(levels)
 
 
 def upper_lines(lines: Sequence[tuple[int, int]]) -> list[int]:
@@ -129,17 +127,13 @@ class ShardedMemory:
     inputs_bytes: int
     activations_bytes: int
 
-    @overload
-    def total_bytes(self, shards: int) -> int: ...
-    @overload
-    def total_bytes(self, shards: Sizes) -> Sizes: ...
-    def total_bytes(self, shards: int | Sizes) -> int | Sizes:
+    def total_bytes(self, shards: Shards) -> Shards:
         """Bytes at the peak where that many ranks share what is sharded."""
         return self.total.at(shards)
 
     def peak(self, shards: int) -> PeakMemory:
         """The peak and its parts, each at its own maximum, where `shards` ranks share."""
-        levels = [held_bytes(fixed, sharded, shards) for fixed, sharded in self.total.lines]
+        levels = [line.at(shards) for line in self.total.lines]
         total = max(levels)
         return PeakMemory(
             parameters_bytes=self.parameters.at(shards),

@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from estimator.elementwise import Indices, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.peak import Envelope, MemoryCurve, ShardedMemory, is_saved, upper_lines
+from estimator.graph.memory.peak import (
+    Bytes,
+    Envelope,
+    MemoryCurve,
+    ShardedMemory,
+    is_saved,
+    upper_lines,
+)
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
 
 # The instants around an op, in the order of issue. Before it a rank may allocate the buffer of an
@@ -28,11 +35,10 @@ GATHER, COPY_OUT, DROP, PREFETCH, RUN, RAN, RESHARD, COPY_IN, REDUCE = range(9)
 _INSTANTS = 9
 
 
-@overload
-def at(op: int, instant: int) -> int: ...
-@overload
-def at(op: Indices, instant: int) -> Indices: ...
-def at(op: int | Indices, instant: int) -> int | Indices:
+Place = TypeVar("Place", int, Indices)
+
+
+def at(op: Place, instant: int) -> Place:
     """The place of an instant around an op in the levels of a step."""
     return op * _INSTANTS + instant
 
@@ -58,17 +64,6 @@ class Ledger:
     def levels(self) -> Sizes:
         """What is held at each instant."""
         return np.cumsum(self._changes[:-1])
-
-
-class Bytes(NamedTuple):
-    """Bytes of a rank: what it holds whole, and what it holds one shard of."""
-
-    whole: int = 0
-    sharded: int = 0
-
-    def at(self, shards: int) -> int:
-        """All that a rank holds of it, the shard rounded up."""
-        return self.whole - (-self.sharded // shards)
 
 
 _NOTHING = Bytes()

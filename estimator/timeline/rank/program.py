@@ -19,7 +19,7 @@ from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import WorkloadError
 from estimator.graph.costs.call_costs import StepFlops, step_flops
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
-from estimator.graph.memory.peak import Envelope, PeakMemory, ShardedMemory, held_bytes
+from estimator.graph.memory.peak import Envelope, PeakMemory, ShardedMemory
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import MemoryOverStep
 from estimator.kernels.durations import (
@@ -578,9 +578,8 @@ class RankColumns:
         if self._whole_bytes is not None:
             held: Array = self._whole_bytes
             return largest(held, numbers), largest(held / self.usable_bytes, numbers)
-        peaks = [
-            held_bytes(fixed[numbers], sharded[numbers], shards) for fixed, sharded in self._lines
-        ]
+        # As `Bytes.at`, of each column.
+        peaks = [fixed[numbers] - (-sharded[numbers] // shards) for fixed, sharded in self._lines]
         held = np.where(numbers > 0, np.maximum.reduce(peaks), -math.inf)
         return held.max(axis=0), (held / self.usable_bytes[numbers]).max(axis=0)
 
