@@ -17,8 +17,9 @@ from estimator.elementwise import Array, exp, where
 from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.graph.memory.peak import Bytes
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
-from estimator.graph.memory.step import Bytes, Holding, Update, held_whole
+from estimator.graph.memory.step import Holding, Update, held_whole
 from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup

@@ -22,6 +22,7 @@ from estimator.elementwise import Array, exp, maximum
 from estimator.errors import ProfileError
 from estimator.graph.ir.op_graph import OpGraph, frozen_unit_bytes, parameter_unit
 from estimator.graph.ir.structure import UnitRun
+from estimator.graph.memory.peak import Bytes
 from estimator.graph.memory.sizes import (
     Gradient,
     StepTensors,
@@ -35,7 +36,6 @@ from estimator.graph.memory.step import (
     GATHER,
     PREFETCH,
     RESHARD,
-    Bytes,
     Holding,
     Ledger,
     MicroBatchMemory,

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from estimator.elementwise import Array
+from estimator.graph.memory.peak import Bytes
 from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.memory.step import (
     COPY_IN,
@@ -15,7 +16,6 @@ from estimator.graph.memory.step import (
     REDUCE,
     RESHARD,
     RUN,
-    Bytes,
     Holding,
     Ledger,
     MicroBatchMemory,
