@@ -320,55 +320,39 @@ def nic_of(profile: MachineProfile, ranks: int) -> float | None:
 def _in_cluster(
     allocation: Allocation, cluster: Cluster, profile: MachineProfile | None
 ) -> list[NodeGroup]:
+    """The nodes of an allocation: those named, and for counted groups the first free ones."""
     taken = {group.host for group in allocation.groups if group.host is not None}
-    known: dict[str, MachineProfile] = {}
+    machines: dict[str, MachineProfile] = {}
     node_groups: list[NodeGroup] = []
     for group in allocation.groups:
-        if group.host is not None:
-            node_groups.append(node_group_of(group.host, group.devices, cluster, profile, known))
-            continue
-        free = [name for name in cluster.hosts_of(group.machine or "") if name not in taken]
-        if len(free) < group.nodes:
-            raise AllocationError(
-                f"'{group}' asks for {group.nodes} free nodes of '{group.machine}', of which the "
-                f"cluster has {len(free)}; ask for at most {len(free)}"
+        hosts, devices = [group.host or ""], group.devices
+        if group.host is None:
+            free = [name for name in cluster.hosts_of(group.machine or "") if name not in taken]
+            if len(free) < group.nodes:
+                raise AllocationError(
+                    f"'{group}' asks for {group.nodes} free nodes of '{group.machine}', of which "
+                    f"the cluster has {len(free)}; ask for at most {len(free)}"
+                )
+            hosts, devices = free[: group.nodes], tuple(range(group.devices_per_node))
+            taken.update(hosts)
+        for host in hosts:
+            node = cluster.nodes.get(host)
+            if node is None:
+                some = ", ".join(list(cluster.nodes)[:5])
+                raise AllocationError(f"the cluster has no node '{host}'; it has {some}")
+            machine = profile or machines.get(node.machine)
+            if machine is None:
+                machine = machines[node.machine] = named_profile(node.machine)
+            _check_devices(host, devices, len(machine.devices))
+            node_groups.append(
+                NodeGroup(machine, 1, len(devices), host, devices, node.slowdown_ratio)
             )
-        taken.update(free[: group.nodes])
-        devices = tuple(range(group.devices_per_node))
-        for host in free[: group.nodes]:
-            node_groups.append(node_group_of(host, devices, cluster, profile, known))
     return node_groups
 
 
-def node_group_of(
-    host: str,
-    devices: tuple[int, ...],
-    cluster: Cluster,
-    profile: MachineProfile | None = None,
-    known: dict[str, MachineProfile] | None = None,
-) -> NodeGroup:
-    """Some devices of one named node of a cluster; raises AllocationError for unknown ones.
-
-    `known` keeps the machines that were looked up for other nodes of the same allocation.
-    """
-    node = cluster.nodes.get(host)
-    if node is None:
-        some = ", ".join(list(cluster.nodes)[:5])
-        raise AllocationError(f"the cluster has no node '{host}'; it has {some}")
-    known = {} if known is None else known
-    machine = profile or known.get(node.machine)
-    if machine is None:
-        machine = known[node.machine] = named_profile(node.machine)
-    if max(devices) >= len(machine.devices):
-        unknown = next(index for index in devices if index >= len(machine.devices))
+def _check_devices(host: str, devices: tuple[int, ...], count: int) -> None:
+    if max(devices) >= count:
+        unknown = next(index for index in devices if index >= count)
         raise AllocationError(
-            f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
+            f"node '{host}' has no device {unknown}; it has {count}, counted from 0"
         )
-    return NodeGroup(
-        profile=machine,
-        nodes=1,
-        per_node=len(devices),
-        host=host,
-        devices=devices,
-        slowdown_ratio=node.slowdown_ratio,
-    )

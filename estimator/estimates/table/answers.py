@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from estimator.estimates.table.request import TableRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.kernels.durations import why_not_on
 from estimator.placement.columns import AllocationColumns, TextReader
+from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.plan import (
     UNCALIBRATED_RATIOS,
     Breakdown,
@@ -47,6 +47,7 @@ from estimator.timeline.rank.rules import (
     DP,
     DP_REPLICATE,
     DP_SHARD,
+    Communication,
     Groups,
     Network,
     Ranks,
@@ -54,25 +55,6 @@ from estimator.timeline.rank.rules import (
 )
 from estimator.timeline.strategies import rules_of
 from estimator.workload import MOST_BATCH
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepColumns:
-    """The steps of many rows: their parts, the slowest ranks' lanes, errors and memory.
-
-    `communication_error` is the relative error of gradient synchronisation, 0 for single ranks, and
-    `slower_s` what a step adds if that is slower by as much;
-    `memory_ratio` the largest share of a device's memory in use. `unknown` marks rows with a
-    collective whose cost over their network is not known.
-    """
-
-    parts: Breakdown[Any]
-    lane: LaneCosts
-    communication_error: Array
-    slower_s: Any
-    memory_bytes: Array
-    memory_ratio: Array
-    unknown: Flags
 
 
 class StepRows:
@@ -87,15 +69,22 @@ class StepRows:
         self._machines = machines
         self._kinds = RankClassTable(graph, machines, shape, cache)
         self._rules = rules_of(graph, shape, cache)
-        self._has_loader = shape.loader is not None
         self._network: Network | None = None
         able = [why_not_on(graph, profile) is None for profile in machines.profiles]
         self.runs = np.array([*able, True])
 
-    def columns(self, placed: PlacedColumns, batch: Indices | int, ratios: Ratios) -> StepColumns:
-        """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced.
+    def columns(
+        self,
+        placed: PlacedColumns,
+        batch: Indices | int,
+        ratios: Ratios,
+        learnt_error: Array | None,
+    ) -> tuple[dict[str, Any], Flags]:
+        """(columns of rows that can be placed, the rows with a collective of unknown cost).
 
-        Replicas that are sharded apart have each a node of their own.
+        `batch` is that of all rows or of each, 0 as traced; `learnt_error` what calibration leaves,
+        NaN where it has learnt nothing. Replicas that are sharded apart have each a node of their
+        own.
         """
         kind_of = self._kinds.indices(placed, batch)
         kinds, ranks = self._kinds.columns, placed.ranks
@@ -103,21 +92,7 @@ class StepRows:
         slowest, lane_s = _first_largest(kind_of, kinds.length_s(kind_of, shards))
         last, _ = _first_largest(kind_of, after_s(kinds.update(kind_of), share, ratios))
         lane = _at_peak_together(kinds.lane(slowest), kinds, kind_of, placed)
-        several = ranks > 1
-        waiting_s: Any = 0.0
-        unknown, error = np.zeros_like(several), np.zeros(len(several))
-        slower_s: Any = 0.0
-        if several.any():
-            if self._network is None:
-                self._network = self._rules.network(self._machines.profiles, None)
-            groups = self._groups(placed)
-            ranks_of_rows = _ranks(kinds, kind_of, slowest, lane_s, groups, ratios)
-            seconds = self._network.communication(ranks_of_rows)
-            waiting_s = np.where(several, seconds.exposed_s, 0.0)
-            unknown = seconds.unknown & several
-            error = np.where(several, seconds.relative_error, 0.0)
-            slower_s = np.where(several, seconds.slower_s, 0.0)
-        memory_bytes, memory_ratio = kinds.memory(kind_of, shards)
+        waits = self._communication(placed, kind_of, slowest, lane_s, ratios)
         parts = breakdown_of(
             lane,
             kinds.update(last),
@@ -125,20 +100,87 @@ class StepRows:
             ranks=ranks,
             share=share,
             jitter_ratio=largest(kinds.jitter_ratio, kind_of),
-            waiting_s=waiting_s,
+            waiting_s=waits.exposed_s,
             ratios=ratios,
         )
-        if self._has_loader:
+        loader = self._rules.shape.loader
+        if loader is not None:
             own_s, period_s = (largest(column, kind_of) for column in kinds.input)
             parts = with_input(parts, InputCosts(own_s, period_s))
-        return StepColumns(
-            parts=parts,
-            lane=lane,
-            communication_error=error,
-            slower_s=slower_s,
-            memory_bytes=memory_bytes,
-            memory_ratio=memory_ratio,
-            unknown=unknown,
+        error = relative_error(
+            parts,
+            lane,
+            ratios.compute,
+            waits.relative_error,
+            waits.slower_s,
+            parts.total_s,
+            loader.relative_error if loader else 0.0,
+        )
+        if learnt_error is not None:
+            error = np.where(np.isnan(learnt_error), error, learnt_error)
+        memory = kinds.memory(kind_of, shards)
+        return self._named(placed, batch, parts, lane, error, memory), waits.unknown
+
+    def _named(
+        self,
+        placed: PlacedColumns,
+        batch: Indices | int,
+        parts: Breakdown[Any],
+        lane: LaneCosts,
+        error: Array,
+        memory: tuple[Array, Array],
+    ) -> dict[str, Any]:
+        """The columns by their names; `memory` are the most bytes and their share of a device."""
+        graph, accumulation_steps = self._rules.graph, self._rules.shape.accumulation_steps
+        step_s, factor = parts.total_s, interval_ratio(error)
+        sizes = np.where(np.equal(batch, 0), graph.batch or 0, batch)
+        samples = sizes * (placed.ranks * accumulation_steps)
+        per_s = accumulation_steps / step_s
+        return {
+            **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
+            "step_time_s": step_s,
+            "low_s": step_s / factor,
+            "high_s": step_s * factor,
+            "samples_per_s": np.nan if graph.batch is None else samples / step_s,
+            "mfu_ratio": lane.model_peak_s * per_s,
+            "hfu_ratio": lane.hardware_peak_s * per_s,
+            "peak_memory_bytes": memory[0],
+            "fits_code": fits_code(memory[1], graph.knows_activations),
+            "bottleneck_code": bottleneck_code(parts),
+            "ranks": placed.ranks,
+            "nodes": placed.nodes,
+            "batch_per_gpu": sizes,
+            "global_batch": samples,
+        }
+
+    def _communication(
+        self,
+        placed: PlacedColumns,
+        kind_of: Indices,
+        slowest: Indices,
+        lane_s: Array,
+        ratios: Ratios,
+    ) -> Communication:
+        """What ranks wait for; nothing where there is one."""
+        several, kinds, compute = placed.ranks > 1, self._kinds.columns, ratios.compute
+        if not several.any():
+            return Communication(0.0, 0.0, NO_OVERLAP, several)
+        if self._network is None:
+            self._network = self._rules.network(self._machines.profiles, None)
+        ranks = Ranks(
+            groups=self._groups(placed),
+            ready=_RowReady(kinds, kind_of, slowest, lane_s, compute),
+            segments_s=kinds.segments_s[:, kind_of] * compute if len(kinds.segments_s) else (),
+            lane_s=lane_s * compute,
+            compute_ratio=compute,
+            ratio=ratios.communication,
+        )
+        waits = self._network.communication(ranks)
+        return waits._replace(
+            exposed_s=np.where(several, waits.exposed_s, 0.0),
+            relative_error=np.where(several, waits.relative_error, 0.0),
+            unknown=waits.unknown & several,
+            slower_s=np.where(several, waits.slower_s, 0.0),
         )
 
     def _groups(self, placed: PlacedColumns) -> Groups:
@@ -150,27 +192,6 @@ class StepRows:
             return {DP: (groups,), DP_SHARD: (groups,), DP_REPLICATE: ()}
         inside, between = nested_groups(placed, groups, shard)
         return {DP: (groups,), DP_SHARD: inside, DP_REPLICATE: between}
-
-
-def _ranks(
-    kinds: RankColumns,
-    kind_of: Indices,
-    slowest: Indices,
-    lane_s: Array,
-    groups: Groups,
-    ratios: Ratios,
-) -> Ranks:
-    """The ranks of each row as the strategies' network costs see them."""
-    compute = ratios.compute
-    segments_s = kinds.segments_s[:, kind_of] * compute if len(kinds.segments_s) else ()
-    return Ranks(
-        groups=groups,
-        ready=_RowReady(kinds, kind_of, slowest, lane_s, compute),
-        segments_s=segments_s,
-        lane_s=lane_s * compute,
-        compute_ratio=compute,
-        ratio=ratios.communication,
-    )
 
 
 class _RowReady:
@@ -303,18 +324,17 @@ class RowAnswers:
             return
         ratios, errors = self._calibrated(request, placed, batch, numbers)
         with np.errstate(divide="ignore", invalid="ignore"):
-            step = steps.columns(placed, batch, ratios)
-            if step.unknown.any():
-                self._answer_rest(request, part, rows, columns, apart=step.unknown)
+            answered, unknown = steps.columns(placed, batch, ratios, errors)
+            if unknown.any():
+                self._answer_rest(request, part, rows, columns, apart=unknown)
                 return
-            answered = self._columns(placed, batch, step, ratios, errors)
             global_batch = request.global_batch
             if global_batch is not None:
                 # Shares that differ add up to what was asked.
                 answered["global_batch"] = (
                     global_batch[rows] if isinstance(global_batch, np.ndarray) else global_batch
                 )
-                answered["samples_per_s"] = answered["global_batch"] / step.parts.total_s
+                answered["samples_per_s"] = answered["global_batch"] / answered["step_time_s"]
             for name, values in answered.items():
                 columns[name][rows] = values
 
@@ -435,50 +455,6 @@ class RowAnswers:
             communication=np.array([learnt.communication_ratio for learnt in coefficients])[index],
         )
         return ratios, np.array([learnt.relative_error or np.nan for learnt in coefficients])[index]
-
-    def _columns(
-        self,
-        placed: PlacedColumns,
-        batch: Indices | int,
-        step: StepColumns,
-        ratios: Ratios,
-        calibrated_error: Array | None,
-    ) -> dict[str, Any]:
-        parts, lane = step.parts, step.lane
-        step_s = parts.total_s
-        loader = self._shape.loader
-        error = relative_error(
-            parts,
-            lane,
-            ratios.compute,
-            step.communication_error,
-            step.slower_s,
-            step_s,
-            loader.relative_error if loader else 0.0,
-        )
-        if calibrated_error is not None:
-            error = np.where(np.isnan(calibrated_error), error, calibrated_error)
-        factor = interval_ratio(error)
-        sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
-        samples = sizes * (placed.ranks * self._accumulation_steps)
-        has_batch = self._graph.batch is not None
-        per_s = self._accumulation_steps / step_s
-        return {
-            **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
-            "step_time_s": step_s,
-            "low_s": step_s / factor,
-            "high_s": step_s * factor,
-            "samples_per_s": samples / step_s if has_batch else np.nan,
-            "mfu_ratio": lane.model_peak_s * per_s,
-            "hfu_ratio": lane.hardware_peak_s * per_s,
-            "peak_memory_bytes": step.memory_bytes,
-            "fits_code": fits_code(step.memory_ratio, self._graph.knows_activations),
-            "bottleneck_code": bottleneck_code(parts),
-            "ranks": placed.ranks,
-            "nodes": placed.nodes,
-            "batch_per_gpu": sizes,
-            "global_batch": samples,
-        }
 
 
 def _rows_at_once(part: AllocationColumns, segments: int) -> int:
