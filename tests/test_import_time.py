@@ -51,6 +51,22 @@ def test_estimating_a_saved_graph_imports_neither_torch_nor_sklearn(tmp_path: Pa
     assert found.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_first_question_about_a_probed_gpu_imports_no_solver(tmp_path: Path) -> None:
+    replace(perceptron([64, 64]), target="cuda").save(tmp_path / "step.json")
+    machine = Path(__file__).resolve().parents[1] / "data" / "measured" / "h100-80gb.json"
+    program = (
+        "import sys; from estimator import OpGraph, estimate, load_profile; "
+        f"graph, machine = OpGraph.load({str(tmp_path / 'step.json')!r}), "
+        f"load_profile({str(machine)!r}); "
+        "estimate(graph, '1x1:h100-80gb', profile=machine); "
+        "print('scipy.optimize' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines()[-1] == "False"
+
+
 def test_every_public_name_can_be_used() -> None:
     assert all(getattr(estimator, name) is not None for name in estimator.__all__)
     assert set(estimator.__all__) <= set(dir(estimator))

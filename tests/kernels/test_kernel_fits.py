@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from estimator.graph.costs.call_costs import features_of, nonnegative_fit
 from estimator.kernels.fits import KernelFits, terms, variant
@@ -257,6 +258,18 @@ def test_fitted_coefficients_are_never_negative() -> None:
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     found = nonnegative_fit(rows, np.array([3.0, 2.0, 1.0]))
     assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fit_that_is_not_negative_is_scipys(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows = draw.lognormal(0.0, 3.0, (30, 6)) * draw.integers(0, 2, (30, 6))
+    rows[:, 5] = 2 * rows[:, 4]  # alike but for their unit
+    seconds = rows @ draw.normal(0.0, 1.0, 6)
+    seconds = np.abs(seconds) + draw.lognormal(0.0, 1.0, 30)
+    found, scipys = nonnegative_fit(rows, seconds), nnls(rows / seconds[:, None], np.ones(30))[0]
+    assert (found >= 0).all()
+    np.testing.assert_allclose(rows @ found / seconds, rows @ scipys / seconds, atol=1e-9)
 
 
 def test_several_calls_take_what_each_takes_alone() -> None:
