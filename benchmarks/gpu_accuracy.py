@@ -27,7 +27,6 @@ from options import local_machine, parser_of
 from records import NOT_YET, Record, Records, judged_case, say
 from summary import Bound, describe, noise_ratio, summarise
 from zoo.gpu import ALL, BY_NAME, TINY
-from zoo.inputs import Workload
 
 from estimator.errors import EstimatorError
 from estimator.graph.ir.op_graph import OpGraph
@@ -56,13 +55,13 @@ FAILURES = (
 )
 
 
-def gpu_cases(workloads: Sequence[Workload] = ALL) -> list[Case]:
+def gpu_cases() -> list[Case]:
     """Every model at its larger batch in either precision, then the smaller, then the variants.
 
     The larger batch is bound by the device, the smaller one more often by the host; compiling takes
     longest and comes last.
     """
-    batches = {workload.name: workload.batches for workload in workloads}
+    batches = {workload.name: workload.batches for workload in ALL}
     found = [
         Case(workload=name, batch=both[position], precision=precision)
         for position in (0, 1)

@@ -112,10 +112,10 @@ def least_peak(
     return best
 
 
-def cases_of(graph: OpGraph, batch: int, *, budgets: int = 20) -> list[Record]:
+def cases_of(graph: OpGraph, batch: int) -> list[Record]:
     """The least peak within each slow-down, of the best place for updates."""
     problems = {name: problem_for(graph, batch, place) for name, place in UPDATES.items()}
-    curves = {name: pareto(problem, budgets=budgets) for name, problem in problems.items()}
+    curves = {name: pareto(problem, budgets=20) for name, problem in problems.items()}
     cases: list[Record] = []
     for overhead in OVERHEADS:
         # The peak without a plan is that with all updates at the step's end, whatever a plan does.

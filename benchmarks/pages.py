@@ -20,24 +20,24 @@ _MARKED = re.compile(r"<!-- results:(\S+) -->\n.*?<!-- /results -->", re.DOTALL)
 MOST_ROWS, MOST_TABLES = 45, 2
 
 
-def fill_pages(root: Path, folder: Path = FOLDER) -> list[str]:
+def fill_pages(root: Path) -> list[str]:
     """Write the pages again; the names of those that changed."""
     changed = []
     for name in PAGES:
         text = (root / name).read_text(encoding="utf-8")
-        written = filled(text, folder)
+        written = filled(text)
         if written != text:
             (root / name).write_text(written, encoding="utf-8")
             changed.append(name)
     return changed
 
 
-def filled(text: str, folder: Path = FOLDER) -> str:
+def filled(text: str) -> str:
     """The page with each marked part as its result says."""
 
     def part(found: re.Match[str]) -> str:
         name = found.group(1)
-        lines = "\n".join(lines_of(Result.load(folder / f"{name}.json"), name))
+        lines = "\n".join(lines_of(Result.load(FOLDER / f"{name}.json"), name))
         return f"<!-- results:{name} -->\n{lines}\n<!-- /results -->"
 
     return _MARKED.sub(part, text)

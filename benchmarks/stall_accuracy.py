@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from control_groups import control_group, join
 from options import Options, local_machine
 from records import Record, Records, say
 from stall_scripts.exchange import layers
@@ -38,7 +39,6 @@ from testbed.description import TestbedDescription
 from testbed.network import INTERFACE, testbed, unavailable_reason
 
 import estimator as est
-from estimator.errors import ProbeError
 from estimator.estimates.request import EstimateRequest
 from estimator.machines.catalogue import load_profile
 from estimator.probe.devices.storage import evict, load, read_bytes_per_s
@@ -50,7 +50,6 @@ from estimator.waits.runs import run as run_script
 from estimator.workload.loader import Loader
 
 SCRIPTS = Path(__file__).parent / "stall_scripts"
-_CONTROLLER = Path("/sys/fs/cgroup/blkio")
 
 
 class Case(NamedTuple):
@@ -129,22 +128,14 @@ def throttled(folder: Path, bytes_per_s: float) -> Iterator[None]:
     of its own time and the disk's. Raises ProbeError where there is no such group.
     """
     device = os.stat(folder).st_dev
-    group = _CONTROLLER / f"stalls{os.getpid()}"
     limit = f"{os.major(device)}:{os.minor(device)} {round(bytes_per_s)}"
-    try:
-        group.mkdir()
-        (group / "blkio.throttle.read_bps_device").write_text(limit)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        raise ProbeError(
-            f"cannot throttle reads in {group} ({error}); run as root where control groups have "
-            "version 1"
-        ) from None
-    try:
-        yield
-    finally:
-        (_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+    limits = {"blkio.throttle.read_bps_device": limit}
+    with control_group("blkio", f"stalls{os.getpid()}", limits) as group:
+        join(group)
+        try:
+            yield
+        finally:
+            join(group.parent)
 
 
 # Costs put into a script

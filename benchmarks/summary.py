@@ -84,13 +84,13 @@ def noise_ratio(samples_s: Sequence[float]) -> float:
     return float((high - low) / 2 / np.median(samples_s))
 
 
-def interval_score(low: Any, high: Any, value: Any, alpha: float = INTERVAL_ALPHA) -> Any:
+def interval_score(low: Any, high: Any, value: Any) -> Any:
     """Width plus 2/alpha times the distance by which the value lies outside; of one or an array.
 
     Gneiting and Raftery, Strictly Proper Scoring Rules, JASA 102 (2007), equation 43.
     """
     outside = np.maximum(low - value, 0.0) + np.maximum(value - high, 0.0)
-    return (high - low) + 2 / alpha * outside
+    return (high - low) + 2 / INTERVAL_ALPHA * outside
 
 
 def summarise(
@@ -296,9 +296,9 @@ def percent(ratio: float | None, sign: str = "") -> str:
     return "-" if ratio is None else f"{100 * ratio:{sign}.1f} %"
 
 
-def milliseconds(seconds: float | None, digits: int = 1, unit: str = " ms") -> str:
+def milliseconds(seconds: float | None) -> str:
     """A time for people; a dash where there is none."""
-    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}{unit}"
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
 def off(predicted: float | None, measured: float | None) -> str:

@@ -210,12 +210,12 @@ def _dle_convolutions(spec: ModelSpec) -> Callable[[PublishedRow], Workload]:
 
 
 def _dle_model(
-    spec: ModelSpec, *remarks: str, narrow: str = "fp16-amp", optimizer: str = "adam"
+    spec: ModelSpec, *remarks: str, optimizer: str = "adam"
 ) -> Callable[[PublishedRow], Workload]:
     def workload(row: PublishedRow) -> Workload:
         return Workload(
             spec=spec,
-            precision=precision_of(row.step.precision, narrow=narrow),
+            precision=precision_of(row.step.precision),
             optimizer=optimizer,
             setting=_dle_machine(row),
             remarks=remarks,

@@ -20,6 +20,7 @@ from estimator.probe.cluster.discovery import VARIABLE
 from .network import INTERFACE, Testbed
 
 MASTER_PORT = 29500
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,6 @@ def launch(
     command: Sequence[str],
     *,
     pinned: bool = False,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = 600.0,
 ) -> list[str]:
     """Run `command` once per rank, each on its node; what each printed, in rank order.
 
@@ -94,15 +93,15 @@ def launch(
                             stdin=subprocess.DEVNULL,
                             stdout=out,
                             stderr=err,
-                            env={**os.environ, **placed.environment, **(environment or {})},
+                            env={**os.environ, **placed.environment},
                             start_new_session=True,
                         )
                     )
-            failed = _wait(processes, time.monotonic() + timeout_s)
+            failed = _wait(processes, time.monotonic() + TIMEOUT_S)
         finally:
             _kill(processes)
         if failed is not None:
-            raise TrainingError(_obituary(failed, ranks[failed].node, processes, errors, timeout_s))
+            raise TrainingError(_obituary(failed, ranks[failed].node, processes, errors))
         return [path.read_text(errors="replace") for path in outputs]
 
 
@@ -140,10 +139,9 @@ def _obituary(
     node: str,
     processes: Sequence[subprocess.Popen[bytes]],
     errors: Sequence[Path],
-    timeout_s: float,
 ) -> str:
     lines = errors[rank].read_text(errors="replace").strip().splitlines()
     last = lines[-1][:300] if lines else "nothing on stderr"
     code = processes[rank].returncode
-    how = f"ended with {code}" if code != -signal.SIGKILL else f"was killed after {timeout_s:g} s"
+    how = f"ended with {code}" if code != -signal.SIGKILL else f"was killed after {TIMEOUT_S:g} s"
     return f"rank {rank} on node '{node}' {how}, saying: {last}; see what it was to run"

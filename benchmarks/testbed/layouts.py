@@ -43,7 +43,6 @@ def step_seconds(
     steps: int,
     micro_batches: int = 1,
     points: Sequence[str] = (),
-    timeout_s: float = 300.0,
 ) -> float:
     """Median seconds of a step of the slowest rank of a model of `layout_paces` or `paced`.
 
@@ -65,7 +64,6 @@ def step_seconds(
             "points": list(points),
         },
         what=f"training {model} divided on the testbed",
-        timeout_s=timeout_s,
         imported=(
             *(PACE_MODULE, __name__),
             *("layout_oracle", "torch.distributed.fsdp", "torch.distributed.pipelining"),

@@ -6,8 +6,12 @@ import contextlib
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from control_groups import control_group, join
 
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
@@ -15,12 +19,12 @@ from estimator.validate.training import Training, time_steps, transformers_modul
 from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
 
-from . import slow
 from .launch import MASTER_PORT, place
 from .network import Testbed
 from .processes import join_node, run_ranks
 
 _PACED = "paced:"
+_PERIOD_US = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,6 @@ def measure(
     steps: int = 15,
     warmup_steps: int = 3,
     port: int = MASTER_PORT,
-    timeout_s: float = 600.0,
 ) -> TestbedRun:
     """Train `model` in fresh processes on an allocation such as ``n0[0,1]+n1[0]``.
 
@@ -87,15 +90,17 @@ def measure(
         "is_paced": is_paced,
         "slowdown_ratios": ratios,
     }
-    rations = [1.0] * len(ratios) if is_paced else ratios
-    with slow.rationed(bed.prefix, rations) as groups:
+    with contextlib.ExitStack() as stack:
+        groups = [
+            None if is_paced or ratio == 1.0 else stack.enter_context(rationed(bed, rank, ratio))
+            for rank, ratio in enumerate(ratios)
+        ]
         found = run_ranks(
             bed,
             placed,
             f"{__name__}:train_rank",
-            {**arguments, "groups": groups},
+            {**arguments, "groups": [group and str(group) for group in groups]},
             what=f"training {model} on {allocation}",
-            timeout_s=timeout_s,
             imported=(pace_module, __name__, *transformers_modules()),
             alone=not is_paced,
         )
@@ -103,6 +108,16 @@ def measure(
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),
         lateness_s=max(rank["lateness_s"] for rank in found),
     )
+
+
+def rationed(bed: Testbed, rank: int, ratio: float) -> AbstractContextManager[Path]:
+    """A group whose processes get 1/ratio of a core in every 10 ms (CFS bandwidth control).
+
+    They compute `ratio` times as long, whatever they compute; paced ranks wait that long instead.
+    """
+    quota_us = round(_PERIOD_US / ratio)
+    limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
+    return control_group("cpu", f"{bed.prefix}{rank}", limits)
 
 
 def _check_cores(ranks: int) -> None:
@@ -124,7 +139,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
 
     dist: Any = torch_distributed
     join_node(rank, arguments)
-    slow.join(arguments["groups"][rank])
+    if group := arguments["groups"][rank]:
+        join(group)
     if arguments["is_paced"]:
         paced.pace.slowdown_ratio = arguments["slowdown_ratios"][rank]
     keep_memory_resident()

@@ -17,7 +17,6 @@ def all_reduce_s(
     *,
     size_bytes: int,
     repeats: int = 5,
-    timeout_s: float = 600.0,
 ) -> float:
     """Median seconds of an all-reduce of `size_bytes` over one rank of each host, in this order.
 
@@ -29,7 +28,6 @@ def all_reduce_s(
         f"{__name__}:time_rank",
         {"size_bytes": size_bytes, "repeats": repeats},
         what="timing all-reduces",
-        timeout_s=timeout_s,
         imported=(__name__,),
         trains=False,
     )

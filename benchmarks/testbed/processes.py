@@ -15,7 +15,7 @@ from estimator.errors import ProbeError, TrainingError
 from estimator.machines.profile import Device
 from estimator.probe.devices.ranks import run_on_devices
 
-from .launch import Placed
+from .launch import TIMEOUT_S, Placed
 from .network import Testbed
 
 # sched.h
@@ -29,7 +29,6 @@ def run_ranks(
     arguments: Mapping[str, Any],
     *,
     what: str,
-    timeout_s: float,
     imported: Sequence[str],
     alone: bool = False,
     trains: bool = True,
@@ -59,14 +58,14 @@ def run_ranks(
         "namespaces": [bed.namespace(rank.node) for rank in placed],
         "hosts": [rank.node for rank in placed],
         "environments": [dict(rank.environment) for rank in placed],
-        "timeout_s": timeout_s,
+        "timeout_s": TIMEOUT_S,
     }
     try:
         return run_on_devices(
             devices,
             function,
             {**arguments, **where},
-            timeout_s=timeout_s,
+            timeout_s=TIMEOUT_S,
             imported=tuple(imported),
             trains=trains,
         )

@@ -27,7 +27,6 @@ def step_seconds(
     *,
     parameter_s: float,
     steps: int = 3,
-    timeout_s: float = 600.0,
 ) -> list[float]:
     """Median seconds of a step of the slowest worker under each strategy; one rank a node.
 
@@ -49,7 +48,6 @@ def step_seconds(
         f"{__name__}:train_rank",
         arguments,
         what=f"training {model} on the testbed",
-        timeout_s=timeout_s,
         imported=(PACE_MODULE, __name__, f"{__package__}.servers"),
     )
     return [
