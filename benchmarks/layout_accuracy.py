@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -25,7 +25,7 @@ from estimator.graph.partition.plan import Plan
 from estimator.graph.trace.trace import trace_graph
 from estimator.machines.profile import MachineProfile
 from estimator.probe.devices.ranks import run_on_devices
-from estimator.workload.schedules import Schedule
+from estimator.workload.layouts import Layout
 
 RANKS = 2
 SCHEDULES, MICRO_BATCHES = ("1f1b", "gpipe", "zb"), 4
@@ -43,74 +43,35 @@ CASES = (
 def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """One rank: a model divided by torch, its steps timed."""
     import torch
-    from layout_oracle import torch_styles
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
+    from testbed.layouts import rank_step
 
     from estimator.probe.devices.backend import keep_memory_resident
     from estimator.validate.training import time_steps
 
     keep_memory_resident()
     torch.manual_seed(0)
-    model, batch = next(case for case in CASES if case.name == arguments["case"]).make()
-    if arguments["schedule"]:
-        return time_steps(_Stage(rank, model, batch, arguments["schedule"]), arguments, world_size)  # type: ignore[arg-type]
-    plan = Plan(tuple(tuple(each) for each in arguments["styles"]), sequence=arguments["sequence"])
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, torch_styles(plan, model))
-    return time_steps(_Steps(model, batch), arguments, world_size)  # type: ignore[arg-type]
+    built = next(case for case in CASES if case.name == arguments["case"]).make()
+    step = rank_step(
+        world_size, built, arguments, lambda model: torch.optim.AdamW(model.parameters())
+    )
+    return time_steps(_Steps(step), arguments, world_size)  # type: ignore[arg-type]
 
 
 class _Steps:
-    """What `time_steps` asks of a training."""
+    """What `time_steps` asks of a training, whose steps are timed as a whole."""
 
-    def __init__(self, model: Any, batch: Any) -> None:
-        import torch
-
-        self.model, self.batch = model, batch
-        self.optimizer = torch.optim.AdamW(model.parameters())
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
         self.marks: list[tuple[str, float]] = []
 
-    def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model(self.batch).backward()
-        self.optimizer.step()
-
     def mark(self, what: str) -> None:
-        """Steps are timed as a whole."""
+        """Phases are not told apart."""
 
     def synchronize(self) -> None:
         """Operators of CPUs have ended when they return."""
 
     def step_times_s(self) -> list[float]:
         return []
-
-
-class _Stage(_Steps):
-    """The same of a rank that holds half of a decoder's blocks."""
-
-    def __init__(self, rank: int, model: Any, batch: Any, schedule: str) -> None:
-        import torch
-        from testbed.layouts import staged, step_of, token_loss
-        from torch.distributed.pipelining.stage import PipelineStage
-
-        part = staged(model, [len(model.blocks) // RANKS])[rank]
-        super().__init__(part, batch)
-        width = model.norm.weight.shape[0]
-        given = torch.zeros(*batch.shape, width, requires_grad=True) if rank else batch
-        stage = PipelineStage(part, rank, RANKS, torch.device("cpu"), input_args=(given,))
-        self._step = step_of(
-            Schedule.parse(schedule),
-            [stage],
-            batch,
-            MICRO_BATCHES,
-            loss=token_loss,
-            targets=batch,
-            update=self.optimizer,
-        )
-
-    def step(self) -> None:
-        self._step()
 
 
 def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | None, Estimate]:
@@ -125,27 +86,34 @@ def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | Non
     about: dict[str, Any] = {"profile": profile}
     plan = None
     if how in SCHEDULES:
-        cut = f"blocks.{len(model.blocks) // RANKS}"
-        layout = f"pp={RANKS},schedule={how},cut={cut},dp=1"
         about |= {"accumulation_steps": MICRO_BATCHES}
     else:
         plan = plan_of(graph, sequence=how == "sp")
-        layout = f"tp={RANKS},sp" if plan.sequence else f"tp={RANKS}"
         about |= {"tp_plan": plan}
     where = f"1x{RANKS}:{profile.name}"
-    answer = DEFAULT.estimate(EstimateRequest.of(graph, where, layout=layout, **about))
+    answer = DEFAULT.estimate(EstimateRequest.of(graph, where, layout=_layout(model, how), **about))
     return plan, answer
+
+
+def _layout(model: Any, how: str) -> str:
+    """Ranks that divide layers, or stages of as many blocks each."""
+    if how in SCHEDULES:
+        return f"pp={RANKS},schedule={how},cut=blocks.{len(model.blocks) // RANKS},dp=1"
+    return f"tp={RANKS},sp" if how == "sp" else f"tp={RANKS}"
 
 
 def measured(
     case: Case, how: str, plan: Plan | None, profile: MachineProfile, *, steps: int, processes: int
 ) -> list[float]:
     """Seconds of the slowest rank's step in each of some runs."""
+    layout = _layout(case.make()[0], how)
     arguments = {
         "case": case.name,
         "styles": plan.styles if plan else (),
-        "sequence": bool(plan and plan.sequence),
-        "schedule": how if how in SCHEDULES else "",
+        "layout": layout,
+        "points": Layout.parse(layout).cut,
+        "micro_batches": MICRO_BATCHES,
+        "sharded": False,
         "kind": "cpu",
         "steps": steps,
         "warmup_steps": 3,

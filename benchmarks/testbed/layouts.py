@@ -74,14 +74,17 @@ def step_seconds(
 
 def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[float]:
     """One rank, in its own process: its seconds of every step after the first two."""
+    from layout_paces import MODELS
+
     from . import paced, paced_products
 
     warnings.filterwarnings("ignore")
     with joined(rank, arguments) as dist:
         if arguments["flops_per_s"] is not None:
             paced_products.install(arguments["flops_per_s"])
+        built = (MODELS.get(arguments["model"]) or getattr(paced, arguments["model"]))()
+        step = rank_step(dist.get_world_size(), built, arguments, paced.PacedUpdate)
         is_staged = Layout.parse(arguments["layout"]).pp > 1
-        step = (_staged_step if is_staged else _step)(dist.get_world_size(), arguments)
         waits = restarting_at_waits() if is_staged else contextlib.nullcontext()
         with paced.pausing_at_collectives(), waits:
             return timed_steps(dist, step, warmup=2, steps=arguments["steps"])
@@ -114,16 +117,28 @@ def restarting_at_waits() -> Iterator[None]:
         work.wait = original
 
 
-def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
-    """A step of a rank, its update included."""
-    from layout_paces import MODELS
+def rank_step(
+    ranks: int,
+    built: tuple[Any, Any],
+    arguments: Mapping[str, Any],
+    update_of: Callable[[Any], Any],
+) -> Callable[[], None]:
+    """A step of a rank of a layout, its update, that of `update_of(model)`, included."""
+    is_staged = Layout.parse(arguments["layout"]).pp > 1
+    return (_staged_step if is_staged else _step)(ranks, *built, arguments, update_of)
+
+
+def _step(
+    ranks: int,
+    model: Any,
+    batch: Any,
+    arguments: Mapping[str, Any],
+    update_of: Callable[[Any], Any],
+) -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
-    from . import paced
-
     layout = Layout.parse(arguments["layout"])
-    model, batch = MODELS[arguments["model"]]()
     shape = (ranks // (layout.cp * layout.tp), layout.cp, layout.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     if layout.tp > 1:
@@ -137,7 +152,7 @@ def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
         _send_to_experts(model, mesh)
     data = mesh["dp", "cp"]._flatten("data") if layout.cp > 1 else mesh["dp"]
     trained = _replicated(model, data, sharded=arguments["sharded"])
-    update = paced.PacedUpdate(model)
+    update = update_of(model)
 
     def step() -> None:
         update.zero_grad()
@@ -152,18 +167,20 @@ def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
     return step
 
 
-def _staged_step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
+def _staged_step(
+    ranks: int,
+    model: Any,
+    batch: Any,
+    arguments: Mapping[str, Any],
+    update_of: Callable[[Any], Any],
+) -> Callable[[], None]:
     """A step of a rank with stages of a model, which tp ranks divide and dp ranks repeat."""
     import torch
-    from layout_paces import MODELS
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining.stage import PipelineStage
 
-    from . import paced
-
     layout = Layout.parse(arguments["layout"])
-    is_decoder = arguments["model"] in MODELS
-    model, batch = (MODELS.get(arguments["model"]) or getattr(paced, arguments["model"]))()
+    is_decoder = hasattr(model, "blocks") and hasattr(model, "words")
     shape = (layout.pp, ranks // (layout.pp * layout.tp), layout.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     if layout.tp > 1:
@@ -189,7 +206,7 @@ def _staged_step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]
         arguments["micro_batches"],
         loss=token_loss if is_decoder else lambda output, _target: output[:, 0].sum(),
         targets=batch if is_decoder else torch.zeros(len(batch)),
-        update=paced.PacedUpdate(torch.nn.ModuleList(parts[number] for number in held)),
+        update=update_of(torch.nn.ModuleList(parts[number] for number in held)),
     )
 
 

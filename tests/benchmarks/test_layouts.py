@@ -93,7 +93,9 @@ def test_ranks_train_the_case_asked_for_where_only_some_cases_are_run(
     (found,) = (case for case in TRAINED if case.name == asked[0]["case"])
     assert found is TRAINED[3]
     measured(TRAINED[3], "zb", None, profile(), steps=1, processes=1)
-    assert [each["schedule"] for each in asked] == ["", "zb"]
+    layouts = ["tp=2", "pp=2,schedule=zb,cut=blocks.2,dp=1"]
+    assert [each["layout"] for each in asked] == layouts
+    assert [each["points"] for each in asked] == [(), ("blocks.2",)]
 
 
 def test_a_case_that_was_found_is_not_measured_again(
