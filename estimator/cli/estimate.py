@@ -26,7 +26,6 @@ from estimator.cli.console import (
 from estimator.cli.options import (
     OF_LAYOUTS,
     OF_STEPS,
-    Batches,
     OutFile,
     amount_options,
     check_amounts,
@@ -35,6 +34,7 @@ from estimator.cli.options import (
     on_option,
     picture_option,
     refuse_given,
+    several_batches_option,
     told_slowdowns,
     traced,
     workload_options,
@@ -155,13 +155,6 @@ def _write_trace(answer: Estimate, path: Path) -> None:
     write_trace(answer.timeline, path)
 
 
-def _sweep_options(command: Any) -> Any:
-    batch = click.option(
-        "--batch", "batches", type=Batches(), help="Per device: one, or such as 1..64 or 8,12,16."
-    )
-    return workload_options(command, batch=batch)
-
-
 @click.command(epilog="Example: estimator trace hf:gpt2 -o gpt2.graph --precision bf16-amp")
 @click.option(
     "-o",
@@ -198,7 +191,7 @@ def trace(out: Path, target: DeviceKind, ranks: int | None, **options: Any) -> N
 
 
 @click.command(epilog="Example: estimator sweep gpt2.graph --on 1..4x1,8:h100-sxm")
-@_sweep_options
+@partial(workload_options, batch=several_batches_option)
 @click.option(
     "--on",
     "patterns",

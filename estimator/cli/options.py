@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,20 +14,18 @@ from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import EXECUTIONS, Request
+from estimator.errors import EstimatorError
 from estimator.files import check_writable
 from estimator.probe.option_types import Amount, Count
-from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
+from estimator.workload.optimizers import OPTIMIZERS
 from estimator.workload.recipe import PRECISIONS, Recipe
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
-    from estimator.machines.catalogue import GivenNetwork
     from estimator.machines.prices import PriceList
     from estimator.machines.profile import DeviceKind
-    from estimator.placement.topology import Cluster
-    from estimator.workload.loader import Loader
 
 # Of the canary, beyond what it varies by itself.
 _LEAST_SLOWDOWN_RATIO = 1.2
@@ -48,26 +48,21 @@ class OutFile(click.Path):
         return path
 
 
-class Batches(click.ParamType[tuple[int, ...]]):
-    """Batches per device: one, a list, or a range that doubles."""
+def _read_by(home: str) -> Callable[..., Any]:
+    """A callback that reads an option's text with a function, imported where it is given."""
 
-    name = "batches"
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+        if text is None:
+            return None
+        module, _, name = home.partition(":")
+        try:
+            return attrgetter(name)(import_module(module))(text)
+        except EstimatorError:
+            raise
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, ...]:
-        """The batches that a text says; fails for any other text."""
-        if isinstance(value, tuple):
-            return value
-        from estimator.advise.scaling import read_batches
-
-        return read_batches(value)
-
-
-def _cluster(context: click.Context, option: click.Parameter, path: str | None) -> Cluster | None:
-    from estimator.placement.topology import Cluster
-
-    return None if path is None else Cluster.load(path)
+    return read
 
 
 def read_store(
@@ -83,33 +78,10 @@ def read_store(
     return Calibrator(None if path == "-" else path)
 
 
-def _network(
-    context: click.Context, option: click.Parameter, text: str | None
-) -> GivenNetwork | None:
-    if text is None:
-        return None
-    from estimator.machines.catalogue import GivenNetwork
-
-    try:
-        return GivenNetwork.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
-    from estimator.workload.loader import Loader
-
-    return None if text is None else Loader.parse(text)
-
-
 def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
     from estimator.machines.prices import PriceList
 
     return PriceList.load(path)
-
-
-def _optimizer(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
-    return None if name is None else check_optimizer(name)
 
 
 def _recipe(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
@@ -117,9 +89,15 @@ def _recipe(context: click.Context, option: click.Parameter, text: str | None) -
 
 
 RESTART = "What a job's restart takes; default {}."
+several_batches_option = click.option(
+    "--batch",
+    "batches",
+    callback=_read_by("estimator.advise.scaling:read_batches"),
+    help="Per device: one, or such as 1..64 or 8,12,16.",
+)
 cluster_option = click.option(
     "--cluster",
-    callback=_cluster,
+    callback=_read_by("estimator.placement.topology:Cluster.load"),
     metavar="FILE",
     help="Nodes and the switches between them (TOML).",
 )
@@ -130,7 +108,7 @@ _SURROUNDINGS = (
     cluster_option,
     click.option(
         "--network",
-        callback=_network,
+        callback=_read_by("estimator.machines.catalogue:GivenNetwork.parse"),
         metavar="RATE[,KIND]",
         help="What a node sends to others, as in 100Gbit/s,roce.",
     ),
@@ -140,7 +118,12 @@ _SURROUNDINGS = (
         metavar="STORE",
         help="Correct by the steps observed in this store; - is the user's own.",
     ),
-    click.option("--loader", callback=_loader, metavar="PARTS", help=LOADER),
+    click.option(
+        "--loader",
+        callback=_read_by("estimator.workload.loader:Loader.parse"),
+        metavar="PARTS",
+        help=LOADER,
+    ),
 )
 
 
@@ -161,7 +144,7 @@ _TRACE_OPTIONS = (
     click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
     click.option(
         "--optimizer",
-        callback=_optimizer,
+        callback=_read_by("estimator.workload.optimizers:check_optimizer"),
         help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; by default what the step "
         "or configure_optimizers() has, else adamw.",
     ),

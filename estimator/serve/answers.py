@@ -72,6 +72,12 @@ Column = Literal[
 ]
 
 
+def _shown(**example: Any) -> ConfigDict:
+    """A strict model that is shown with an example about some graph."""
+    examples: list[Any] = [{"graph": "0" * 64, **example}]
+    return ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": examples})
+
+
 class Question(BaseModel):
     """A graph and how it is trained; what is left out is as traced."""
 
@@ -93,9 +99,7 @@ class Question(BaseModel):
 class EstimateQuestion(Question):
     """One allocation."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"graph": "0" * 64, "on": "2x8:h100-sxm"}]}
-    )
+    model_config = _shown(on="2x8:h100-sxm")
 
     on: Text
     layout: Text | None = None
@@ -108,11 +112,7 @@ class EstimateQuestion(Question):
 class ManyQuestion(Question):
     """Many allocations, answered as columns; a row without an answer is null."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"graph": "0" * 64, "on": ["1x8:h100-sxm", "2x8:h100-sxm"]}]
-        }
-    )
+    model_config = _shown(on=["1x8:h100-sxm", "2x8:h100-sxm"])
 
     on: Annotated[list[Text], Field(min_length=1, max_length=MOST_ROWS)]
     columns: Annotated[list[Column], Field(min_length=1, max_length=16)] = [
@@ -127,12 +127,7 @@ class PlanQuestion(BaseModel):
     """What to rent to train so much."""
 
     # Not strict: JSON has objects and arrays for a Spot's dataclasses and tuples.
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [{"graph": "0" * 64, "machines": ["a100-p4d"], "samples": 1e7}]
-        },
-    )
+    model_config = _shown(machines=["a100-p4d"], samples=1e7) | ConfigDict(strict=False)
 
     graph: Hash
     machines: Annotated[list[Text], Field(min_length=1, max_length=_MOST_MACHINES)]
@@ -156,20 +151,7 @@ class PlanQuestion(BaseModel):
 class Observed(BaseModel):
     """The time of steps that ran."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "graph": "0" * 64,
-                    "on": "2x8:h100-sxm",
-                    "step_time_s": 0.41,
-                    "batch_per_gpu": 8,
-                }
-            ]
-        },
-    )
+    model_config = _shown(on="2x8:h100-sxm", step_time_s=0.41, batch_per_gpu=8)
 
     graph: Hash
     on: Text

@@ -219,7 +219,8 @@ class Spot:
         rates = self.revocations
         known = [rates] if isinstance(rates, Revocations) else list(rates.values())
         if any(len(set(one.per_hour)) > 1 for one in known):
-            said.append(f"training starts at {_as_clock(self.start_hour)}")
+            hour, minute = divmod(round(self.start_hour % 24 * 60) % 1440, 60)
+            said.append(f"training starts at {hour:02d}:{minute:02d}")
         if any(math.isfinite(one.lifetime_s) for one in known):
             said.append("a restart begins on new instances, all at once")
         if self.warning_s and self.checkpoint_s <= self.warning_s:
@@ -233,11 +234,6 @@ class Spot:
                 f"{format_seconds(self.checkpoint_s)}"
             )
         return said
-
-
-def _as_clock(hour: float) -> str:
-    minutes = round(hour % 24 * 60) % 1440
-    return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
 # Seconds of a checkpoint to cloud storage: 3.65 and 0.0199 for each MB.
