@@ -159,6 +159,7 @@ def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
 
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 # Width of the smoothing kernel in natural-log units, and how far another operator of the same
 # family, or another variant of it, counts as away.
@@ -264,7 +265,7 @@ class FamilyFit:
         warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
         self.warm_residual = np.log(self.warm / warm)
         self.cold_residual = np.log(self.cold / cold)
-        self.relative_error = self._leave_one_out_error()
+        self.relative_error = self._leave_one_out_error(warm)
 
     def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> _Pair:
         """The terms of calls with inputs in cache and from memory."""
@@ -315,42 +316,37 @@ class FamilyFit:
         cold = (rows.cold * np.array([form.cold for form in forms])).sum(axis=1)
         return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
 
-    def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
-        """How close each call (row) stands to each probed point (column)."""
-        places = np.array([coordinates(features) for features in some])
+    def _weights(self, places: Array, targets: Indices, variants: Indices) -> Array:
+        """How close calls at some places (rows) stand to each probed point (column)."""
         gaps = self.coordinates - places[:, None]
         distance = (gaps * gaps).sum(axis=2)
-        targets = np.array([self._number_of_target.get(features.target, -1) for features in some])
         distance += np.where(self._target_of == targets[:, None], 0.0, _OTHER_TARGET**2)
-        variants = np.array([self._number_of_variant.get(kind, -1) for kind in kinds])
         distance += np.where(self._variant_of == variants[:, None], 0.0, _OTHER_VARIANT**2)
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
-    def predict_each(
-        self, some: Sequence[Features], kinds: Sequence[str], *, without_own: bool = False
-    ) -> tuple[Array, Array]:
-        """(warm, cold) seconds of calls of variants `kinds`.
-
-        `without_own` leaves out the probed point of the same number as the call.
-        """
-        weights = self._weights(some, kinds)
-        if without_own:
-            np.fill_diagonal(weights, 0.0)
-        rows = self._rows(some, kinds)
+    def predict_each(self, some: Sequence[Features], kinds: Sequence[str]) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of variants `kinds`."""
         targets = [features.target for features in some]
+        weights = self._weights(
+            np.array([coordinates(features) for features in some]),
+            np.array([self._number_of_target.get(target, -1) for target in targets]),
+            np.array([self._number_of_variant.get(kind, -1) for kind in kinds]),
+        )
+        rows = self._rows(some, kinds)
         warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
         total = weights.sum(axis=1) + _PRIOR_WEIGHT
         warm = warm * np.exp(weights @ self.warm_residual / total)
         cold = cold * np.exp(weights @ self.cold_residual / total)
         return warm, np.maximum(cold, warm)
 
-    def _leave_one_out_error(self) -> float:
+    def _leave_one_out_error(self, by_form_s: Array) -> float:
+        """The median error of what the other points say of each, whose form takes `by_form_s`."""
         if len(self.points) < _FEWEST_POINTS:
             return _UNJUDGED_ERROR
-        features = [point.features for point in self.points]
-        kinds = [point.variant for point in self.points]
-        warm, _ = self.predict_each(features, kinds, without_own=True)
-        return float(np.median(np.abs(np.log(warm / self.warm))))
+        weights = self._weights(self.coordinates, self._target_of, self._variant_of)
+        np.fill_diagonal(weights, 0.0)
+        residual = weights @ self.warm_residual / (weights.sum(axis=1) + _PRIOR_WEIGHT)
+        return float(np.median(np.abs(np.log(by_form_s * np.exp(residual) / self.warm))))
 
 
 def _alike(dtype: str, other: str) -> bool:
@@ -404,6 +400,9 @@ class ProbedKernels:
         try:
             features = features_of(call)
             assert features is not None
+            if features.dtype != dtype:
+                # Which rows are aligned depends on it.
+                features = replace(features, dtype=dtype)
             kind = variant(call, features, self.threads)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             raise ProfileError(
@@ -414,8 +413,6 @@ class ProbedKernels:
         if features.family in _WITH_SCRATCH:
             most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
             cold = min(cold, point.warm_s + most)
-        if features.dtype != dtype:
-            features = replace(features, dtype=dtype)
         return ProbedCall(features=features, variant=kind, warm_s=point.warm_s, cold_s=cold)
 
     def fit(self, key: tuple[str, str]) -> FamilyFit:

@@ -561,8 +561,6 @@ def batches_of(
     """
     placement = mesh.placement
     groups = len(placement.allocation.groups)
-    if batch_per_gpu is not None and global_batch is not None:
-        raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
         global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
         return (largest_share(mesh, global_batch, accumulation_steps, strict=strict),) * groups
