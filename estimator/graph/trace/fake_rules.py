@@ -303,18 +303,16 @@ def assume_choice(
                 _PASSES,
             )
     elif func in _CHOICES:
-        scores, indices = args[0], outputs[_CHOICES[func]]
+        index_output, dim_argument, reduces = _CHOICES[func]
+        scores, indices = args[0], outputs[index_output]
         if not scores.dim():
             return
-        if func is aten.argmax.default or func is aten.argmin.default:
-            options = _argument(args, kwargs, 1, "dim", None)
-            options = scores.numel() if options is None else scores.shape[options]
-            dim = -1
-        else:
-            dim = _argument(args, kwargs, _DIM_POSITION[func], "dim", -1)
-            options = scores.shape[dim]
+        dim = args[dim_argument] if len(args) > dim_argument else kwargs.get("dim")
+        is_of_all = reduces and dim is None
+        dim = -1 if dim is None else dim
+        options = scores.numel() if is_of_all else scores.shape[dim]
         shape = tuple(indices.shape)
-        kept = len(shape) == scores.dim() and func not in _REDUCTIONS
+        kept = len(shape) == scores.dim() and not reduces
         constants.assume(
             indices,
             lambda: (
@@ -340,42 +338,23 @@ def _whether_finite(func: Any, args: Any) -> bool | None:
     return None
 
 
-def _argument(args: Any, kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
 # What a comparison of activations is expected to find, and the reduction that reads it so.
 _CHECKS = {
-    aten.ge.Tensor: True,
-    aten.ge.Scalar: True,
-    aten.le.Tensor: True,
-    aten.le.Scalar: True,
-    aten.gt.Tensor: False,
-    aten.gt.Scalar: False,
-    aten.lt.Tensor: False,
-    aten.lt.Scalar: False,
+    **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar, aten.le.Tensor, aten.le.Scalar), True),
+    **dict.fromkeys((aten.gt.Tensor, aten.gt.Scalar, aten.lt.Tensor, aten.lt.Scalar), False),
 }
 _REDUCED_CHECKS = {aten.all.default: True, aten.any.default: False}
 # torch.distributions reads it before it raises, and nothing else does.
 _ASSERTED = aten._is_all_true.default
 _PASSES = "checks that the model makes on its activations pass"
-# Which output holds the indices.
+# Which output holds the indices, which argument is `dim`, and whether that dimension goes.
 _CHOICES = {
-    aten.topk.default: 1,
-    aten.sort.default: 1,
-    aten.sort.stable: 1,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-    aten.argmax.default: 0,
-    aten.argmin.default: 0,
-    aten.multinomial.default: 0,
+    aten.topk.default: (1, 2, False),
+    aten.sort.default: (1, 1, False),
+    aten.sort.stable: (1, 2, False),
+    aten.max.dim: (1, 1, True),
+    aten.min.dim: (1, 1, True),
+    aten.argmax.default: (0, 1, True),
+    aten.argmin.default: (0, 1, True),
+    aten.multinomial.default: (0, 9, False),
 }
-_DIM_POSITION = {
-    aten.topk.default: 2,
-    aten.sort.default: 1,
-    aten.sort.stable: 2,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-    aten.multinomial.default: 9,
-}
-_REDUCTIONS = frozenset({aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default})

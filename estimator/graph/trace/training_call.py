@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,6 +170,7 @@ class TrainingCall:
         ModelError where a loader is empty or raises.
         """
         batch, assumptions = _first_batch(batch)
+        call = partial(cls, loss=loss, assumptions=assumptions)
         if isinstance(loss, type):
             raise ModelError(
                 f"loss is the class {loss.__name__}, not a loss; write {loss.__name__}()"
@@ -178,45 +180,22 @@ class TrainingCall:
                 f"loss is a function of (output, targets) or a module such as "
                 f"nn.CrossEntropyLoss(), found {quoted(loss)}; give one"
             )
+        if loss is None and callable(getattr(model, "training_step", None)):
+            return call(batch=batch, by_training_step=True, configured=Configured.of(model))
         if loss is None:
-            if callable(getattr(model, "training_step", None)):
-                return cls(
-                    batch=batch,
-                    by_training_step=True,
-                    configured=Configured.of(model),
-                    assumptions=assumptions,
-                )
-            as_one = _is_one_argument(model, batch)
-            return cls(batch=batch, as_one=as_one, assumptions=assumptions)
+            return call(batch=batch, as_one=_is_one_argument(model, batch))
         if _is_step(loss):
-            return cls(batch=batch, loss=loss, by_step=True, assumptions=assumptions)
+            return call(batch=batch, by_step=True)
         if isinstance(batch, Mapping):
-            return cls._of_mapping(model, batch, loss, assumptions)
+            names, as_one = _target_names(model, batch, loss)
+            return call(batch=batch, target_names=names, as_one=as_one)
         if isinstance(batch, (tuple, list)) and len(batch) > 1 and _has_target(model, batch, loss):
             inputs = batch[0] if len(batch) == 2 else batch[:-1]
             as_one = isinstance(inputs, Mapping) and _is_one_argument(model, inputs)
             are_several = isinstance(inputs, (tuple, list)) and _binds(model, *inputs)
             parts = tuple(inputs) if are_several else (inputs,)
-            batch = (*parts, batch[-1])
-            return cls(batch=batch, loss=loss, targets=1, as_one=as_one, assumptions=assumptions)
-        as_one = _is_one_argument(model, batch)
-        return cls(batch=batch, loss=loss, as_one=as_one, assumptions=assumptions)
-
-    @classmethod
-    def _of_mapping(
-        cls, model: nn.Module, batch: Mapping[Any, Any], loss: Loss, assumptions: tuple[str, ...]
-    ) -> TrainingCall:
-        """The call with a mapping, whose targets are what forward() has no parameter for."""
-        names = _unaccepted(model, batch)
-        as_one = _is_one_argument(model, batch, without=names)
-        if isinstance(loss, nn.Module) and (as_one or not names):
-            # Nothing tells the targets but what they are called.
-            names = tuple(name for name in _TARGET_WORDS if name in batch)[:1]
-        elif as_one:
-            names = ()
-        return cls(
-            batch=batch, loss=loss, target_names=names, as_one=as_one, assumptions=assumptions
-        )
+            return call(batch=(*parts, batch[-1]), targets=1, as_one=as_one)
+        return call(batch=batch, as_one=_is_one_argument(model, batch))
 
     @property
     def advice(self) -> str:
@@ -318,6 +297,20 @@ class TrainingCall:
         if self.targets and len(inputs) == 1 and isinstance(inputs[0], Mapping):
             return model(**inputs[0])
         return model(*inputs)
+
+
+def _target_names(
+    model: nn.Module, batch: Mapping[Any, Any], loss: Loss
+) -> tuple[tuple[str, ...], bool]:
+    """(the targets of a mapping: what forward() has no parameter for, whether it takes it whole)"""
+    names = _unaccepted(model, batch)
+    as_one = _is_one_argument(model, batch, without=names)
+    if isinstance(loss, nn.Module) and (as_one or not names):
+        # Nothing tells the targets but what they are called.
+        names = tuple(name for name in _TARGET_WORDS if name in batch)[:1]
+    elif as_one:
+        names = ()
+    return names, as_one
 
 
 def loss_of(output: Any) -> Tensor:

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +72,11 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
         return {
-            "workload": self.workload,
-            "allocation": self.allocation,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "predicted": None if self.predicted is None else self.predicted.to_dict(),
-            "measured_s": self.measured_s,
-            "steps": self.steps,
             "error_ratio": self.error_ratio,
             "refusal": self.refusal or None,
             "remark": self.remark or None,
-            "gradient_noise_samples": self.gradient_noise_samples,
         }
 
 
@@ -122,7 +118,7 @@ class WatchedTraining:
     settings: Settings
     comparison: Comparison | None = None
     _watch: Watch | None = None
-    _expected: Comparison | None = field(default=None)
+    _expected: Comparison | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -134,20 +130,22 @@ class WatchedTraining:
         batch: Any,
         *,
         ranks: int,
-        nodes: int = 1,
+        nodes: int | None = None,
         accumulation_steps: int = 1,
         strategy: str = "ddp",
         **recipe: Any,
     ) -> None:
         """Trace a model on its first batch, predict its step, and begin to time steps.
 
-        `recipe` goes to `trace_model`: optimizer, precision, clipping.
+        Without `nodes` they are told by what torchrun says of this one. `recipe` goes to
+        `trace_model`: optimizer, precision, clipping.
         """
         from torch import cuda
 
         from estimator.waits.hooks import leading_size
 
         settings = self.settings
+        nodes = nodes or max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         allocation = settings.allocation or f"{nodes}x{ranks // nodes}:local"
         strategy = settings.strategy or strategy
         graph, refusal = settings.graph, ""
@@ -317,14 +315,12 @@ def watch(accelerator: Any, model: Any, optimizer: Any, **settings: Any) -> Hook
     `settings` are those of `Settings`: `store`, `allocation`, `strategy`, `graph`, `report`, `say`.
     """
     plain = accelerator.unwrap_model(model)
-    ranks = int(accelerator.num_processes)
     is_sharded = str(accelerator.distributed_type).endswith("FSDP")
     return HookedTraining(
         plain,
         getattr(optimizer, "optimizer", optimizer),
         Settings(**{"say": accelerator.print, **settings}),
-        ranks=ranks,
-        nodes=max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
+        ranks=int(accelerator.num_processes),
         accumulation_steps=int(accelerator.gradient_accumulation_steps),
         strategy="fsdp" if is_sharded else "ddp",
         precision=precision_of(plain, accelerator.mixed_precision),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from estimator.integrations.callbacks.training import (
@@ -54,15 +53,13 @@ class EstimatorCallback(TrainerCallback):
             self._hook.remove()
             optimizer = known["optimizer"]
             mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-            ranks = int(args.world_size)
             self.training.begin(
                 known["model"],
                 self._batch,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
                 precision=precision_of(known["model"], mixed),
                 clip_grad_norm=bool(args.max_grad_norm),
-                ranks=ranks,
-                nodes=max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
+                ranks=int(args.world_size),
                 accumulation_steps=int(args.gradient_accumulation_steps),
                 strategy="fsdp" if args.fsdp else "ddp",
             )
