@@ -33,7 +33,6 @@ from estimator.probe.links.copies import fit_line
 from estimator.timeline.collectives.algorithms import (
     RING_SHARE,
     Algorithm,
-    GroupShape,
     InnerLinks,
     algorithms_of,
     as_array,
@@ -258,8 +257,8 @@ def algorithms_for(group: Group) -> tuple[Algorithm, ...]:
 def ring_cost(group: Group) -> tuple[float, float]:
     """(hops between nodes in a row, share of the buffer over the network) of a ring."""
     ring = algorithms_of(group.op)[0]
-    shape = GroupShape(group.ranks, group.nodes, group.per_node)
-    return ring.rounds(shape).across, ring.share(shape).across
+    ranks = ProcessGroup(ranks=group.ranks, nodes=group.nodes, per_node=group.per_node)
+    return ring.rounds(ranks).across, ring.share(ranks).across
 
 
 def fitted(asked: Sequence[Asked]) -> float | None:

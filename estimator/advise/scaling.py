@@ -79,7 +79,7 @@ def scaling_of(
                 global_batch=None,
                 # A single device holds all shards.
                 strategy=request.strategy.sharded_over(None),
-                profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
+                profile=None if named else answer.plan.kinds[0].program.profile,
             )
         )
         for single, batch, named in _single_devices(answer, request.cluster)

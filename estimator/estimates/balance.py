@@ -167,13 +167,11 @@ class _SplitSearch:
     def _loads(self, answer: Estimate) -> list[tuple[float, float]]:
         """(lane's seconds, share of memory) of the slowest and the fullest rank of each group."""
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
-        for ranks in answer.plan.ranks_by_kind:
-            members = list(ranks.ranks)
-            program, shards = ranks.program, answer.plan.shards
-            needed = program.memory.total_bytes(shards)
-            alone_s = program.lane_s + program.sharded_lane_s / shards
-            lane_s[members] = alone_s * ranks.slowdown_ratio
-            memory_ratio[members] = needed / ranks.usable_bytes
+        shards = answer.plan.shards
+        for kind, ranks in answer.plan.ranks_by_kind.items():
+            lane_s[ranks] = kind.lane.length_s(shards)
+            needed_bytes = kind.program.memory.total_bytes(shards)
+            memory_ratio[ranks] = needed_bytes / kind.device.usable_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))
         return list(zip(*(values.tolist() for values in loads), strict=True))
 

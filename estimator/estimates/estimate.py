@@ -343,7 +343,7 @@ def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None
             breakdown.host_exposed_s / step,
             host.provenance.relative_error if host else None,
         ),
-        ("update", program.update_source, breakdown.update_s / step, program.update_error),
+        ("update", program.update_source, breakdown.update_s / step, program.lane.update_error),
         ("bucket copies", copies, breakdown.copies_exposed_s / step, COPIES_ERROR),
         (
             "layer communication",

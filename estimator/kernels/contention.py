@@ -6,16 +6,13 @@ import math
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags, Indices
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure, Touches
 from estimator.graph.memory.sizes import workspace_bytes
 from estimator.machines.profile import MachineProfile, MemoryCost
 from estimator.tensors import OpCall
-
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 # These work through copies of their own, of unknown size, in memory as cold as any new tensor's.
 _UNSIZED_SCRATCH = ("aten._scaled_dot_product", "aten.mkldnn_rnn")
@@ -122,7 +119,7 @@ def _before(per_op: Array, blocks: Indices) -> Array:
     return before
 
 
-def _touched_by_several(touches: Touches, blocks: Indices) -> NDArray[np.bool_]:
+def _touched_by_several(touches: Touches, blocks: Indices) -> Flags:
     """For each touch whether ops of several blocks touch the same."""
     owners = blocks[touches.op]
     count = int(touches.storage.max(initial=-1)) + 1

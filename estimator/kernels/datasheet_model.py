@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from estimator.elementwise import Array
 from estimator.errors import ProfileError
 from estimator.files import shipped_data
 from estimator.machines.profile import Device
@@ -30,11 +31,10 @@ from estimator.tensors import ITEM_BYTES
 _REFERENCE_NM = 12.0
 # What is taken of a device that does not say it, in base units: V100 SXM2's 80 multiprocessors, 300
 # W and 1.53 GHz, rounded (NVIDIA V100 datasheet, 2020), the middle of the shipped catalogue.
-_ASSUMED = {"sm_count": 80.0, "power_w": 300.0, "boost_clock_hz": 1.5e9}
-_SAID = {
-    "sm_count": "80 multiprocessors",
-    "power_w": "a power limit of 300 W",
-    "boost_clock_hz": "a boost clock of 1.5 GHz",
+_ASSUMED = {
+    "sm_count": (80.0, "80 multiprocessors"),
+    "power_w": (300.0, "a power limit of 300 W"),
+    "boost_clock_hz": (1.5e9, "a boost clock of 1.5 GHz"),
 }
 # Of an architecture that is not known: N5 or 4N, in which most GPUs since 2022 are made, with
 # tensor cores as they have been since A100.
@@ -101,7 +101,7 @@ def chip_of(device: Device, dtype: str) -> Chip:
 
 def assumed_of(device: Device) -> list[str]:
     """In words, what `chip_of` takes of a device that does not say it."""
-    assumed = [words for name, words in _SAID.items() if _given(device, name) is None]
+    assumed = [words for name, (_, words) in _ASSUMED.items() if _given(device, name) is None]
     if architecture_of(device) is None:
         assumed.append(f"a process of {_ASSUMED_NM:g} nm and today's tensor cores")
     return assumed
@@ -118,15 +118,13 @@ def peak_flops_per_s(device: Device, dtype: str) -> float:
 
 def _number(device: Device, name: str) -> float:
     given = _given(device, name)
-    return _ASSUMED[name] if given is None else given
+    return _ASSUMED[name][0] if given is None else given
 
 
 def _given(device: Device, name: str) -> float | None:
     value = device.details.get(name)
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
-
-Array = NDArray[np.float64]
 
 # Rows and columns of a tile, and the pieces that an inner sum is cut into (CUTLASS documentation,
 # "Efficient GEMM in CUDA": threadblock tiles, split-K).

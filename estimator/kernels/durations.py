@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import ProfileError
 from estimator.graph.costs.call_costs import Features, StepPart, family_of, features_of, known_peak
 from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
@@ -52,10 +52,6 @@ def why_not_on(graph: OpGraph, machine: MachineProfile) -> str | None:
         )
     return None
 
-
-Array = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Indices = NDArray[np.intp]
 
 # Flops per byte from which a kernel is limited by arithmetic rather than by memory, for choosing
 # between the two measured contentions: a core computes some tens of flops per byte it streams.
@@ -197,10 +193,9 @@ def op_durations(
     structure = structure_of(bound.graph, cache)
     costs = _call_costs(bound, structure, cache)
     kernels = cache.get(
-        "kernel seconds",
-        (bound, profile),
-        lambda: _kernel_seconds(bound, profile, structure, costs, cache),
+        "kernel seconds", (bound, profile), lambda: _kernel_seconds(bound, profile, cache)
     )
+    private_bytes = profile.memory.private_cache_bytes if profile.memory else 0.0
     slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
     return Durations(
         host_s=cache.get(
@@ -212,7 +207,7 @@ def op_durations(
                     costs.calls,
                     costs.moved_bytes,
                     host,
-                    _private_bytes(profile),
+                    private_bytes,
                     cache.get("issue costs", (profile,), lambda: issue_costs(profile)),
                 )
                 if bound.graph.execution == "eager"
@@ -237,20 +232,11 @@ def least_device_s(
     cache: Cache,
 ) -> Array:
     """What the device seconds of each op are at least in a graph of any of its `blocks`."""
-    graph, structure = bound.graph, structure_of(bound.graph, cache)
+    structure = structure_of(bound.graph, cache)
+    kernels = _kernel_seconds(bound, profile, cache, blocks)
     costs = _call_costs(bound, structure, cache)
-    compiled = graph.execution != "eager"
-    fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
-    cached_bytes = _cached_bytes(profile, fits)
-    timed = _timed(graph, costs, fits, profile)
-    call_of = structure.columns.call_of
-    eviction = _eviction(profile, cached_bytes)
-    cold = _cold_ratios(bound, structure, costs, fits, eviction, blocks)
-    warm_s = np.array([prediction.warm_s for prediction in timed])[call_of]
-    more_s = np.array([prediction.cold_s for prediction in timed])[call_of] - warm_s
-    seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
-    slowdown = _slowdowns(costs, profile, devices_busy, cached_bytes)
-    return np.where(structure.columns.is_view, 0.0, seconds * slowdown[call_of])
+    slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
+    return np.asarray(kernels.alone_s * slowdown[structure.columns.call_of])
 
 
 def _slowdowns(
@@ -263,59 +249,30 @@ def _slowdowns(
     return np.asarray(share * compute.at(moved) + (1.0 - share) * memory.at(moved))
 
 
-def _cached_bytes(profile: MachineProfile, fits: KernelFits | Roofline) -> float:
-    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
-    shared = profile.memory.shared_cache_bytes if profile.memory else 0
-    sharers = len(profile.devices) if profile.kind == "cpu" else 1
-    return shared / sharers or fits.cache_bytes
-
-
-def _eviction(profile: MachineProfile, cached_bytes: float) -> Eviction:
-    """How tensors leave the caches: as measured, else as from one cache that forgets the oldest."""
-    measured = Eviction.measured(profile.memory) if profile.memory else None
-    return measured or Eviction.of_size(cached_bytes)
-
-
-def _cold_ratios(
-    bound: BoundGraph,
-    structure: GraphStructure,
-    costs: CallCosts,
-    fits: KernelFits | Roofline,
-    eviction: Eviction,
-    blocks: Indices | None = None,
-) -> Array:
-    """How far each op is from its time with warm caches (0) to that with cold ones (1).
-
-    What an op evicts of its own tensors is in a warm time that was measured, not in a roofline's.
-    """
-    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
-    if isinstance(fits, Roofline):
-        return cold
-    return eviction.beyond_repeated(cold, costs.moved_bytes[structure.columns.call_of])
-
-
-def _private_bytes(profile: MachineProfile) -> float:
-    return profile.memory.private_cache_bytes or 0.0 if profile.memory else 0.0
-
-
 def _call_costs(bound: BoundGraph, structure: GraphStructure, cache: Cache) -> CallCosts:
     return cache.get("call costs", (bound,), lambda: CallCosts.of(bound, structure))
 
 
 def _kernel_seconds(
-    bound: BoundGraph,
-    profile: MachineProfile,
-    structure: GraphStructure,
-    costs: CallCosts,
-    cache: Cache,
+    bound: BoundGraph, profile: MachineProfile, cache: Cache, blocks: Indices | None = None
 ) -> KernelSeconds:
-    graph = bound.graph
+    """Those of a graph or, with `blocks`, at the least those of graphs of any of its blocks."""
+    graph, memory = bound.graph, profile.memory
+    structure = structure_of(graph, cache)
+    costs = _call_costs(bound, structure, cache)
     compiled = graph.execution != "eager"
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
-    cached_bytes = _cached_bytes(profile, fits)
-    eviction = _eviction(profile, cached_bytes)
     call_of, is_view = structure.columns.call_of, structure.columns.is_view
-    cold = _cold_ratios(bound, structure, costs, fits, eviction)
+    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
+    sharers = len(profile.devices) if profile.kind == "cpu" else 1
+    cached_bytes = (memory.shared_cache_bytes if memory else 0) / sharers or fits.cache_bytes
+    # Tensors leave the caches as measured, else as from one cache that forgets the oldest.
+    eviction = (memory and Eviction.measured(memory)) or Eviction.of_size(cached_bytes)
+    # How far each op is from its time with warm caches (0) to that with cold ones (1).
+    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
+    if not isinstance(fits, Roofline):
+        # What an op evicts of its own tensors is in a warm time that was measured.
+        cold = eviction.beyond_repeated(cold, costs.moved_bytes[call_of])
     timed = _timed(graph, costs, fits, profile)
     seconds = _blend(timed, call_of, cold)
     errors = np.array([prediction.relative_error for prediction in timed])[call_of]
@@ -416,10 +373,10 @@ class KernelGroups(NamedTuple):
     """(family, source) of kernels, and the number of its group for each op: 0 for views."""
 
     keys: tuple[tuple[str, str], ...]
-    of: NDArray[np.intp]
+    of: Indices
 
     def seconds(
-        self, device_s: NDArray[np.float64], relative_errors: NDArray[np.float64]
+        self, device_s: Array, relative_errors: Array
     ) -> dict[tuple[str, str], tuple[float, float]]:
         """(family, source) → seconds of all its ops and the error on them, in seconds."""
         count = len(self.keys) + 1
@@ -497,12 +454,9 @@ def _peak_ratio(graph: OpGraph, profile: MachineProfile) -> float:
 
 def _slowdown_ratio(call: OpCall, profile: MachineProfile, devices_busy: int) -> float:
     """How much longer a part takes beside busy neighbours: half of it arithmetic, half memory."""
-    moved_bytes = float(sum(spec.storage_bytes for spec in (*call.inputs, *call.outputs)))
-    compute, memory = (
-        slowdown_ratio(profile, bound_by, devices_busy, moved_bytes)
-        for bound_by in ("compute", "memory")
-    )
-    return (compute + memory) / 2
+    moved_bytes = _moved_bytes(call)
+    bounds = ("compute", "memory")
+    return sum(slowdown_ratio(profile, by, devices_busy, moved_bytes) for by in bounds) / 2
 
 
 def summary_assumptions(

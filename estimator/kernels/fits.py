@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import ProfileError, printable
 from estimator.graph.costs.call_costs import (
     Features,
@@ -158,9 +158,6 @@ def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
     return f"pointwise{strided}"
 
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
-
 # Width of the smoothing kernel in natural-log units, and how far another operator of the same
 # family, or another variant of it, counts as away.
 _WIDTH = 0.8
@@ -198,7 +195,7 @@ _ATTENTION = "aten._scaled_dot_product_"
 _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 
-def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:
+def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], Indices]:
     """The number of each distinct text, and that of each text."""
     numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
@@ -286,7 +283,7 @@ class FamilyFit:
             kind = _wider(kind)
         return self.forms.get((target, kind), self.whole)
 
-    def _fit(self, mine: NDArray[np.bool_]) -> _Pair:
+    def _fit(self, mine: Flags) -> _Pair:
         def fitted(rows: Array, seconds: Array) -> Array:
             # What one call alone has takes up all that is odd about it, and grows without bound.
             rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
@@ -294,7 +291,7 @@ class FamilyFit:
 
         return _Pair(*(fitted(rows[mine], seconds[mine]) for rows, seconds in self._timed()))
 
-    def _scaled(self, form: _Pair, mine: NDArray[np.bool_]) -> _Pair:
+    def _scaled(self, form: _Pair, mine: Flags) -> _Pair:
         """The form times what some points are longer than it, in the geometric mean with a 1."""
         weight = mine.sum() + 1
 

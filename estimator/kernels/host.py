@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array, Flags
 from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, unit_path
@@ -21,9 +21,6 @@ from estimator.kernels.contention import Eviction
 from estimator.machines.profile import HostCost, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
-
-Array = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 # Before a library's kernel is launched, its descriptors are made and its algorithm looked up: on a
 # GPU a convolution takes the host 4 times as long as relu_, a batch norm 3 times with what wraps it

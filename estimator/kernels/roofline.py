@@ -12,13 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from estimator.elementwise import Array
 from estimator.files import shipped_data
 from estimator.graph.costs.call_costs import Features, features_of
 from estimator.graph.costs.registry import Family
@@ -133,9 +133,8 @@ class Roofline:
         self.shared_error = self.kernel_model.errors["model"]
         self._matmuls = self.kernel_model.matmuls.sustained
         self._chips: dict[str, Chip] = {}
-        self._held_ratios: dict[str, float] = {}
         memory_bound = self.kernel_model.memory_bound
-        rate = self._device.memory_bandwidth_bytes_per_s or 0.0
+        rate = self._device.memory_bandwidth_bytes_per_s or math.inf
         self._bytes_per_s = rate * memory_bound.memory_ratio(self._device)
         cache = self._device.details.get("l2_cache_bytes")
         self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
@@ -184,20 +183,13 @@ class Roofline:
             self._chips[dtype] = chip_of(self._device, dtype)
         return self._chips[dtype]
 
-    def _held_ratio(self, dtype: str) -> float:
-        """The share of its clock that the chip holds, computing in a dtype."""
-        if dtype not in self._held_ratios:
-            ratio = sustained_ratio(self._matmuls, self._chip_in(dtype))
-            self._held_ratios[dtype] = float(ratio)
-        return self._held_ratios[dtype]
-
     def _matmuls_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         kernel_model = self._matmuls
         batch, rows, columns, inner = np.array(
             [features.dims[:4] for features in some], dtype=float
         ).T
 
-        def seconds_of(aligned_bytes: Sequence[float]) -> NDArray[np.float64]:
+        def seconds_of(aligned_bytes: Sequence[float]) -> Array:
             return matmul_seconds(
                 kernel_model,
                 chip,
@@ -253,15 +245,15 @@ class Roofline:
         return seconds_each
 
     def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
-        return [self._convolution_s(features, cached) for features in some]
-
-    def _convolution_s(self, features: Features, cached: float) -> float:
-        kind, compute_s = self.convolution(features)
-        compute, moved = self.kernel_model.convolutions.factors(
-            kind, phase_of(features), features.layout
-        )
-        bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
-        return self.kernel_model.memory_bound.start_s + compute * compute_s + moved * bytes_s
+        start_s, seconds = self.kernel_model.memory_bound.start_s, []
+        for features in some:
+            kind, compute_s = self.convolution(features)
+            compute, moved = self.kernel_model.convolutions.factors(
+                kind, phase_of(features), features.layout
+            )
+            bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
+            seconds.append(start_s + compute * compute_s + moved * bytes_s)
+        return seconds
 
     def convolution(self, features: Features) -> tuple[str, float]:
         """(kind of convolution, seconds that its units compute at best) of a call."""
@@ -272,7 +264,8 @@ class Roofline:
             dtype = "float32"
         elif chip.is_tensor or kind in ("grouped", "vector direct"):
             return kind, self._implicit_matmuls_s(features, chip)
-        rate = float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        chip = self._chip_in(dtype)
+        rate = float(chip.flops_per_s) * float(sustained_ratio(self._matmuls, chip))
         return kind, features.cost.flops / rate
 
     def _implicit_matmuls_s(self, features: Features, chip: Chip) -> float:
@@ -308,62 +301,34 @@ class Roofline:
         item_bytes = ITEM_BYTES.get(features.dtype, 4)
         batch = samples / steps
         weights_bytes = item_bytes * at_once * columns * inner
-        held = self.kernel_model.memory_bound.cache_speedup
-        held = held if weights_bytes <= self.cache_bytes else 1.0
+        speedup = self.kernel_model.memory_bound.cache_speedup
+        held = speedup if weights_bytes <= self.cache_bytes else 1.0
         # Gates are written and read again, the state read.
         step_bytes = weights_bytes + item_bytes * at_once * batch * (2 * columns + inner)
-        step_s = self._matmul_s(chip, at_once, batch, columns, inner, step_bytes, held)
-        step_s += self._matmuls.start_s + self.kernel_model.memory_bound.start_s
         recurrent = chains * at_once * columns * inner
         times = features.cost.flops / (2 * samples * work)
         at_input = max(times * work - recurrent, 0.0) / columns
-        rest_bytes = features.cost.moved_bytes
-        rest_s = self._matmul_s(chip, 1.0, samples, columns, max(at_input, 1.0), rest_bytes, cached)
-        return self.kernel_model.memory_bound.start_s + chains * steps * step_s + rest_s
-
-    def _matmul_s(
-        self,
-        chip: Chip,
-        batch: float,
-        rows: float,
-        columns: float,
-        inner: float,
-        moved_bytes: float,
-        cached: float,
-    ) -> float:
-        return float(
-            matmul_seconds(
-                self._matmuls,
-                chip,
-                batch=batch,
-                rows=rows,
-                columns=columns,
-                inner=inner,
-                moved_bytes=moved_bytes,
-                cached=cached,
-            )[0]
+        product = partial(matmul_seconds, self._matmuls, chip, columns=columns)
+        step_s = float(
+            product(batch=at_once, rows=batch, inner=inner, moved_bytes=step_bytes, cached=held)[0]
         )
+        moved, summed = features.cost.moved_bytes, max(at_input, 1.0)
+        rest_s = float(
+            product(batch=1.0, rows=samples, inner=summed, moved_bytes=moved, cached=cached)[0]
+        )
+        gates_s = self.kernel_model.memory_bound.start_s
+        step_s += self._matmuls.start_s + gates_s
+        return gates_s + chains * steps * step_s + rest_s
 
     def _memory_bound_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
-        rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
-        return self._rooflines_s(some, rate, cached)
-
-    def _rooflines_s(
-        self, some: Sequence[Features], flops_per_s: float, cached: float
-    ) -> list[float]:
-        return [
-            self.kernel_model.memory_bound.start_s
-            + max(features.cost.flops / flops_per_s, self._memory_bound_one_s(features, cached))
-            for features in some
-        ]
-
-    def _memory_bound_one_s(self, features: Features, cached: float) -> float:
-        if not self._bytes_per_s:
-            return 0.0
-        keys = memory_bound_keys(features)
-        length = features.dims[1] if len(features.dims) > 1 else 1.0
-        share = self.kernel_model.memory_bound.share(keys, length)
-        return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
+        flops_per_s = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
+        model, seconds = self.kernel_model.memory_bound, []
+        for features in some:
+            length = features.dims[1] if len(features.dims) > 1 else 1.0
+            rate = model.share(memory_bound_keys(features), length) * self._bytes_per_s * cached
+            bytes_s = features.cost.moved_bytes / rate
+            seconds.append(model.start_s + max(features.cost.flops / flops_per_s, bytes_s))
+        return seconds
 
 
 class TensorCoreMatrix(NamedTuple):

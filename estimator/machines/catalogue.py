@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -130,7 +129,7 @@ class GivenNetwork:
 
 # (modification time, size, inode) of a file's last version, and what it held.
 _FileState = tuple[int, int, int]
-_loaded: OrderedDict[str, tuple[_FileState, MachineProfile]] = OrderedDict()
+_loaded: dict[str, tuple[_FileState, MachineProfile]] = {}
 _MOST_LOADED = 256
 # What was asked for a moment ago, and until when its file is not looked at again: a scheduler's
 # questions come by the thousand. What this process writes is seen at once.
@@ -214,13 +213,12 @@ def _profile(text: str, *, is_path: bool, at: ReadAt | None = None) -> MachinePr
 
 
 def _read_once(path: str, state: _FileState | None, limit: str | None) -> MachineProfile:
-    """Read a file that is not known in this state; threads that ask at once get one object."""
+    """Read a file that is not known in this state.
+
+    Threads that ask at once get one object: what is compiled belongs to it.
+    """
     key = path if limit is None else f"{path}@{limit}"
-    known = _loaded.get(key)
-    if known is not None and known[0] == state:
-        return known[1]
     with _reading:
-        # What is compiled belongs to an object.
         known = _loaded.get(key)
         if known is not None and known[0] == state:
             return known[1]
@@ -228,9 +226,9 @@ def _read_once(path: str, state: _FileState | None, limit: str | None) -> Machin
         if limit is not None:
             profile = with_limit(profile, limit)
         if state is not None:
+            if len(_loaded) >= _MOST_LOADED:
+                _loaded.clear()
             _loaded[key] = (state, profile)
-            while len(_loaded) > _MOST_LOADED:
-                _loaded.popitem(last=False)
         return profile
 
 

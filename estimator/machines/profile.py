@@ -509,14 +509,6 @@ SCHEMA_VERSION = 2
 # those with all of them, with 3 % of the calls by up to 27, with 2 % by up to 57.
 _FEWEST_TIMED_RATIO = 0.1
 
-# What version 1 called the fields of links, of timed kernels and of the profile itself.
-_NAMES_OF_VERSION_1 = {
-    "reach": "locality",
-    "streams": "flows",
-    "spread_ratio": "noise_ratio",
-    "rank_spread_ratio": "rank_jitter_ratio",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
@@ -605,7 +597,7 @@ class MachineProfile:
                 "run 'estimator probe' to write a new one"
             )
         try:
-            return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
+            return _adapter().validate_python(data)  # type: ignore[no-any-return]
         except ValidationError as error:
             raise ProfileError(
                 f"{origin} is not a machine profile ({first_fault(error)[0]}); "
@@ -652,45 +644,6 @@ def _adapter() -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(MachineProfile)
-
-
-def _of_this_version(data: Any) -> Any:
-    """A profile's values as this version names them, without contentions of first touches.
-
-    Earlier versions measured those; a step that keeps its memory, as all that is timed here,
-    touches nothing for the first time. Keys that have gone need nothing: unknown ones are passed
-    over.
-    """
-    if not isinstance(data, dict):
-        return data
-    if data.get("schema_version", 1) == 1:
-        data = {_NAMES_OF_VERSION_1.get(key, key): value for key, value in data.items()}
-        for key in ("links", "network", "kernels"):
-            data[key] = _renamed(data.get(key, ()))
-        data["schema_version"] = SCHEMA_VERSION
-    contentions = data.get("contentions")
-    if not isinstance(contentions, list | tuple):
-        return data
-    kept = [
-        item
-        for item in contentions
-        if not (isinstance(item, dict) and item.get("bound") == "first_touch")
-    ]
-    return {**data, "contentions": kept}
-
-
-def _renamed(items: Any) -> Any:
-    """A list of records of version 1, and their points, with the names of this version."""
-    if not isinstance(items, list | tuple):
-        return items
-    found = []
-    for item in items:
-        if isinstance(item, dict):
-            item = {_NAMES_OF_VERSION_1.get(key, key): value for key, value in item.items()}
-            if "points" in item:
-                item["points"] = _renamed(item["points"])
-        found.append(item)
-    return found
 
 
 def json_schema() -> dict[str, Any]:

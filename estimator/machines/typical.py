@@ -200,16 +200,14 @@ def is_known_by_datasheet(profile: MachineProfile) -> bool:
 
 def with_typical_costs(profile: MachineProfile) -> MachineProfile:
     """The profile, with typical host and update costs where it is known by its datasheet only."""
-    return _complete(profile) if is_known_by_datasheet(profile) else profile
-
-
-def _complete(profile: MachineProfile) -> MachineProfile:
+    if not is_known_by_datasheet(profile):
+        return profile
     jitter_ratio = profile.rank_jitter_ratio
     is_box = "instance_type" in profile.hardware or "system" in profile.hardware
     return replace(
         profile,
         host=profile.host or (_HOST if is_box else _UNNAMED_HOST),
-        updates=profile.updates or _updates(profile),
+        updates=profile.updates or _updates(profile.devices[0]),
         rank_jitter_ratio=RANK_JITTER_RATIO if jitter_ratio is None else jitter_ratio,
     )
 
@@ -233,19 +231,14 @@ def typical_overlaps(profile: MachineProfile) -> tuple[OverlapCost, ...]:
     )
 
 
-def _updates(profile: MachineProfile) -> tuple[UpdateCost, ...]:
-    device = profile.devices[0]
+def _updates(device: Device) -> tuple[UpdateCost, ...]:
+    """What every optimizer's update costs on a device and on its host, by the bytes moved."""
     own = device.memory_bandwidth_bytes_per_s or 0.0
-    return (
-        *_updates_by_bytes(device.kind, own, _UPDATE_ERROR),
-        *_updates_by_bytes("cpu", _HOST_BYTES_PER_S, _HOST_UPDATE_ERROR),
+    places: tuple[tuple[DeviceKind, float, float], ...] = (
+        (device.kind, STREAMED_RATIO * own, _UPDATE_ERROR),
+        ("cpu", STREAMED_RATIO * _HOST_BYTES_PER_S, _HOST_UPDATE_ERROR),
     )
-
-
-def _updates_by_bytes(
-    kind: DeviceKind, peak_bytes_per_s: float, relative_error: float
-) -> tuple[UpdateCost, ...]:
-    rate = STREAMED_RATIO * peak_bytes_per_s
+    note = "bytes over memory bandwidth"
     return tuple(
         UpdateCost(
             optimizer=rule.measured_as,
@@ -254,12 +247,9 @@ def _updates_by_bytes(
             launch_s=_UPDATE_LAUNCH_S,
             per_tensor_s=rule.tensor_s,
             per_parameter_s=rule.bytes_of(_FP32_BYTES) / rate,
-            provenance=Provenance(
-                source="datasheet",
-                relative_error=relative_error,
-                note="bytes over memory bandwidth",
-            ),
+            provenance=Provenance(source="datasheet", relative_error=error, note=note),
         )
+        for kind, rate, error in places
         for rule in RULES.values()
     )
 

@@ -510,11 +510,14 @@ class Mesh:
 
     def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
-        members = self.members(axis)
-        size = members.shape[1]
+        sizes = {DP: self.replicas, "dp_shard": self.shards, "dp_replicate": self.dp_replicate}
+        size, members = sizes.get(axis), None
+        if size not in (1, self.placement.ranks):
+            members = self.members(axis)
+            size = members.shape[1]
         if size == self.placement.ranks:
             return ((self.whole_group, slowest_network(self.placement)),)
-        return self.groups_along(members) if size > 1 else ()
+        return () if members is None or size == 1 else self.groups_along(members)
 
     @property
     def whole_group(self) -> ProcessGroup:

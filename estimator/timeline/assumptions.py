@@ -33,8 +33,9 @@ _NAMED_RATIO = 5e-4
 def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     """What a step on some ranks takes for granted of its machines, network and graph."""
     assumptions: list[str] = []
-    for number, class_ranks in enumerate(plan.ranks_by_kind):
-        program, is_first = class_ranks.program, number == 0
+    programs = [kind.program for kind in dict.fromkeys(plan.kinds)]
+    for number, program in enumerate(programs):
+        is_first = number == 0
         rows = plan.rules.cache.get(
             "assumptions",
             (program,),
@@ -42,13 +43,13 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
             is_first,
         )
         assumptions.extend(row for row in rows if row not in assumptions)
-    own = ranks_of_own(plan.ranks_by_kind[0].program.bound.graph, plan.rules.cache)
+    own = ranks_of_own(programs[0].bound.graph, plan.rules.cache)
     if own is not None and own != ranks:
         assumptions.append(
             f"the model calls collectives itself, among {own} ranks as it was traced: trace it "
             f"with --ranks {ranks}, trace_model(..., ranks={ranks})"
         )
-    profiles = [ranks.program.profile for ranks in plan.ranks_by_kind]
+    profiles = [program.profile for program in programs]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
         assumptions.append("communication is assumed to overlap compute perfectly: not probed")
     group = plan.group

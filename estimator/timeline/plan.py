@@ -23,7 +23,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory
-from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
+from estimator.placement.mesh import Mesh, ProcessGroup
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.rank.lanes import InputCosts
 from estimator.timeline.rank.program import (
@@ -31,14 +31,11 @@ from estimator.timeline.rank.program import (
     LaneCosts,
     RankClass,
     RankTable,
-    StepProgram,
     UpdateCosts,
     step_key,
 )
 from estimator.timeline.rank.rules import (
     DP,
-    DP_REPLICATE,
-    DP_SHARD,
     Communication,
     Groups,
     Network,
@@ -167,19 +164,6 @@ def after_s(update: UpdateCosts, share: Any, ratios: Ratios) -> Any:
     return update.copy_back_s * ratios.compute + update.update_s(share) * ratios.update
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksOfKind:
-    """Ranks that run the same program; their lane takes `slowdown_ratio` times as long.
-
-    Tensors can have `usable_bytes` of the memory of a device.
-    """
-
-    program: StepProgram
-    usable_bytes: int
-    slowdown_ratio: float = 1.0
-    ranks: tuple[int, ...] = (0,)
-
-
 class Members(NamedTuple):
     """The ranks of a placement: what each kind of its nodes costs, and the kind of each group."""
 
@@ -234,8 +218,7 @@ class StepPlan(NamedTuple):
     """All that decides a step: the kinds of ranks, their process groups, what disturbs them.
 
     `network` costs what the strategy sends over the groups, None for a single rank. `share` is the
-    part of the update that a rank does, `shards` over how many ranks is divided what is sharded;
-    `ratios` are the coefficients' factors.
+    part of the update that a rank does, `shards` over how many ranks is divided what is sharded.
     """
 
     mesh: Mesh
@@ -244,7 +227,6 @@ class StepPlan(NamedTuple):
     coefficients: Coefficients
     groups: Groups
     network: Network | None
-    ratios: Ratios
     share: float
     shards: int
 
@@ -282,8 +264,8 @@ class StepPlan(NamedTuple):
         return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
-    def ranks_by_kind(self) -> tuple[RanksOfKind, ...]:
-        """Ranks by the program that they run and by how slow they run it."""
+    def ranks_by_kind(self) -> dict[RankClass, list[int]]:
+        """The ranks of each kind."""
         ranks_of: dict[RankClass, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
         for node_group, number in zip(
@@ -291,19 +273,19 @@ class StepPlan(NamedTuple):
         ):
             ranks_of[self.kinds[number]].extend(range(first, first + node_group.ranks))
             first += node_group.ranks
-        return tuple(
-            RanksOfKind(
-                program=kind.program,
-                usable_bytes=kind.device.usable_bytes,
-                slowdown_ratio=kind.slowdown_ratio,
-                ranks=tuple(ranks),
-            )
-            for kind, ranks in ranks_of.items()
-        )
+        return ranks_of
 
     def under(self, coefficients: Coefficients) -> StepPlan:
         """The same under other coefficients."""
-        return self._replace(coefficients=coefficients, ratios=ratios_of(coefficients))
+        return self._replace(coefficients=coefficients)
+
+    @property
+    def ratios(self) -> Ratios:
+        """The coefficients' factors."""
+        known = self.coefficients
+        if known is UNCALIBRATED:
+            return UNCALIBRATED_RATIOS
+        return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
 
     def ranks(self, slowest: RankClass) -> Ranks:
         """What the ranks bring to their collectives, the slowest of them given."""
@@ -379,7 +361,10 @@ def step_plan(
     network = None
     if ranks > 1:
         groups, networks = groups_of(mesh, rules)
-        network = _network(rules, networks, mesh.placement, cache)
+        cluster = mesh.placement.cluster
+        network = cache.get(
+            "network", (rules, cluster, *networks), lambda: rules.network(networks, cluster)
+        )
     return StepPlan(
         mesh=mesh,
         members=members,
@@ -387,53 +372,19 @@ def step_plan(
         coefficients=coefficients,
         groups=groups,
         network=network,
-        ratios=ratios_of(coefficients),
         share=rules.update_share(ranks),
         shards=rules.shards(ranks),
-    )
-
-
-def ratios_of(known: Coefficients) -> Ratios:
-    if known is UNCALIBRATED:
-        return UNCALIBRATED_RATIOS
-    return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
-
-
-def _network(
-    rules: Rules[Any], networks: tuple[MachineProfile, ...], placement: Placement, cache: Cache
-) -> Network:
-    cluster = placement.cluster
-    return cache.get(
-        "network", (rules, cluster, *networks), lambda: rules.network(networks, cluster)
     )
 
 
 def groups_of(
     mesh: Mesh, rules: Rules[Any]
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
-    """(process groups along the axes of a strategy, the profiles that they name)."""
-    if mesh.replicas != mesh.placement.ranks or mesh.ep > 1:
-        return _groups_beside_layers(mesh, rules)
-    everyone, kind = mesh.whole_group, slowest_network(mesh.placement)
-    if rules.axes == (DP,):
-        return {DP: (everyone,)}, (kind.profile,)
-    shard = mesh.shards
-    if shard == mesh.placement.ranks:
-        return {DP: (everyone,), DP_SHARD: (everyone,), DP_REPLICATE: ()}, (kind.profile,)
-    networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}
-    groups: dict[str, tuple[ProcessGroup, ...]] = {DP: (everyone,)}
-    for axis in (DP_SHARD, DP_REPLICATE):
-        named = mesh.groups(axis)
-        for _, node in named:
-            networks.setdefault(id(node.profile), node.profile)
-        groups[axis] = tuple(_named(group, node, networks) for group, node in named)
-    return groups, tuple(networks.values())
+    """(process groups along the axes of a strategy, the profiles that they name).
 
-
-def _groups_beside_layers(
-    mesh: Mesh, rules: Rules[Any]
-) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
-    """The same where ranks share layers too: of groups that work at once the slowest counts."""
+    Of the groups that reduce gradients, which work at once where ranks share layers too, the
+    slowest counts.
+    """
     networks: dict[int, MachineProfile] = {}
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     experts = rules.expert_axes if mesh.ep > 1 else ()
@@ -441,7 +392,7 @@ def _groups_beside_layers(
         some = mesh.groups(axis)
         for _, node in some:
             networks.setdefault(id(node.profile), node.profile)
-        named = tuple(_named(group, node, networks) for group, node in some)
+        named = tuple([_named(group, node, networks) for group, node in some])
         groups[axis] = (min(named, key=_BY_RATE),) if axis == DP else named
     return groups, tuple(networks.values())
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from estimator.elementwise import Array, Indices
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap
@@ -18,7 +17,6 @@ from estimator.timeline.simulator.tasks import (
     COMPUTE,
     LANES,
     Label,
-    Lane,
     SpanColumns,
     TaskList,
     Timeline,
@@ -96,16 +94,31 @@ def _add_update(
 def timeline_of(plan: StepPlan) -> Timeline:
     """The spans of one step; every rank of a class is listed as its first rank."""
     step = simulate_plan(plan)
-    listed = _Listed(plan, step)
-    ranks_by_kind = plan.ranks_by_kind
+    tasks, result = step.tasks.tasks, step.result
+    # What ranks compute in tasks without a name is listed operator by operator.
+    named = [number for number, task in enumerate(tasks) if task.label.name]
+    compute, network = LANES.index("compute"), LANES.index("network")
+    lanes = [compute if tasks[number].lane == COMPUTE else network for number in named]
+    ops = [Label(op.call.target, op.module, op.phase) for op in plan.members.table.graph.ops]
+    numbers = np.arange(len(ops)), np.arange(len(named)) + len(ops)
     like = np.zeros(plan.placement.ranks, dtype=np.intp)
-    for number, ranks in enumerate(ranks_by_kind):
-        first = ranks.ranks[0]
-        like[list(ranks.ranks)] = first
-        listed.add_class(number, first)
-    return Timeline(
-        step_time_s=step.result.step_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
+    pieces: list[tuple[Indices, int, list[int], Array, Array]] = []
+    for number, (first, *others) in enumerate(plan.ranks_by_kind.values()):
+        like[[first, *others]] = first
+        for start_s, end_s in op_times_s(plan, step, number):
+            pieces.append((numbers[0], first, [compute] * len(ops), start_s, end_s - start_s))
+        start_s, end_s = result.start_s[named, number], result.end_s[named, number]
+        pieces.append((numbers[1], first, lanes, start_s, end_s - start_s))
+    label, rank, lane, start, duration = zip(*pieces, strict=True)
+    spans = SpanColumns(
+        labels=[*ops, *(tasks[number].label for number in named)],
+        label=np.concatenate(label),
+        rank=np.repeat(rank, [len(labels) for labels in label]),
+        lane=np.concatenate(lane).astype(np.intp),
+        start_s=np.concatenate(start),
+        duration_s=np.concatenate(duration),
     )
+    return Timeline(step_time_s=result.step_s, spans=spans, ranks_like=tuple(like.tolist()))
 
 
 def op_times_s(plan: StepPlan, step: StepSimulation, number: int) -> Iterator[tuple[Array, Array]]:
@@ -120,54 +133,6 @@ def op_times_s(plan: StepPlan, step: StepSimulation, number: int) -> Iterator[tu
     for end_s, device_s in own:
         start_s = _at(end_s - device_s * scale, track, side="right")
         yield start_s, np.maximum(_at(end_s, track, side="left"), start_s)
-
-
-class _Listed:
-    """The spans of a plan listed so far, as pieces of columns."""
-
-    def __init__(self, plan: StepPlan, step: StepSimulation) -> None:
-        self._plan, self._step = plan, step
-        graph = plan.members.table.graph
-        self._labels = [Label(op.call.target, op.module, op.phase) for op in graph.ops]
-        self._ops = np.arange(len(self._labels))
-        tasks = step.tasks.tasks
-        # What ranks compute in tasks without a name is listed operator by operator.
-        self._named = [n for n, task in enumerate(tasks) if task.label.name]
-        self._task_labels = self._new_labels([tasks[number].label for number in self._named])
-        self._pieces: list[tuple[Indices, int, ArrayLike, ArrayLike, ArrayLike]] = []
-
-    def _new_labels(self, labels: Sequence[Label]) -> Indices:
-        self._labels += labels
-        return np.arange(len(self._labels) - len(labels), len(self._labels))
-
-    def add_class(self, number: int, rank: int) -> None:
-        """The spans of one class of ranks, listed as those of its first rank."""
-        tasks, result = self._step.tasks.tasks, self._step.result
-        lanes = [_lane(tasks[task].lane) for task in self._named]
-        start_s, end_s = result.start_s[self._named, number], result.end_s[self._named, number]
-        self._add_ops(number, rank)
-        self._pieces.append((self._task_labels, rank, lanes, start_s, end_s - start_s))
-
-    def _add_ops(self, number: int, rank: int) -> None:
-        for start_s, end_s in op_times_s(self._plan, self._step, number):
-            lane = [LANES.index("compute")] * len(start_s)
-            self._pieces.append((self._ops, rank, lane, start_s, end_s - start_s))
-
-    def columns(self) -> SpanColumns:
-        label, rank, lane, start_s, duration_s = zip(*self._pieces, strict=True)
-        return SpanColumns(
-            labels=self._labels,
-            label=np.concatenate(label),
-            rank=np.repeat(rank, [len(labels) for labels in label]),
-            lane=np.concatenate(lane),
-            start_s=np.concatenate(start_s),
-            duration_s=np.concatenate(duration_s),
-        )
-
-
-def _lane(lane: str) -> int:
-    shown: Lane = "compute" if lane == COMPUTE else "network"
-    return LANES.index(shown)
 
 
 def _at(work_s: Array, track: tuple[Array, Array], *, side: Literal["left", "right"]) -> Array:

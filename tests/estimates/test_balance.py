@@ -235,7 +235,7 @@ def test_a_given_split_counts_every_rank_of_every_group() -> None:
     assert answer.samples_per_s == pytest.approx(112 / answer.step_time_s)
     # Three devices at 50 Gflop/s did the flops of 112 samples; the model's grow with its samples.
     alone = estimate(GRAPH, "a0[0]", batch_per_gpu=112, cluster=cluster(1.0), profile=MACHINE)
-    flops = alone.plan.ranks_by_kind[0].program.flops.model
+    flops = alone.plan.kinds[0].program.flops.model
     assert answer.mfu_ratio == pytest.approx(flops / (3 * 5e10 * answer.step_time_s), rel=1e-6)
     fullest = estimate(
         GRAPH, "a0[0,1]+a1[0]", batch_per_gpu=24, cluster=cluster(1.0, 2.0), profile=MACHINE

@@ -84,7 +84,7 @@ def test_gradients_are_ready_after_the_given_shares_of_the_backward_pass(
     program = estimate(graph, "1x1:synthetic", profile=machine).plan.kinds[0].program
     last_s = program.lanes.ends_s(0)
     ends_s = [last_s[p.ready_after] for p in graph.parameters if p.ready_after is not None]
-    shares = [(end_s - program.forward_s) / program.backward_s for end_s in ends_s]
+    shares = [(end_s - program.lane.forward_s) / program.lane.backward_s for end_s in ends_s]
     assert shares == pytest.approx([0.25, 0.9])
 
 

@@ -308,3 +308,34 @@ def test_a_gpus_update_in_a_loop_is_issued_while_the_device_works() -> None:
     # Nothing but the device's part is left of it.
     assert found.breakdown.update_s == pytest.approx(sum(trained) * cost.per_parameter_s, rel=0.01)
     assert len(trained) * cost.per_tensor_s > 0.1 * found.breakdown.update_s
+
+
+GRAPH = replace(perceptron([256, 256]), target="cuda")
+
+
+@pytest.mark.parametrize("execution", ["compiled", "cuda-graphs"])
+@pytest.mark.parametrize(
+    # Compute capabilities 3.7, 6.0, 6.1 and 6.1 (NVIDIA's list of CUDA GPUs).
+    "machine",
+    ["k80", "p100-sxm", "p4", "gtx-1080-roce"],
+)
+def test_chips_below_capability_7_cannot_run_compiled_steps(machine: str, execution: str) -> None:
+    graph = replace(GRAPH, execution=execution)
+    said = f"'{machine}' has compute capability .*, and torch.compile needs 7.0"
+    with pytest.raises(est.EstimatorError, match=said):
+        est.estimate(graph, f"1x1:{machine}")
+    with pytest.raises(est.EstimatorError, match=f"row 1: {said}"):
+        est.estimate_many(graph, ["1x1:t4", f"1x1:{machine}"], strict=True)
+    assert est.estimate(GRAPH, f"1x1:{machine}").mode == "fp32"
+
+
+@pytest.mark.parametrize("machine", ["v100-sxm", "mi250x", "h100-sxm"])
+def test_chips_that_torch_compile_serves_run_compiled_steps(machine: str) -> None:
+    graph = replace(GRAPH, execution="compiled")
+    assert est.estimate(graph, f"1x1:{machine}").mode == "fp32, compiled"
+
+
+def test_a_module_is_traced_for_the_devices_of_its_allocation() -> None:
+    model, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    answer = est.estimate(model, "1x2:h100-sxm", batch=batch)
+    assert answer.plan.members.table.graph.target == "cuda"

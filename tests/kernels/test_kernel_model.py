@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,22 +119,6 @@ def test_time_never_rises_with_the_chip_or_falls_with_the_product(
     faster = replace(CHIP, flops_per_s=1e13 * more, memory_bytes_per_s=1e15 * more)
     assert seconds(model, faster, m, n, k) <= base * (1 + 1e-9)
     assert seconds(model, CHIP, m, n, k + 64) >= base * (1 - 1e-9)
-
-
-def test_rows_of_arrays_are_costed_as_one_by_one() -> None:
-    model = load_kernel_model().matmuls
-    sizes = [(64.0, 512.0, 128.0), (1280.0, 1280.0, 512.0), (7.0, 9.0, 70000.0)]
-    m, n, k = (np.array(column) for column in zip(*sizes, strict=True))
-    together = matmul_seconds(
-        model,
-        CHIP,
-        batch=1,
-        rows=m,
-        columns=n,
-        inner=k,
-        moved_bytes=2 * (m * k + k * n + m * n),
-    )
-    assert together == pytest.approx([seconds(model, CHIP, *size) for size in sizes])
 
 
 def test_a_share_between_two_row_lengths_is_interpolated_over_their_logarithm() -> None:

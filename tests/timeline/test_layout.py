@@ -292,6 +292,18 @@ def test_a_plan_without_a_layout_is_refused() -> None:
         est.estimate(GRAPH, "1x2:m", tp_plan=PLAN, profile=PROFILE)
 
 
-def test_a_layout_prints_as_it_is_read() -> None:
-    for text in ("tp=8,sp,vocab,dp=*", "tp=8,sp,vocab,megatron,dp=*", "tp=2,dp=4", "dp=*"):
-        assert str(Layout.parse(text)) == text
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tp=8,sp,vocab,dp=*", "tp=8,sp,vocab,megatron,dp=*", "tp=2,dp=4", "dp=*", "cp=2,dp=*"),
+        *("cp=2,ep=4,imbalance=1.25,dp=*", "tp=2,ep=2,all-reduce,dp=*", "tp=2,ep=4,dp=*"),
+    ],
+)
+def test_a_layout_prints_as_it_is_read(text: str) -> None:
+    assert str(Layout.parse(text)) == text
+
+
+def test_parts_of_a_layout_stand_in_any_order() -> None:
+    text = "tp=2,cp=4,ring,sp,dp=2"
+    assert Layout.parse(str(Layout.parse(text))) == Layout.parse(text)
+    assert str(Layout.parse("cp=2,ring")) == "cp=2,ring,dp=*"

@@ -12,7 +12,6 @@ from estimator.errors import StrategyError
 from estimator.estimates.estimate import Estimate
 from estimator.kernels.durations import Durations
 from estimator.timeline.rank.layer_collectives import LayerCollectiveSeconds
-from estimator.workload.layouts import Layout
 from tests.graph.partition.test_split_context import BATCH, graph_of
 from tests.synthetic import Machine, with_every_collective
 
@@ -83,12 +82,6 @@ def test_a_ring_is_hidden_by_the_block_that_is_computed_meanwhile() -> None:
 def test_hops_hide_on_gpus_alone() -> None:
     graph = replace(GRAPH, target="cuda")
     gpu = est.estimate(graph, "1x8:h100-sxm", layout="cp=8,ring")
-    assert gpu.plan.ranks_by_kind[0].program.exchanged.hidden_by
+    assert gpu.plan.kinds[0].program.exchanged.hidden_by
     cpu = answer("1x2:m", "cp=2,ring")
-    assert not cpu.plan.ranks_by_kind[0].program.exchanged.hidden_by
-
-
-def test_a_layout_with_cp_prints_as_it_is_read() -> None:
-    for text in ("cp=2,dp=*", "tp=2,cp=4,ring,sp,dp=2"):
-        assert Layout.parse(str(Layout.parse(text))) == Layout.parse(text)
-    assert str(Layout.parse("cp=2,ring")) == "cp=2,ring,dp=*"
+    assert not cpu.plan.kinds[0].program.exchanged.hidden_by

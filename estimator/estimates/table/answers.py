@@ -68,7 +68,7 @@ class StepRows:
     ) -> None:
         self._machines = machines
         self._kinds = RankClassTable(graph, machines, shape, cache)
-        self._rules = rules_of(graph, shape, cache)
+        self._rules, self._loader = rules_of(graph, shape, cache), shape.loader
         self._network: Network | None = None
         able = [why_not_on(graph, profile) is None for profile in machines.profiles]
         self.runs = np.array([*able, True])
@@ -103,7 +103,7 @@ class StepRows:
             waiting_s=waits.exposed_s,
             ratios=ratios,
         )
-        loader = self._rules.shape.loader
+        loader = self._loader
         if loader is not None:
             own_s, period_s = (largest(column, kind_of) for column in kinds.input)
             parts = with_input(parts, InputCosts(own_s, period_s))

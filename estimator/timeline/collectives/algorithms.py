@@ -252,14 +252,6 @@ USUAL_HOP_S = 1.05e-6
 TREE_RATIO = 0.76
 
 
-class GroupShape(NamedTuple):
-    """How many ranks a group has, on how many nodes, and on the node with most: numbers or rows."""
-
-    ranks: Any
-    nodes: Any
-    per_node: Any
-
-
 class Cost(NamedTuple):
     """Of one algorithm: inside nodes and between them."""
 
@@ -300,14 +292,14 @@ class Algorithm(NamedTuple):
     order of bytes. `pipelining` is k inside a node: 0 where one kernel sends all at once.
     """
 
-    rounds: Callable[[GroupShape], Cost]
-    share: Callable[[GroupShape], Cost]
+    rounds: Callable[[ProcessGroup], Cost]
+    share: Callable[[ProcessGroup], Cost]
     ratio: Cost = Cost(1.0, 1.0)
-    runs: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: True
+    runs: Callable[[ProcessGroup, InnerLinks], Any] = lambda group, links: True
     protocols: tuple[Protocol, ...] = (Protocol(),)
     in_switch: bool = False
     rank_s: float = 0.0
-    pipelining: Callable[[GroupShape, InnerLinks], Any] = lambda shape, links: links.pipelining
+    pipelining: Callable[[ProcessGroup, InnerLinks], Any] = lambda group, links: links.pipelining
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -410,13 +402,12 @@ def nccl_lines(
 
     Where NCCL does not have one, in some rows, those have the first's.
     """
-    shape = GroupShape(group.ranks, group.nodes, group.per_node)
     across = uniform(group.nodes > 1)
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
         costed = None
         for number, protocol in enumerate(algorithm.protocols):
-            runs = algorithm.runs(shape, links)
+            runs = algorithm.runs(group, links)
             if number > 0:
                 runs = runs & across & links.keeps_order
             if protocol.needs_nvlink:
@@ -424,7 +415,7 @@ def nccl_lines(
             runs = uniform(runs)
             if type(runs) is not np.ndarray and not runs:
                 continue
-            costed = costed or _costed(algorithm, shape, group, links, across)
+            costed = costed or _costed(algorithm, group, links, across)
             found = _line(costed, protocol, group, links)
             if lines and isinstance(runs, np.ndarray):
                 found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
@@ -443,12 +434,10 @@ class _Costed(NamedTuple):
     pipelining: Any
 
 
-def _costed(
-    algorithm: Algorithm, shape: GroupShape, group: ProcessGroup, links: InnerLinks, across: Any
-) -> _Costed:
-    rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
+def _costed(algorithm: Algorithm, group: ProcessGroup, links: InnerLinks, across: Any) -> _Costed:
+    rounds, share, ratio = algorithm.rounds(group), algorithm.share(group), algorithm.ratio
     inside = uniform(group.per_node > 1)
-    start_s = links.start_s + algorithm.rank_s * shape.ranks
+    start_s = links.start_s + algorithm.rank_s * group.ranks
     rate = links.bytes_per_s * ratio.inside
     if algorithm.in_switch:
         start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
@@ -459,7 +448,7 @@ def _costed(
         rounds=Cost(where(inside, rounds.inside, 0), where(across, rounds.across, 0)),
         beta=maximum(where(inside, share.inside / rate, 0.0), beta_across),
         share_across=share.across,
-        pipelining=algorithm.pipelining(shape, links),
+        pipelining=algorithm.pipelining(group, links),
     )
 
 
@@ -485,5 +474,6 @@ def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
 
     Its start and its hops are in the same proportion as usual.
     """
-    hops = algorithms_of(op)[0].rounds(GroupShape(ranks, 1, ranks)).inside
+    one_node = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
+    hops = algorithms_of(op)[0].rounds(one_node).inside
     return latency_s / float(hops + START_S / USUAL_HOP_S)

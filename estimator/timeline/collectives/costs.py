@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -139,7 +139,7 @@ class Corrections:
         measured_sizes, measured_s = np.array(monotone(cost.points)).T
         beta = min(line.beta_s_per_byte for line in lines)
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
-        formula_s = _formula_s(lines, sizes)
+        formula_s = fastest_s(powers(sizes), as_array(lines))
         latency_s = _latency_s(cost, kind)
         return cls(np.log(sizes), np.log(seconds / formula_s), lines=lines, latency_s=latency_s)
 
@@ -150,15 +150,11 @@ class Corrections:
 
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
-        measured_s = _formula_s(self.lines, sizes_bytes) * self.at(sizes_bytes)
+        measured_s = fastest_s(powers(sizes_bytes), as_array(self.lines)) * self.at(sizes_bytes)
         return np.asarray(np.minimum(self.latency_s / measured_s, 0.5))
 
 
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
-
-
-def _formula_s(lines: Sequence[Line], sizes_bytes: Array) -> Array:
-    return fastest_s(powers(sizes_bytes), as_array(lines))
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -275,7 +271,8 @@ class CollectiveCosts:
         references: list[MeasuredReference] = []
         inner: list[tuple[InnerLinks, ...]] = []
         for number, profile in enumerate(profiles):
-            links, known = known_of(profile, op, cluster, cache)
+            made = partial(_known, profile, op, cluster)
+            links, known = cache.get("collective", (profile, cluster), made, op)
             inner.append(links)
             known = () if copies else known
             references += known
@@ -390,22 +387,11 @@ class SizedCollective:
         _, first, place = np.unique(sizes + 1j * scale, return_index=True, return_inverse=True)
         self._place: Indices | None = place if len(first) < len(sizes) else None
         self._distinct = self.factors[:, first] if len(first) < len(sizes) else self.factors
-        self._sums = self.factors.sum(axis=1)
-        self._plain: list[list[float]] = self._sums.tolist()
 
     def time_s(self, model: CollectiveModel) -> Any:
         """Seconds for all the sizes one after the other; nothing takes no time."""
-        if self.factors.shape[1] > 1:
-            # Each size may have a fastest algorithm of its own. One group's are added in the order
-            # of many groups', where numpy would add them pairwise.
-            return reduce(add, self.times_s(model))
-        reference = model.reference
-        if isinstance(reference, int):
-            factors: Any = self._plain[reference]
-        else:
-            factors = self._sums[reference].T
-        seconds = [_sum_of(line, factors) for line in model.lines]
-        return reduce(minimum, seconds)
+        # One group's are added in the order of many groups', where numpy would add them pairwise.
+        return reduce(add, self.times_s(model), 0.0)
 
     def times_s(self, model: CollectiveModel) -> Array:
         """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
@@ -423,11 +409,6 @@ class SizedCollective:
         """Seconds for each of the sizes by one reference and the fastest of some lines."""
         seconds = fastest_s(self._distinct[reference], lines)
         return seconds if self._place is None else seconds[self._place]
-
-
-def _sum_of(line: Line, factors: Any) -> Any:
-    of_start, of_bytes, of_root = factors
-    return line.alpha_s * of_start + line.beta_s_per_byte * of_bytes + line.root_s * of_root
 
 
 class GroupCollective:
@@ -472,17 +453,10 @@ class GroupCollective:
         return np.asarray(SizedCollective(self._costs.corrections, sizes_bytes).times_s(self.model))
 
 
-_Known = tuple[tuple[InnerLinks, ...], tuple[MeasuredReference, ...]]
-
-
-def known_of(
-    profile: MachineProfile, op: CollectiveName, cluster: Cluster | None, cache: Cache
-) -> _Known:
+def _known(
+    profile: MachineProfile, op: CollectiveName, cluster: Cluster | None
+) -> tuple[tuple[InnerLinks, ...], tuple[MeasuredReference, ...]]:
     """What a profile says of one collective: hops within a node, and the groups measured."""
-    return cache.get("collective", (profile, cluster), lambda: _known(profile, op, cluster), op)
-
-
-def _known(profile: MachineProfile, op: CollectiveName, cluster: Cluster | None) -> _Known:
     costs = _costs_of(profile, op)
     inner = _inner_links(costs, profile)
     return inner, tuple(_reference(profile, cost, inner, cluster) for cost in costs)

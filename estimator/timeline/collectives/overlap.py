@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -87,17 +88,11 @@ class GroupOverlap:
         return exposed, slowdown, self.alone.time_s(float(sizes.sum()))
 
 
-def group_overlaps(
-    profile: MachineProfile, cache: Cache, *, across: bool
-) -> tuple[GroupOverlap, ...]:
+def _groups(profile: MachineProfile, cache: Cache, across: bool) -> tuple[GroupOverlap, ...]:
     """The overlaps to choose from for groups on one node or `across` nodes, by group size.
 
     Those of the same locality where the profile has any, else those of the other.
     """
-    return cache.get("overlaps", (profile,), lambda: _grouped(profile, cache, across), across)
-
-
-def _grouped(profile: MachineProfile, cache: Cache, across: bool) -> tuple[GroupOverlap, ...]:
     known = profile.overlaps or typical_overlaps(profile)
     measured = [item for item in known if (item.nodes > 1) == across]
     groups: dict[int, list[OverlapCost]] = {}
@@ -136,7 +131,9 @@ class OverlapCosts:
             (2 * number + across, group)
             for number, profile in enumerate(profiles)
             for across in (False, True)
-            for group in group_overlaps(profile, cache, across=across)
+            for group in cache.get(
+                "overlaps", (profile,), partial(_groups, profile, cache, across), across
+            )
         ]
         self._nearest = Nearest(
             [(pool, group.group_size) for pool, group in lines], 2 * len(profiles)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from estimator.timeline.simulator.tasks import NO_LABEL, Label, Task, TaskList
+from estimator.timeline.simulator.tasks import TaskList
 from estimator.workload.schedules import Action, Schedule, unchecked_orders
 
 
@@ -78,8 +78,6 @@ def pipeline_tasks(
     ranks: int,
     micro_batches: int,
     stages: Sequence[StageCosts],
-    *,
-    labelled: bool = False,
 ) -> tuple[TaskList, list[int]]:
     """All passes and transfers of a step, and the number of each rank's last pass.
 
@@ -88,21 +86,13 @@ def pipeline_tasks(
     """
     schedule.check(ranks, micro_batches)
     tasks, last = TaskList(), [0] * ranks
-    count = schedule.model_stages(ranks)
     seconds = [stage.of() for stage in stages]
-    computing = [f"rank {rank}" for rank in range(ranks)]
     for number, item in enumerate(step_items(schedule, ranks, micro_batches)):
-        (kind, stage, micro_batch), rank, to_rank, after = item
-        cost_s = seconds[stage][cost_of(schedule, item)]
-        label = NO_LABEL
-        if labelled:
-            label = Label(f"{kind} of stage {stage % count}, micro-batch {micro_batch}", phase=kind)
+        action, rank, to_rank, after = item
+        lane = f"rank {rank}" if to_rank is None else f"from rank {rank} to {to_rank}"
         if to_rank is None:
             last[rank] = number
-            task = Task(computing[rank], cost_s, after, label=label)
-        else:
-            task = Task(f"from rank {rank} to {to_rank}", cost_s, after, label=label)
-        tasks.tasks.append(task)
+        tasks.add(lane, seconds[action.stage][cost_of(schedule, item)], *after)
     return tasks, last
 
 

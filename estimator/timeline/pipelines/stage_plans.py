@@ -32,7 +32,7 @@ from estimator.graph.partition.stages import (
 from estimator.kernels.durations import bound_of, columns_of, costed, op_durations, structure_of
 from estimator.machines.profile import CollectiveName
 from estimator.placement.mesh import Mesh, ProcessGroup
-from estimator.placement.placement import NodeKind
+from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollective
 from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.pipelines.simulation import (
@@ -40,6 +40,7 @@ from estimator.timeline.pipelines.simulation import (
     last_ends_s,
     most_held_bytes,
     pipeline_tasks,
+    step_items,
 )
 from estimator.timeline.plan import (
     Breakdown,
@@ -48,7 +49,6 @@ from estimator.timeline.plan import (
     StepPlan,
     answer_of,
     members_of,
-    ratios_of,
     slowest_kind,
     step_plan,
 )
@@ -125,27 +125,26 @@ class PipelinedStep:
     def timeline(self) -> Timeline:
         """Passes on the lane of compute, what is sent on that of the network of who sends it."""
         count = len(self.tails_s)
-        tasks, last = pipeline_tasks(
-            self.schedule, count, self.micro_batches, self.costs, labelled=True
-        )
+        asked = self.schedule, count, self.micro_batches
+        tasks, last = pipeline_tasks(*asked, self.costs)
         simulated = simulate(tasks.tasks, NO_OVERLAP)
-        ends = simulated.end_s[:, 0]
-        rows = [
-            (
-                number,
-                *self._where(task.lane),
-                float(simulated.start_s[number, 0]),
-                float(task.cost_s),
-            )
-            for number, task in enumerate(tasks.tasks)
-        ]
-        per_stage, compute = self.ranks // count, LANES.index("compute")
-        labels = [task.label for task in tasks.tasks] + [Label("gradients and update")]
+        starts_s, ends_s = simulated.start_s[:, 0], simulated.end_s[:, 0]
+        per_stage, stages = self.ranks // count, self.schedule.model_stages(count)
+        compute, network = LANES.index("compute"), LANES.index("network")
+        labels, rows = list[Label](), list[tuple[int, int, int, float, float]]()
+        for number, item in enumerate(step_items(*asked)):
+            (kind, stage, micro_batch), rank, to_rank, _ = item
+            name = f"{kind} of stage {stage % stages}, micro-batch {micro_batch}"
+            labels.append(Label(name, phase=kind))
+            # The first rank of those that work or send there.
+            place = number, rank * per_stage, compute if to_rank is None else network
+            rows.append((*place, float(starts_s[number]), float(tasks.tasks[number].cost_s)))
+        labels.append(Label("gradients and update"))
         for rank, (number, tail_s) in enumerate(zip(last, self.tails_s, strict=True)):
-            rows.append((len(labels) - 1, rank * per_stage, compute, float(ends[number]), tail_s))
+            rows.append((len(labels) - 1, rank * per_stage, compute, float(ends_s[number]), tail_s))
         columns = [np.array(column) for column in zip(*rows, strict=True)]
         return Timeline(
-            step_time_s=float(max(ends[last] + np.array(self.tails_s))),
+            step_time_s=float(max(ends_s[last] + np.array(self.tails_s))),
             spans=SpanColumns(
                 labels=labels,
                 label=columns[0],
@@ -155,15 +154,6 @@ class PipelinedStep:
                 duration_s=columns[4],
             ),
             ranks_like=tuple(rank // per_stage * per_stage for rank in range(self.ranks)),
-        )
-
-    def _where(self, lane: str) -> tuple[int, int]:
-        """(the first rank of those that work or send there, the number of their lane)."""
-        words = lane.split()
-        sends = words[0] == "from"
-        per_stage = self.ranks // len(self.tails_s)
-        return int(words[2 if sends else 1]) * per_stage, LANES.index(
-            "network" if sends else "compute"
         )
 
 
@@ -332,23 +322,25 @@ def _at_peak_s(
     devices: list[tuple[RankClass, float]] = []
     for rank, numbers in enumerate(held):
         for number in numbers:
-            own = _ranks_of(stages[number].plan, rank, len(held))
+            plan = stages[number].plan
+            within = _held_by(plan.placement, plan.members, rank, len(held))
+            own = [(plan.kinds[kind], ranks) for kind, ranks in within]
             work += [(kind, ranks * passes_ratio) for kind, ranks in own]
         devices += own
     return at_peak_s(work, devices)
 
 
-def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankClass, int]]:
-    """How many ranks of each kind are one pipeline rank of so many."""
-    per_stage = plan.placement.ranks // count
-    ranks_of_stages, first = [], 0
-    for group, number in zip(plan.placement.node_groups, plan.members.kind_of, strict=True):
-        end = first + group.ranks
+def _held_by(
+    placement: Placement, members: Members, rank: int, count: int
+) -> Iterator[tuple[int, int]]:
+    """(number of a kind, how many of its ranks) for each group of nodes in one pipeline rank."""
+    per_stage, first = placement.ranks // count, 0
+    for node_group, number in zip(placement.node_groups, members.kind_of, strict=True):
+        end = first + node_group.ranks
         own = min(end, (rank + 1) * per_stage) - max(first, rank * per_stage)
         if own > 0:
-            ranks_of_stages.append((plan.kinds[number], own))
+            yield number, own
         first = end
-    return ranks_of_stages
 
 
 def _with_lanes(
@@ -386,29 +378,21 @@ def _memory(
     waiting = most_held_bytes(schedule, ranks, rank, micro_batches, kept) - max(kept.values())
     peaks = [each_peak[number] for number in own]
     highest = max(peak.activations_bytes for peak in peaks)
-    sums = {
-        item.name: sum(getattr(peak, item.name) for peak in peaks)
-        for item in fields(PeakMemory)
-        if item.name != "peak_op"
-    }
+    names = [item.name for item in fields(PeakMemory) if item.name != "peak_op"]
+    sums = {name: sum(getattr(peak, name) for peak in peaks) for name in names}
     # Beside one stage at its peak the others are not at theirs.
     beside = waiting - (sums["activations_bytes"] - highest)
     sums["activations_bytes"] += beside
     plans = [stages[number].plan for number in own]
     # The most that each stage's fullest rank holds before the update.
     held = [max(k.program.memory.passes.at(plan.shards) for k in plan.kinds) for plan in plans]
-    updating = [min(peak.total_bytes, _update_bytes(peak)) for peak in peaks]
+    # All that a stage holds at most while it updates.
+    names = [name for name in names if name not in ("total_bytes", "activations_bytes")]
+    updating = [min(p.total_bytes, sum(getattr(p, name) for name in names)) for p in peaks]
     sums["total_bytes"] = max(sum(held) + beside, sum(updating))
     found = PeakMemory(**sums, peak_op=None)
     device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
     return found, found.total_bytes / device
-
-
-def _update_bytes(peak: PeakMemory) -> int:
-    """All that a stage holds at most while it updates."""
-    names = [item.name for item in fields(PeakMemory)]
-    held = sum(int(getattr(peak, name)) for name in names if name not in ("total_bytes", "peak_op"))
-    return held - peak.activations_bytes
 
 
 def stage_plans(
@@ -446,11 +430,11 @@ def stage_plans(
     )
     if coefficients is UNCALIBRATED:
         return compiled
-    ratio, ratios = coefficients.communication_ratio, ratios_of(coefficients)
+    ratio = coefficients.communication_ratio
     return tuple(
         replace(
             stage,
-            plan=stage.plan._replace(coefficients=coefficients, ratios=ratios),
+            plan=stage.plan.under(coefficients),
             sent_s=ratio * stage.sent_s,
             returned_s=ratio * stage.returned_s,
             tied_s=ratio * stage.tied_s,
@@ -652,14 +636,7 @@ def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
     """Of the kinds of nodes, those on which the ranks of one pipeline rank are."""
-    per_stage = mesh.placement.ranks // mesh.pp
-    begin, end = rank * per_stage, (rank + 1) * per_stage
-    first, numbers = 0, list[int]()
-    for node_group, number in zip(mesh.placement.node_groups, members.kind_of, strict=True):
-        if first < end and first + node_group.ranks > begin:
-            numbers.append(number)
-        first += node_group.ranks
-    held = dict.fromkeys(numbers)
+    held = dict.fromkeys(n for n, _ in _held_by(mesh.placement, members, rank, mesh.pp))
     place = {number: place for place, number in enumerate(held)}
     # Nodes that the stage is not on stand for its first: nothing of them is asked.
     return members._replace(

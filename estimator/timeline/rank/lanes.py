@@ -31,7 +31,6 @@ from estimator.graph.ir.op_graph import (
 )
 from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.ir.structure import UnitRun, unit_runs
-from estimator.kernels.durations import columns_of
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.mesh import ProcessGroup
@@ -385,20 +384,6 @@ def _experts(graph: OpGraph, number: Mapping[str, int], reduced_ratio: float) ->
     return ExpertBytes(gathered, reduced, own[0].expert_parts)
 
 
-def sharded_passes(
-    graph: OpGraph, dtypes: ShardDtypes, *, regathers: bool, cache: Cache
-) -> ShardedPasses:
-    """The passes of a graph, worked out once."""
-    return cache.get(
-        "sharded passes",
-        (graph,),
-        lambda: ShardedPasses.of(
-            graph, dtypes, regathers=regathers, columns=columns_of(graph, cache)
-        ),
-        *(dtypes, regathers),
-    )
-
-
 def _ends(runs: Sequence[UnitRun], start: int, end: int) -> tuple[int, ...]:
     """Where the segments of a phase end, as numbers of ops; `runs` is what they lie between."""
     if not runs:
@@ -469,41 +454,44 @@ def slowest_of(
     return SlowestGroup(slowest_s * ratio if groups else slowest_s, relative_error, unknown)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCopies:
-    """What each unit's shards take over the link between a device and its host, by machine."""
+class HostCopies(NamedTuple):
+    """What each unit's shards take over the link from a device to its host, or back, by machine."""
 
-    parameters_bytes: Array
-    gradients_bytes: Array
-    h2d: tuple[Lookup, Lookup]
-    d2h: tuple[Lookup, Lookup]
+    sizes_bytes: Array
+    latency_s: Lookup
+    rate: Lookup
 
-    @classmethod
-    def of(cls, profiles: Sequence[MachineProfile], passes: ShardedPasses) -> HostCopies:
-        """The copies of all units; raises ProfileError for a machine without such links."""
-        stored_ratio = passes.stored_ratio
-        return cls(
-            parameters_bytes=passes.gathered_bytes * stored_ratio,
-            gradients_bytes=passes.gradient_bytes * stored_ratio,
-            h2d=host_links(profiles, "h2d"),
-            d2h=host_links(profiles, "d2h"),
-        )
+    def slowest_s(self, groups: Sequence[ProcessGroup]) -> Any:
+        """Seconds of each unit on the slowest group's devices, which have a shard each."""
+        slowest_s: Any = np.zeros(len(self.sizes_bytes))
+        for group in groups:
+            per_byte_s = 1.0 / (self.rate[group.network] * group.ranks)
+            rows = np.ndim(per_byte_s) > 0
+            sizes = self.sizes_bytes[:, None] if rows else self.sizes_bytes
+            latency_s = self.latency_s[group.network]
+            seconds = np.where(sizes > 0, latency_s + sizes * per_byte_s, 0.0)
+            slowest_s = maximum(
+                slowest_s[:, None] if rows and slowest_s.ndim == 1 else slowest_s, seconds
+            )
+        return slowest_s
 
-    def to_device_s(self, groups: Sequence[ProcessGroup]) -> Any:
-        """Seconds of each unit before it is gathered, on the slowest group's devices."""
-        return _slowest_s(self.parameters_bytes, groups, *self.h2d)
 
-    def to_host_s(self, groups: Sequence[ProcessGroup]) -> Any:
-        """Seconds of each unit's gradients after they are reduced."""
-        return _slowest_s(self.gradients_bytes, groups, *self.d2h)
+def host_copies(
+    profiles: Sequence[MachineProfile], passes: ShardedPasses
+) -> tuple[HostCopies, HostCopies]:
+    """Those of parameters to the device before they are gathered, and of reduced gradients back."""
+    gathered, reduced = passes.gathered_bytes, passes.gradient_bytes
+    return (
+        HostCopies(gathered * passes.stored_ratio, *host_links(profiles, "h2d")),
+        HostCopies(reduced * passes.stored_ratio, *host_links(profiles, "d2h")),
+    )
 
 
 def copies_of_one_rank_s(profile: MachineProfile, passes: ShardedPasses) -> float:
     """Seconds of a micro-batch's copies on a rank that holds everything, one after the other."""
-    copies = HostCopies.of([profile], passes)
     alone = [ProcessGroup(ranks=1, nodes=1, per_node=1)]
-    to_device_s, to_host_s = copies.to_device_s(alone), copies.to_host_s(alone)
-    return float(to_device_s[list(passes.gathered)].sum() + to_host_s[[0, *passes.reduced]].sum())
+    in_s, out_s = (copies.slowest_s(alone) for copies in host_copies([profile], passes))
+    return float(in_s[list(passes.gathered)].sum() + out_s[[0, *passes.reduced]].sum())
 
 
 def host_links(
@@ -523,18 +511,3 @@ def host_links(
         latencies_s.append(link.latency_s)
         rates.append(link.bandwidth_bytes_per_s * (LINK_RATIOS["pcie"] if datasheet else 1.0))
     return Lookup(latencies_s), Lookup(rates)
-
-
-def _slowest_s(
-    sizes_bytes: Array, groups: Sequence[ProcessGroup], latency_s: Lookup, rate: Lookup
-) -> Any:
-    slowest_s: Any = np.zeros(len(sizes_bytes))
-    for group in groups:
-        per_byte_s = 1.0 / (rate[group.network] * group.ranks)
-        rows = np.ndim(per_byte_s) > 0
-        sizes = sizes_bytes[:, None] if rows else sizes_bytes
-        seconds = np.where(sizes > 0, latency_s[group.network] + sizes * per_byte_s, 0.0)
-        slowest_s = maximum(
-            slowest_s[:, None] if rows and slowest_s.ndim == 1 else slowest_s, seconds
-        )
-    return slowest_s

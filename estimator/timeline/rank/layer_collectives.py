@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,7 @@ class LayerCollectiveSeconds(NamedTuple):
         return self.error_s / self.total_s if self.total_s else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCollectives:
     """The process groups along the axes that share a micro-batch, on their links.
 
@@ -86,26 +87,17 @@ class LayerCollectives:
     the engine's cache: one object for equal groups.
     """
 
-    def __init__(
-        self,
-        groups: tuple[tuple[str, ProcessGroup], ...],
-        profile: MachineProfile,
-        cluster: Cluster | None,
-        cache: Cache,
-        *,
-        merges: bool = True,
-        micro_batches: int = 1,
-        passes_alone: float = 1.0,
-    ) -> None:
-        self.groups, self.merges = dict(groups), merges
-        self._passes_alone = passes_alone
-        self._micro_batches = micro_batches
-        self._profile, self._cluster, self._cache = profile, cluster, cache
-        self._host_s = profile.host.dtensor_exchange_s if profile.host else 0.0
+    groups: Mapping[str, ProcessGroup]
+    profile: MachineProfile
+    cluster: Cluster | None
+    cache: Cache
+    merges: bool = True
+    micro_batches: int = 1
+    passes_alone: float = 1.0
 
     def _collectives(self, bound: BoundGraph) -> list[Collective]:
-        columns = columns_of(bound.graph, self._cache)
-        every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound, columns))
+        columns = columns_of(bound.graph, self.cache)
+        every = self.cache.get("collectives", (bound,), lambda: collectives_of(bound, columns))
         # A group of one rank exchanges nothing.
         return [collective for collective in every if collective.axis in self.groups]
 
@@ -124,6 +116,7 @@ class LayerCollectives:
         collectives = self._collectives(bound)
         places = [collective.op_index for collective in collectives]
         windows_s = None if durations is None else _before_s(places, durations)
+        host_s = self.profile.host.dtensor_exchange_s if self.profile.host else 0.0
         for collective in collectives:
             alike = collective.op, collective.axis, collective.copies
             of_groups.setdefault(alike, []).append(collective)
@@ -139,7 +132,7 @@ class LayerCollectives:
             times_s = times_s * np.array([collective.share for collective in some])
             if axis == EXPERT_DP:
                 # Gradients of experts are reduced with the last micro-batch, as all others are.
-                times_s = times_s / self._micro_batches
+                times_s = times_s / self.micro_batches
                 gradients += own
             of_update = np.array([collective.of_update for collective in some])
             if durations is None:
@@ -147,7 +140,7 @@ class LayerCollectives:
                 times_s = np.where(of_update, 0.0, times_s)
             elif not self.merges:
                 sums = np.where(of_update, reads / micro_batches, 1.0)
-                times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * self._host_s
+                times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * host_s
                 summed_again += int(of_update.sum()) if reads > 1 else 0
             each_s[own] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
@@ -169,13 +162,13 @@ class LayerCollectives:
         self, op: CollectiveName, axis: str, copies: int, graph: OpGraph
     ) -> tuple[CollectiveCosts, CollectiveModel]:
         """What collectives of a kind cost along an axis; raises ProfileError if unknown."""
-        of = op, graph.target, self._cluster, self._cache, copies, adds_in_switch(graph)
-        costs = CollectiveCosts((self._profile,), *of)
+        of = op, graph.target, self.cluster, self.cache, copies, adds_in_switch(graph)
+        costs = CollectiveCosts((self.profile,), *of)
         model = costs.model(self.groups[axis])
         if model.unknown:
             asker = "the model itself" if axis == WORLD else axis
             raise ProfileError(
-                f"profile '{self._profile.name}' has no {op.replace('_', '-')} costs, which "
+                f"profile '{self.profile.name}' has no {op.replace('_', '-')} costs, which "
                 f"{asker} needs; run 'estimator probe' with a larger --budget"
             )
         return costs, model
@@ -189,7 +182,7 @@ class LayerCollectives:
         """
         if durations is None or not gradients_s.any():
             return 0.0
-        total_s = float(gradients_s.sum()) * self._micro_batches
+        total_s = float(gradients_s.sum()) * self.micro_batches
         is_forward = np.array([op.phase == "forward" for op in graph.ops])
         one_way_s, alone_s = total_s / 2, total_s / len(gradients_s)
         left_s = sum(
@@ -210,9 +203,9 @@ class LayerCollectives:
         if not sent_s:
             return timed
         computed_s = float(durations.device_s.sum())
-        taken = _DISPATCH_MULTIPROCESSORS / _multiprocessors(self._profile)
+        taken = _DISPATCH_MULTIPROCESSORS / _multiprocessors(self.profile)
         left = max(sent_s - computed_s, min(taken, 1.0) * sent_s) / sent_s
-        each_s, alone = timed.each_s.copy(), min(self._passes_alone, 1.0)
+        each_s, alone = timed.each_s.copy(), min(self.passes_alone, 1.0)
         each_s[passing] *= alone + (1.0 - alone) * left
         return timed._replace(each_s=each_s)
 
@@ -295,10 +288,10 @@ def layer_collectives_of(
         "exchanges",
         (profile, cluster),
         lambda: LayerCollectives(
-            named,
-            profile,
-            cluster,
-            cache,
+            groups=dict(named),
+            profile=profile,
+            cluster=cluster,
+            cache=cache,
             merges=merges,
             micro_batches=micro_batches,
             passes_alone=alone,

@@ -36,9 +36,9 @@ from estimator.kernels.durations import (
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.machines.typical import DeviceMemory, device_memory
 from estimator.placement.placement import NodeKind
-from estimator.timeline.rank.lanes import NO_INPUT, InputCosts, MicroBatches, input_costs
+from estimator.timeline.rank.lanes import InputCosts, MicroBatches, input_costs
 from estimator.timeline.rank.layer_collectives import LayerCollectives, LayerCollectiveSeconds
-from estimator.timeline.rank.rules import Bucket, RankRequest, Rules, StepShape
+from estimator.timeline.rank.rules import Bucket, RankLane, RankRequest, Rules, StepShape
 from estimator.timeline.rank.updates import (
     added_to_update,
     trained_of,
@@ -59,19 +59,74 @@ _ROUNDING = 1e-12
 MEDIAN_TO_SIGMA = 1 / 0.6745
 
 
+class LaneCosts(NamedTuple):
+    """A rank's compute in a step, in seconds: of one rank, or of one for each row.
+
+    It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
+    kernels, host, copies and the collectives inside its micro-batches (`layer_collectives_s`) take.
+    `kernels_variance_s2` is the sum of the squared errors (one standard deviation) of the kernel
+    families, and of what they share, in s²; `host_error` and `update_error` are what the host and
+    the update are off, `interference_error` what a disturbed probe is; `model_peak_s` and
+    `hardware_peak_s` are what the flops of a micro-batch take at the device's peak.
+    """
+
+    lane_s: Any
+    sharded_lane_s: Any
+    forward_s: Any
+    backward_s: Any
+    host_s: Any
+    copies_s: Any
+    layer_collectives_s: Any
+    update_error: Any
+    host_error: Any
+    kernels_variance_s2: Any
+    model_peak_s: Any
+    hardware_peak_s: Any
+    interference_error: Any = 0.0
+
+    def slower(self, ratio: float) -> LaneCosts:
+        """Those of a rank that takes as many times as long."""
+        return self._replace(
+            **{name: ratio * getattr(self, name) for name in _SLOWED},
+            kernels_variance_s2=self.kernels_variance_s2 * ratio**2,
+        )
+
+    def length_s(self, shards: Any) -> Any:
+        """The whole lane where that many ranks share what is sharded."""
+        return self.lane_s + self.sharded_lane_s / shards
+
+
+_SLOWED = LaneCosts._fields[:7]
+
+
+class UpdateCosts(NamedTuple):
+    """What a rank does after the last collective: of one rank, or of one for each row.
+
+    Copying buckets back into gradients, and the update: a launch that sharding does not shorten and
+    the rest, of which a rank does a share.
+    """
+
+    copy_back_s: Any
+    launch_s: Any
+    shared_s: Any
+
+    def update_s(self, share: Any) -> Any:
+        return self.launch_s + self.shared_s * share
+
+    def slower(self, ratio: float) -> UpdateCosts:
+        """Those of a rank that takes as many times as long."""
+        return UpdateCosts(*(ratio * seconds for seconds in self))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
+    """What one class of ranks computes: alone on its lane, and after the last collective.
 
-    `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
-    lane is `forward_s + backward_s + host_s + copies_s + layer_collectives_s` (the last is what
-    ranks that share layers exchange in micro-batches), and `sharded_lane_s` over the number of
-    shards. `update_launch_s` is the part of the update that sharding does not shorten;
-    `segments_s` is what FSDP computes in a micro-batch: between passes through its units, forward
-    then backward, copying each unit out of a buffer, each one's gradients into one, and adding up
-    the gradients of all micro-batches. `kernels_variance_s2` is the sum of the squared errors (one
-    standard deviation) of the kernel families, and of what they share, in s². `flops` are those of
-    a micro-batch; `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
+    `ready_s[k]` is the lane time at which bucket k may be reduced; `segments_s` is what FSDP
+    computes in a micro-batch: between passes through its units, forward then backward, copying each
+    unit out of a buffer, each one's gradients into one, and adding up the gradients of all
+    micro-batches. `flops` are those of a micro-batch; `in_grid_ratio` is the share of kernel time
+    whose exact call the probe has timed.
     """
 
     bound: BoundGraph
@@ -80,42 +135,20 @@ class StepProgram:
     buckets: tuple[Bucket, ...]
     ready_s: Array
     segments_s: Array
-    lane_s: float
-    sharded_lane_s: float
-    forward_s: float
-    backward_s: float
-    host_s: float
-    copies_s: float
-    layer_collectives_s: float
-    exchanged: LayerCollectiveSeconds
-    copy_back_s: float
-    update_s: float
-    update_launch_s: float
-    update_error: float
+    lane: LaneCosts
+    update: UpdateCosts
     update_source: str
-    kernels_variance_s2: float
+    exchanged: LayerCollectiveSeconds
     kernels: Mapping[tuple[str, str], tuple[float, float]]
     memory: ShardedMemory
     flops: StepFlops
+    peak_flops_per_s: float
     in_grid_ratio: float
     durations: Durations
     lanes: MicroBatches
     accumulate_s: float
     merging: bool
     micro_batches: int
-
-    @property
-    def peak_flops_per_s(self) -> float | None:
-        """The device's dense peak in the dtypes that the model computes in, each by its FLOPs.
-
-        An fp32 model's convolutions run in TF32 where a GPU has it.
-        """
-        precision, peaks = self.bound.graph.precision, self.profile.devices[0].peak_flops_per_s
-        peak, tf32 = peaks.get(peak_dtype(precision)), peaks.get("tfloat32")
-        if precision != "fp32" or peak is None or tf32 is None or not self.flops.hardware:
-            return peak
-        share = self.flops.tf32_by_default / self.flops.hardware
-        return 1.0 / (share / tf32 + (1.0 - share) / peak)
 
 
 def step_program(
@@ -165,51 +198,53 @@ def _compile(
     bound, count = request.bound, request.accumulation_steps
     kernels_alone = durations = _durations(request)
     if layer_collectives:
-        exchanged = layer_collectives.seconds(bound, durations, count)
-        request = replace(request, exchanged=exchanged)
+        request = replace(request, exchanged=layer_collectives.seconds(bound, durations, count))
     if layer_collectives_s := request.exchanged.total_s * count:
         durations = request.exchanged.beside(durations)
     lane = rules.lane(request, durations)
-    lanes, update_s, launch_s, update = _update(request, rules.strategy, lane.lanes)
-    end = lanes.ends_s(lanes.count - 1)
+    lanes, update, update_from = _update(request, rules.strategy, lane)
+    ends_s = lanes.ends_s(lanes.count - 1)
     lane_s = lanes.end_s * lane.repeats + lane.beside_s
-    columns = columns_of(request.graph, request.cache)
-    is_forward = columns.is_forward
-    forward_s = float(kernels_alone.device_s[is_forward].sum()) * count
-    backward_s = float(kernels_alone.device_s[~is_forward].sum()) * count
+    columns, device_s = columns_of(request.graph, request.cache), kernels_alone.device_s
+    forward_s = float(device_s[columns.is_forward].sum()) * count
+    backward_s = float(device_s[~columns.is_forward].sum()) * count
     host_s = lane_s - lane.copies_s - forward_s - backward_s - layer_collectives_s
-    kernels = _kernel_seconds(request, kernels_alone)
-    kernels_s = float(kernels_alone.device_s.sum()) or 1.0
-    variance_s2 = _variance(request, kernels, durations.shared_error * kernels_s)
+    kernels, kernels_s = _kernel_seconds(request, kernels_alone), float(device_s.sum()) or 1.0
+    flops = request.cache.get("flops", (bound,), lambda: step_flops(bound, columns))
+    peak = _peak_flops_per_s(request, flops)
+    host, interference = request.profile.host, request.profile.interference
     return StepProgram(
         bound=bound,
         profile=request.profile,
         strategy=rules.strategy,
         buckets=lane.buckets,
-        ready_s=end[[bucket.ready_after for bucket in lane.buckets]] + lane.accumulate_s,
+        ready_s=ends_s[[bucket.ready_after for bucket in lane.buckets]] + lane.accumulate_s,
         segments_s=lane.segments_s,
-        lane_s=lane_s,
-        sharded_lane_s=lane.accumulate_s if lane.sums_shards else 0.0,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        # What is left of sums in another order is no time of the host.
-        host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
-        copies_s=lane.copies_s,
-        layer_collectives_s=layer_collectives_s,
+        lane=LaneCosts(
+            lane_s=lane_s,
+            sharded_lane_s=lane.accumulate_s if lane.sums_shards else 0.0,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            # What is left of sums in another order is no time of the host.
+            host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
+            copies_s=lane.copies_s,
+            layer_collectives_s=layer_collectives_s,
+            update_error=_error_of(update_from),
+            host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
+            kernels_variance_s2=_variance(request, kernels, durations.shared_error * kernels_s)
+            + _hidden_host_s2(request, lanes, host_s),
+            model_peak_s=flops.model / peak or math.nan,
+            hardware_peak_s=flops.hardware / peak or math.nan,
+            interference_error=interference.relative_error if interference else 0.0,
+        ),
+        update=update,
+        update_source=update_from.source,
         exchanged=request.exchanged,
-        copy_back_s=lane.copy_back_s,
-        update_s=update_s,
-        # A host that is ahead has issued the update already: then it is all the device's.
-        update_launch_s=min(launch_s, update_s),
-        update_error=_UPDATE_ERROR if update.relative_error is None else update.relative_error,
-        update_source=update.source,
-        kernels_variance_s2=variance_s2 + _hidden_host_s2(request, lanes, host_s),
         kernels=kernels,
         memory=_memory(request, rules, lane.buckets),
-        flops=request.cache.get(
-            "flops", (bound,), lambda: step_flops(bound, columns_of(bound.graph, request.cache))
-        ),
-        in_grid_ratio=float(kernels_alone.device_s[durations.in_grid].sum()) / kernels_s,
+        flops=flops,
+        peak_flops_per_s=peak,
+        in_grid_ratio=float(device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         lanes=lanes,
         accumulate_s=lane.accumulate_s,
@@ -218,11 +253,29 @@ def _compile(
     )
 
 
+def _peak_flops_per_s(request: RankRequest, flops: StepFlops) -> float:
+    """The device's dense peak in the dtypes that the model computes in, each by its FLOPs.
+
+    An fp32 model's convolutions run in TF32 where a GPU has it. NaN if it is not known.
+    """
+    precision, peaks = request.graph.precision, request.profile.devices[0].peak_flops_per_s
+    peak, tf32 = peaks.get(peak_dtype(precision)), peaks.get("tfloat32")
+    if precision != "fp32" or peak is None or tf32 is None or not flops.hardware:
+        return peak or math.nan
+    share = flops.tf32_by_default / flops.hardware
+    return 1.0 / (share / tf32 + (1.0 - share) / peak)
+
+
+def _error_of(update: Provenance) -> float:
+    return _UPDATE_ERROR if update.relative_error is None else update.relative_error
+
+
 def _update(
-    request: RankRequest, strategy: Strategy, lanes: MicroBatches
-) -> tuple[MicroBatches, float, float, Provenance]:
-    """(lanes, seconds of the update behind them, those that no sharding shortens, their source)."""
+    request: RankRequest, strategy: Strategy, lane: RankLane
+) -> tuple[MicroBatches, UpdateCosts, Provenance]:
+    """(lanes, what comes behind them, where its seconds come from)."""
     graph, profile, trained = request.graph, request.profile, request.updated
+    lanes = lane.lanes
     sharding = request.merging and strategy.keeps.parameters == "shard"
     stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
     stored_ratio *= strategy.master_ratio(graph.precision)
@@ -239,7 +292,9 @@ def _update(
     ):
         host_s, device_s = both
         lanes, update_s = lanes.looped(host_s + added.host_s, device_s + added.device_s)
-    return lanes, update_s, launch_s, source
+    # A host that is ahead has issued the update already: then it is all the device's.
+    launch_s = min(launch_s, update_s)
+    return lanes, UpdateCosts(lane.copy_back_s, launch_s, update_s - launch_s), source
 
 
 def _durations(request: RankRequest) -> Durations:
@@ -251,23 +306,26 @@ def _durations(request: RankRequest) -> Durations:
 
 
 def _memory(request: RankRequest, rules: Rules[Any], buckets: tuple[Bucket, ...]) -> ShardedMemory:
-    bound, threads = request.bound, request.profile.devices[0].threads
-
-    def made() -> ShardedMemory:
-        tensors = StepTensors(bound, structure_of(bound.graph, request.cache), threads)
-        holding = rules.holding(tensors, buckets, merging=request.merging)
-        return MemoryOverStep(tensors, holding).peaks()
-
-    details = request.merging, rules.strategy, request.accumulation_steps, threads
-    return request.cache.get("memory", (bound,), made, *details)
+    bound, merging, threads = request.bound, request.merging, request.profile.devices[0].threads
+    return request.cache.get(
+        "memory",
+        (bound,),
+        lambda: _over_step(rules, bound, threads, buckets, merging).peaks(),
+        *(merging, rules.strategy, request.accumulation_steps, threads),
+    )
 
 
 def memory_over_step(program: StepProgram, rules: Rules[Any]) -> MemoryOverStep:
     """What a rank holds over the whole step of a program, of which `program.memory` is the peak."""
-    structure = structure_of(program.bound.graph, rules.cache)
-    tensors = StepTensors(program.bound, structure, program.profile.devices[0].threads)
-    holding = rules.holding(tensors, program.buckets, merging=program.merging)
-    return MemoryOverStep(tensors, holding)
+    threads = program.profile.devices[0].threads
+    return _over_step(rules, program.bound, threads, program.buckets, program.merging)
+
+
+def _over_step(
+    rules: Rules[Any], bound: BoundGraph, threads: int, buckets: Sequence[Bucket], merging: bool
+) -> MemoryOverStep:
+    tensors = StepTensors(bound, structure_of(bound.graph, rules.cache), threads)
+    return MemoryOverStep(tensors, rules.holding(tensors, buckets, merging=merging))
 
 
 def _kernel_seconds(
@@ -300,50 +358,6 @@ def _hidden_host_s2(request: RankRequest, lanes: MicroBatches, exposed_s: float)
     return MEDIAN_TO_SIGMA**2 * max(more_s**2 - (error * exposed_s) ** 2, 0.0)
 
 
-class LaneCosts(NamedTuple):
-    """A rank's compute in a step, in seconds: of one rank, or of one for each row.
-
-    It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
-    kernels, host, copies and the collectives inside its micro-batches (`layer_collectives_s`) take.
-    `kernels_variance_s2`, `host_error` and `update_error` are what they and the update are off,
-    `interference_error` what a disturbed probe is; `model_peak_s` and `hardware_peak_s` are what
-    the flops of a micro-batch take at the device's peak.
-    """
-
-    lane_s: Any
-    sharded_lane_s: Any
-    forward_s: Any
-    backward_s: Any
-    host_s: Any
-    copies_s: Any
-    layer_collectives_s: Any
-    update_error: Any
-    host_error: Any
-    kernels_variance_s2: Any
-    model_peak_s: Any
-    hardware_peak_s: Any
-    interference_error: Any = 0.0
-
-    def length_s(self, shards: Any) -> Any:
-        """The whole lane where that many ranks share what is sharded."""
-        return self.lane_s + self.sharded_lane_s / shards
-
-
-class UpdateCosts(NamedTuple):
-    """What a rank does after the last collective: of one rank, or of one for each row.
-
-    Copying buckets back into gradients, and the update: a launch that sharding does not shorten and
-    the rest, of which a rank does a share.
-    """
-
-    copy_back_s: Any
-    launch_s: Any
-    shared_s: Any
-
-    def update_s(self, share: Any) -> Any:
-        return self.launch_s + self.shared_s * share
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RankClass:
     """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
@@ -359,56 +373,27 @@ class RankClass:
     whole_memory: PeakMemory
     whole_ratio: float
     jitter_ratio: float
-    peak_flops_per_s: float
     device: DeviceMemory
     ready_s: Array
     segments_s: Array
-    input: InputCosts = NO_INPUT
+    input: InputCosts
 
     @classmethod
     def of(
-        cls,
-        program: StepProgram,
-        slowdown_ratio: float,
-        communicators: int,
-        costs: InputCosts = NO_INPUT,
+        cls, program: StepProgram, slowdown_ratio: float, communicators: int, costs: InputCosts
     ) -> RankClass:
-        profile, slow = program.profile, slowdown_ratio
-        peak = program.peak_flops_per_s or math.nan
-        host, fullest = profile.host, program.memory.peak(1)
-        interference = profile.interference
-        device = device_memory(profile, communicators)
-        lane = LaneCosts(
-            lane_s=program.lane_s * slow,
-            sharded_lane_s=program.sharded_lane_s * slow,
-            forward_s=program.forward_s * slow,
-            backward_s=program.backward_s * slow,
-            host_s=program.host_s * slow,
-            copies_s=program.copies_s * slow,
-            layer_collectives_s=program.layer_collectives_s * slow,
-            update_error=program.update_error,
-            host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
-            interference_error=interference.relative_error if interference else 0.0,
-            kernels_variance_s2=program.kernels_variance_s2 * slow**2,
-            model_peak_s=program.flops.model / peak or math.nan,
-            hardware_peak_s=program.flops.hardware / peak or math.nan,
-        )
+        device, fullest = device_memory(program.profile, communicators), program.memory.peak(1)
         return cls(
             program=program,
-            slowdown_ratio=slow,
-            lane=lane,
-            update=UpdateCosts(
-                copy_back_s=program.copy_back_s * slow,
-                launch_s=program.update_launch_s * slow,
-                shared_s=(program.update_s - program.update_launch_s) * slow,
-            ),
+            slowdown_ratio=slowdown_ratio,
+            lane=program.lane.slower(slowdown_ratio),
+            update=program.update.slower(slowdown_ratio),
             whole_memory=fullest,
             whole_ratio=fullest.total_bytes / device.usable_bytes,
-            jitter_ratio=profile.rank_jitter_ratio or 0.0,
-            peak_flops_per_s=peak,
+            jitter_ratio=program.profile.rank_jitter_ratio or 0.0,
             device=device,
-            ready_s=program.ready_s * slow,
-            segments_s=program.segments_s * slow,
+            ready_s=program.ready_s * slowdown_ratio,
+            segments_s=program.segments_s * slowdown_ratio,
             input=costs,
         )
 
@@ -424,7 +409,7 @@ def at_peak_s(
     for kind, times in work:
         model += times * kind.program.flops.model
         hardware += times * kind.program.flops.hardware
-    peak = sum([ranks * kind.peak_flops_per_s for kind, ranks in devices])
+    peak = sum([ranks * kind.program.peak_flops_per_s for kind, ranks in devices])
     return model / peak or math.nan, hardware / peak or math.nan
 
 
@@ -449,17 +434,10 @@ class RankTable:
         self._batch, self._merging, self._cache = batch, merging, cache
         self._communicators = shape.strategy.communicators if merging else 0
         self._communicators += len(shape.layer_collectives.groups) if shape.layer_collectives else 0
-        self._of_node: dict[NodeKind, RankClass] = {}
-        self._shared: dict[tuple[int, int, float], RankClass] = {}
+        self._kinds: dict[tuple[int, int, float], RankClass] = {}
 
     def __getitem__(self, node: NodeKind) -> RankClass:
-        kind = self._of_node.get(node)
-        if kind is None:
-            kind = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
-            if len(self._of_node) >= _MOST_NODES:
-                self._of_node.clear()
-            self._of_node[node] = kind
-        return kind
+        return self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
 
     def kind(
         self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float
@@ -467,7 +445,7 @@ class RankTable:
         """The ranks of a node of a machine, by their number and how slow the node is."""
         # Nodes that differ in their network alone run the same program at the same speed.
         key = (id(profile), ranks_per_node, slowdown_ratio)
-        kind = self._shared.get(key)
+        kind = self._kinds.get(key)
         if kind is None:
             refusal = why_not_on(self.graph, profile)
             if refusal is not None:
@@ -493,9 +471,9 @@ class RankTable:
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
-            if len(self._shared) >= _MOST_NODES:
-                self._shared.clear()
-            self._shared[key] = kind
+            if len(self._kinds) >= _MOST_NODES:
+                self._kinds.clear()
+            self._kinds[key] = kind
         return kind
 
 
@@ -542,7 +520,10 @@ class RankColumns:
                 self.ready_s[number] = kind.ready_s
             if len(kind.segments_s):
                 self.segments_s[:, number] = kind.segments_s
-        self.covers = self._covers()
+        self.covers: Flags = np.eye(count, dtype=np.bool_) | (np.arange(count) == 0)
+        if count <= _MOST_COMPARED:
+            covers = [(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s]
+            self.covers = np.array(covers)
         self._lines = _lines([kind.program.memory.total for kind in kinds])
         # What no kind shards is the same for any number of ranks.
         self._whole_bytes: Array | None = None
@@ -582,12 +563,6 @@ class RankColumns:
         peaks = [fixed[numbers] - (-sharded[numbers] // shards) for fixed, sharded in self._lines]
         held = np.where(numbers > 0, np.maximum.reduce(peaks), -math.inf)
         return held.max(axis=0), (held / self.usable_bytes[numbers]).max(axis=0)
-
-    def _covers(self) -> Flags:
-        count = len(self.ready_s)
-        if count > _MOST_COMPARED:
-            return np.asarray(np.eye(count, dtype=np.bool_) | (np.arange(count) == 0))
-        return np.array([(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s])
 
 
 def largest(values: Array, index: Indices) -> Array:

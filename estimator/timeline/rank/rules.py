@@ -257,10 +257,13 @@ class Network(ABC):
         self, op: CollectiveName, sizes_bytes: Array
     ) -> tuple[CollectiveCosts, SizedCollective]:
         """A collective of buffers of some sizes."""
+        costs = self._costs_of(op)
+        return costs, SizedCollective(costs.corrections, sizes_bytes)
+
+    def _costs_of(self, op: CollectiveName) -> CollectiveCosts:
         graph, cache = self._rules.graph, self._rules.cache
         of = graph.target, self._cluster, cache
-        costs = CollectiveCosts(self._profiles, op, *of, in_switch=adds_in_switch(graph))
-        return costs, SizedCollective(costs.corrections, sizes_bytes)
+        return CollectiveCosts(self._profiles, op, *of, in_switch=adds_in_switch(graph))
 
     @cached_property
     def known(self) -> dict[Hashable, tuple[Any, Communication]]:
@@ -289,7 +292,7 @@ class Network(ABC):
 
     @abstractmethod
     def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
-        """Add the collectives that follow the update."""
+        """Add the collectives that follow the update, if any do."""
 
 
 class StepShape(NamedTuple):
@@ -396,6 +399,8 @@ class Rules(ABC, Generic[S]):
         "a ring over the slowest link, corrected by the nearest measured group if there is one"
     )
     """What stands for a collective that was not measured, in words."""
+    waits_for: ClassVar[str] = "reducing gradients"
+    """What ranks send each other, in words."""
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         self.graph, self.shape, self.cache = graph, shape, cache
@@ -446,9 +451,9 @@ class Rules(ABC, Generic[S]):
         """What the strategy's costs take for granted, in words."""
         yield from ()
 
-    @abstractmethod
     def words(self, ranks: int) -> str:
         """What a step that is bound by communication waits for."""
+        return f"{self.waits_for} of {ranks} ranks"
 
 
 # More micro-batches than a timeline lists one by one.

@@ -18,8 +18,6 @@ from estimator.graph.ir.ops import GraphColumns, Parameter
 from estimator.graph.memory.sizes import trained_tensors, update_call
 from estimator.kernels.contention import Eviction, slowdown_curve, slowdown_ratio
 from estimator.kernels.durations import columns_of, kernel_fits
-from estimator.kernels.fits import KernelFits
-from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import split_limit
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
@@ -295,28 +293,20 @@ def memory_bound_s(
     profile: MachineProfile, target: str, elements: Sequence[int], devices_busy: int, cache: Cache
 ) -> Array:
     """Seconds of elementwise passes over cold float32 memory, with `devices_busy` devices busy."""
-    sizes = tuple(elements)
-    alone_s = cache.get(
-        "memory-bound",
-        (profile,),
-        lambda: _memory_bound_alone_s(kernel_fits(profile, cache=cache), target, sizes),
-        *(target, sizes),
-    )
-    moved_bytes = FP32_PASS_BYTES * np.array(sizes, dtype=np.float64)
-    return np.asarray(alone_s * slowdown_curve(profile, "memory", devices_busy).at(moved_bytes))
-
-
-def _memory_bound_alone_s(
-    fits: KernelFits | Roofline, target: str, sizes: tuple[int, ...]
-) -> Array:
     numbers: dict[int, int] = {}
-    numbered = [numbers.setdefault(max(size, 1), len(numbers)) for size in sizes]
-    specs = [TensorSpec((size,)) for size in numbers]
-    calls = [OpCall(target, (spec, spec), (), (spec,)) for spec in specs]
-    predictions = fits.predict_each(calls, [features_of(call) for call in calls])
-    return np.array(
-        [prediction.cold_s if prediction else 0.0 for prediction in predictions], dtype=np.float64
-    )[numbered]
+    numbered = [numbers.setdefault(max(size, 1), len(numbers)) for size in elements]
+    sizes = tuple(numbers)
+
+    def alone() -> Array:
+        specs = [TensorSpec((size,)) for size in sizes]
+        calls = [OpCall(target, (spec, spec), (), (spec,)) for spec in specs]
+        fits = kernel_fits(profile, cache=cache)
+        found = fits.predict_each(calls, [features_of(call) for call in calls])
+        return np.array([known.cold_s if known else 0.0 for known in found], dtype=np.float64)
+
+    alone_s = cache.get("memory-bound", (profile,), alone, *(target, sizes))[numbered]
+    moved_bytes = FP32_PASS_BYTES * np.array(elements, dtype=np.float64)
+    return np.asarray(alone_s * slowdown_curve(profile, "memory", devices_busy).at(moved_bytes))
 
 
 def copies_s(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import Array, exp, where
 from estimator.errors import ProfileError
-from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import Bytes
 from estimator.graph.memory.sizes import OptimizerMemory, StepTensors, optimizer_memory
@@ -70,11 +70,11 @@ def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
             continue
         dtype = parameter.spec.dtype
         ready = last_op if parameter.ready_after is None else parameter.ready_after
-        grown = open_buckets.pop(dtype, Bucket(size_bytes=0, tensors=0, ready_after=-1))
+        before = open_buckets.pop(dtype, Bucket(size_bytes=0, tensors=0, ready_after=-1))
         grown = Bucket(
-            size_bytes=grown.size_bytes + parameter.spec.nbytes,
-            tensors=grown.tensors + 1,
-            ready_after=max(grown.ready_after, ready),
+            size_bytes=before.size_bytes + parameter.spec.nbytes,
+            tensors=before.tensors + 1,
+            ready_after=max(before.ready_after, ready),
         )
         cap = strategy.bucket_cap_bytes if dtype in first_done else strategy.first_cap_bytes
         if not strategy.bucketed or grown.size_bytes >= cap:
@@ -84,20 +84,16 @@ def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
             open_buckets[dtype] = grown
     closed.extend(open_buckets.values())
     # The reducer launches bucket k only after every bucket before it is ready.
-    launched, ready = [], -1
-    for bucket in closed:
-        ready = max(ready, bucket.ready_after)
-        launched.append(
-            Bucket(size_bytes=bucket.size_bytes, tensors=bucket.tensors, ready_after=ready)
-        )
-    return tuple(launched)
+    launched = accumulate((bucket.ready_after for bucket in closed), max)
+    pairs = zip(closed, launched, strict=True)
+    return tuple([replace(bucket, ready_after=latest) for bucket, latest in pairs])
 
 
 class BucketedNetwork(Network):
     """A queue of buckets, the buffers before it, and what follows the update.
 
     DDP sends the buffers of rank 0 around before a forward pass that will synchronise; where
-    nothing says what that takes, it takes nothing.
+    nothing says what that takes, or nothing wraps the model, it takes nothing.
     """
 
     _rules: ReplicaRules[Any]
@@ -107,14 +103,14 @@ class BucketedNetwork(Network):
     ) -> None:
         super().__init__(rules, profiles, cluster)
         graph, cache = rules.graph, rules.cache
-        self.reduce = rules.reduce_costs(profiles, cluster)
+        self.reduce = self._reducing()
         self.queue = BucketQueue(self.reduce.corrections, rules.bucket_bytes)
         total_bytes = float(rules.bucket_bytes.sum())
         self._whole = SizedCollective(self.reduce.corrections, np.array([total_bytes]))
         self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
         self._of_group: dict[ProcessGroup, tuple[CollectiveModel, Overlap, Array | None]] = {}
         self._buffers = None
-        if graph.buffer_bytes:
+        if graph.buffer_bytes and rules.buckets:
             self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
         self._norm = None
         if rules.norm_op is not None and graph.clip_grad_norm:
@@ -122,6 +118,10 @@ class BucketedNetwork(Network):
         self._after = None
         if rules.after_op is not None and (after_bytes := rules.bytes_after()).any():
             self._after = self._sized(rules.after_op, after_bytes)
+
+    def _reducing(self) -> Any:
+        """What carries one bucket of gradients."""
+        return self._costs_of(self._rules.reduce_op)
 
     def communication(self, ranks: Ranks) -> Communication:
         (group,) = ranks.groups[DP]
@@ -136,10 +136,10 @@ class BucketedNetwork(Network):
             slower=None if is_gloo else exp(reduce.relative_error),
             behind_s=behind_s,
         )
-        before_s = self._buffers_s(ranks)
+        beside_s = self._known_s(ranks, self._buffers, self._norm)
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
-            exposed_s=queued_s + before_s + self._norm_s(ranks) + after_s,
+            exposed_s=queued_s + beside_s + after_s,
             relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
@@ -164,23 +164,17 @@ class BucketedNetwork(Network):
         reduce = self.reduce.model(ranks.groups[DP][0])
         after_s, _ = self._after_s(ranks, reduce)
         queued_s = self.queue.sized.time_s(reduce) * ranks.ratio
-        return queued_s + self._buffers_s(ranks) + self._norm_s(ranks) + after_s
-
-    def _buffers_s(self, ranks: Ranks) -> Any:
-        return self._known_s(self._buffers, ranks)
-
-    def _norm_s(self, ranks: Ranks) -> Any:
-        return self._known_s(self._norm, ranks)
+        return queued_s + self._known_s(ranks, self._buffers, self._norm) + after_s
 
     def _known_s(
-        self, collective: tuple[CollectiveCosts, SizedCollective] | None, ranks: Ranks
+        self, ranks: Ranks, *collectives: tuple[CollectiveCosts, SizedCollective] | None
     ) -> Any:
-        """Seconds of a collective, none where nothing tells them."""
-        if collective is None:
-            return 0.0
-        costs, sized = collective
-        model = costs.model(ranks.groups[DP][0])
-        return where(model.unknown, 0.0, sized.time_s(model)) * ranks.ratio
+        """Seconds of some collectives, none where nothing tells them."""
+        seconds: Any = 0.0
+        for costs, sized in filter(None, collectives):
+            model = costs.model(ranks.groups[DP][0])
+            seconds = seconds + where(model.unknown, 0.0, sized.time_s(model)) * ranks.ratio
+        return seconds
 
     def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
         """(seconds of what follows the update, whether nothing tells them)."""
@@ -207,7 +201,7 @@ class BucketedNetwork(Network):
         costs_s = queue.sized.times_s(model) * ranks.ratio
         latency_s = costs_s * queue.latency_ratio[model.reference]
         begun = None
-        before_s = self._buffers_s(ranks)
+        before_s = self._known_s(ranks, self._buffers)
         if before_s:
             begun = tasks.add(NETWORK, before_s, label=Label("broadcast buffers"))
         doing = self._rules.reduced_by
@@ -222,7 +216,7 @@ class BucketedNetwork(Network):
             computed = tasks.add(COMPUTE, following - ready_s[number])
         # All ranks have come to the end of their compute, and all buckets are reduced.
         reduced = tasks.add(NETWORK, 0.0, computed, *sent)
-        norm_s = self._norm_s(ranks)
+        norm_s = self._known_s(ranks, self._norm)
         if norm_s:
             label = Label("all-reduce the gradients' norm")
             reduced = tasks.add(NETWORK, norm_s, reduced, label=label)
@@ -264,7 +258,7 @@ class ReplicaRules(Rules[S]):
     @property
     def in_buckets(self) -> bool:
         """Whether no gradient is held beside the buckets."""
-        return False
+        return bool(getattr(self.strategy, "gradient_as_bucket_view", False))
 
     @property
     def cast_copies(self) -> float:
@@ -337,19 +331,9 @@ class ReplicaRules(Rules[S]):
                 "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
             )
 
-    def reduce_costs(
-        self, profiles: Sequence[MachineProfile], cluster: Cluster | None
-    ) -> CollectiveCosts:
-        """What carries one bucket of gradients."""
-        of = self.graph.target, cluster, self.cache
-        return CollectiveCosts(profiles, self.reduce_op, *of, in_switch=adds_in_switch(self.graph))
-
     def bytes_after(self) -> Array:
         """The sizes of the collectives that follow the update, one after the other."""
         return np.zeros(0)
-
-    def words(self, ranks: int) -> str:
-        return f"reducing gradients of {ranks} ranks"
 
 
 class BucketedRules(ReplicaRules[B]):
@@ -363,17 +347,9 @@ class BucketedRules(ReplicaRules[B]):
 class DistributedDataParallel(BucketedRules[DDP]):
     """Gradients are all-reduced in buckets."""
 
-    @property
-    def in_buckets(self) -> bool:
-        return self.strategy.gradient_as_bucket_view
-
 
 class AveragingNetwork(BucketedNetwork):
     """One all-reduce of all parameters, of which each step has its part."""
-
-    def _buffers_s(self, ranks: Ranks) -> Any:
-        # Nothing wraps the model that would send its buffers.
-        return 0.0
 
     def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
         seconds, unknown = super()._after_s(ranks, reduce)
@@ -391,6 +367,7 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
 
     network_class = AveragingNetwork
     after_op = "all_reduce"
+    waits_for = "averaging parameters"
 
     def bytes_after(self) -> Array:
         return np.array([float(self._averaged_bytes())])
@@ -419,9 +396,6 @@ class PeriodicAveraging(ReplicaRules[LocalSGD]):
             f"parameters are averaged after every {self.strategy.every} steps, over which a step "
             "is the mean; that more steps may be needed is not counted"
         )
-
-    def words(self, ranks: int) -> str:
-        return f"averaging parameters of {ranks} ranks"
 
 
 def _added_s(request: RankRequest, buckets: Sequence[Bucket], each_s: Array) -> tuple[Any, Any]:

@@ -43,19 +43,18 @@ from estimator.graph.memory.step import (
     at,
     held_alone,
 )
-from estimator.kernels.durations import Durations
+from estimator.kernels.durations import Durations, columns_of
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.overlap import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.rank.lanes import (
-    HostCopies,
     MicroBatches,
     ShardedPasses,
     copies_of_one_rank_s,
     hook_seconds,
+    host_copies,
     segment_seconds,
-    sharded_passes,
     slowest_of,
     unit_copies_s,
 )
@@ -111,7 +110,10 @@ class UnitCosts(NamedTuple):
 
 
 class MicroBatch:
-    """Adds the tasks of one micro-batch in the order in which FSDP issues them."""
+    """Adds the tasks of one micro-batch in the order in which FSDP issues them.
+
+    It comes after all that is in the list; its last task ends it on all ranks.
+    """
 
     def __init__(
         self,
@@ -135,7 +137,6 @@ class MicroBatch:
         self._out_s, self._in_s = copies_s[:units], copies_s[units : 2 * units]
         # The last task of all: all ranks had ended the micro-batch before.
         self._begun = len(tasks.tasks) - 1 if tasks.tasks else None
-        self._gathered: dict[int, int] = {}
         self._copied: list[int] = []
         self._scattered: int | None = None
         self._reduced: int | None = None
@@ -250,7 +251,7 @@ class ShardedNetwork(Network):
         # What is all-reduced is the shard that a rank holds.
         self._reduce = self._sized("all_reduce", kept / (rules.strategy.shard or 1))
         strategy = rules.strategy
-        self._host = HostCopies.of(profiles, passes) if strategy.offload else None
+        self._host = host_copies(profiles, passes) if strategy.offload else None
         self._norm = None
         if rules.graph.clip_grad_norm:
             self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
@@ -339,8 +340,9 @@ class ShardedNetwork(Network):
             ]
             gather_s, scatter_s = gather_s + own[0].times_s, scatter_s + own[1].times_s
         if self._host is not None:
-            gather_s = gather_s + self._host.to_device_s(shards) * ranks.ratio
-            scatter_s = scatter_s + self._host.to_host_s(shards) * ranks.ratio
+            to_device, to_host = self._host
+            gather_s = gather_s + to_device.slowest_s(shards) * ranks.ratio
+            scatter_s = scatter_s + to_host.slowest_s(shards) * ranks.ratio
         return (
             UnitCosts(gather_s, scatter_s, reduce.times_s),
             maximum(scatter.relative_error, reduce.relative_error),
@@ -362,24 +364,11 @@ class ShardedNetwork(Network):
         self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, *, reducing: bool
     ) -> Any:
         tasks = TaskList()
-        self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
-        return play(tasks.tasks, overlap)
-
-    def _add_micro_batch(
-        self,
-        tasks: TaskList,
-        ranks: Ranks,
-        costs: UnitCosts,
-        *,
-        reducing: bool,
-        named: bool = False,
-    ) -> None:
-        """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
-        passes, segments_s = self._rules.passes, ranks.segments_s
         if costs.gather_s.ndim == 1:
             costs = UnitCosts(*(column.tolist() for column in costs))
-        micro = MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
-        micro.add(reducing=reducing)
+        passes, blocks = self._rules.passes, self._blocks
+        MicroBatch(tasks, passes, ranks.segments_s, costs, blocks=blocks).add(reducing=reducing)
+        return play(tasks.tasks, overlap)
 
     def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
         for (costs, _), axis in ((self._scatter, DP_SHARD), (self._reduce, DP_REPLICATE)):
@@ -411,7 +400,9 @@ class ShardedNetwork(Network):
                 label = Label(f"micro-batches 3 to {count - 1}, each alike")
                 more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
                 tasks.add(COMPUTE, 0.0, more)
-            self._add_micro_batch(tasks, ranks, costs, reducing=reducing, named=True)
+            passes, blocks = self._rules.passes, self._blocks
+            micro = MicroBatch(tasks, passes, ranks.segments_s, costs, blocks=blocks, named=True)
+            micro.add(reducing=reducing)
         if shape.accumulation_steps > 1:
             (group,) = ranks.groups[DP]
             shards = self._rules.shards(group.ranks) if self._rules.strategy.gradient_sync else 1
@@ -439,12 +430,19 @@ class FullyShardedDataParallel(Rules[FSDP]):
     network_class = ShardedNetwork
     axes = (DP, DP_SHARD, DP_REPLICATE)
     expert_axes = (EXPERT_SHARD,)
+    waits_for = "gathering parameters and reducing gradients"
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
         self.dtypes = self.strategy.shard_dtypes(graph.precision)
-        self.passes: ShardedPasses = sharded_passes(
-            graph, self.dtypes, regathers=self.strategy.reshard_after_forward, cache=cache
+        dtypes, regathers = self.dtypes, self.strategy.reshard_after_forward
+        self.passes: ShardedPasses = cache.get(
+            "sharded passes",
+            (graph,),
+            lambda: ShardedPasses.of(
+                graph, dtypes, regathers=regathers, columns=columns_of(graph, cache)
+            ),
+            *(dtypes, regathers),
         )
 
     @property
@@ -565,9 +563,6 @@ class FullyShardedDataParallel(Rules[FSDP]):
                 f"does not shard: --precision {half} --strategy fsdp:param={half},reduce=fp32 "
                 f"gathers {half} and keeps none"
             )
-
-    def words(self, ranks: int) -> str:
-        return f"gathering parameters and reducing gradients of {ranks} ranks"
 
 
 def _held_units(

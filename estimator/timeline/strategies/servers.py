@@ -208,6 +208,11 @@ def _balanced_share(nodes: Any, pushes: Any, of_node: Any, rate: Any, server_rat
 class ServerNetwork(BucketedNetwork):
     """The queue of pushes and pulls, and the last bytes' way back."""
 
+    _rules: ServerRules
+
+    def _reducing(self) -> Any:
+        return ServerCosts(self._rules, self._profiles, self._cluster)
+
     def _after_s(self, ranks: Ranks, reduce: CollectiveModel) -> tuple[Any, Any]:
         last = self._rules.bucket_bytes[-1:]
         part_bytes = self._rules.strategy.part_bytes
@@ -232,9 +237,6 @@ class ServerRules(BucketedRules[ParameterServers]):
     network_class = ServerNetwork
     reduced_by = "push, pull"
     unmeasured = "its bytes over the slowest link of a worker or of the servers"
-
-    def reduce_costs(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Any:
-        return ServerCosts(self, profiles, cluster)
 
     def skew(self, servers: Any) -> Any:
         """How many times an equal share the fullest of some servers has, of one number or each."""

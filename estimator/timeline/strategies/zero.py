@@ -48,10 +48,7 @@ class ZeroRedundancyOptimizer(SharedOptimizer[ZeRO1]):
     """DDP, whose ranks update whole tensors each and broadcast every one."""
 
     after_op: ClassVar[CollectiveName | None] = "broadcast"
-
-    @property
-    def in_buckets(self) -> bool:
-        return self.strategy.gradient_as_bucket_view
+    waits_for = "reducing gradients and broadcasting parameters"
 
     def bytes_after(self) -> Array:
         trained = (p for p in self.graph.parameters if p.gradient is not None)
@@ -70,9 +67,6 @@ class ZeroRedundancyOptimizer(SharedOptimizer[ZeRO1]):
             Update(Bytes(own.largest_state_bytes), largest),
         )
 
-    def words(self, ranks: int) -> str:
-        return f"reducing gradients and broadcasting parameters of {ranks} ranks"
-
 
 class ScatteredGradients(SharedOptimizer[B]):
     """Buckets are reduce-scattered, updated parameters gathered likewise."""
@@ -81,12 +75,10 @@ class ScatteredGradients(SharedOptimizer[B]):
     after_op = "all_gather"
     reduced_by = "reduce-scatter"
     norm_op = "all_reduce"
+    waits_for = "reducing gradients and gathering parameters"
 
     def bytes_after(self) -> Array:
         return self.gradient_bytes
-
-    def words(self, ranks: int) -> str:
-        return f"reducing gradients and gathering parameters of {ranks} ranks"
 
 
 @rules_for(DistributedOptimizer)
@@ -144,17 +136,12 @@ class Reduction(NamedTuple):
     """Gradients that one reduce-scatter carries, issued once op `after` has run.
 
     `after` is the number of ops where it follows the whole backward pass. Of the buffer's
-    `size_bytes` all ranks together keep `shard_bytes`, None: as many.
+    `size_bytes` all ranks together keep `kept_bytes`.
     """
 
     after: int
     size_bytes: int
-    shard_bytes: int | None = None
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all ranks' shards together."""
-        return self.size_bytes if self.shard_bytes is None else self.shard_bytes
+    kept_bytes: int
 
 
 class GradientsBefore(NamedTuple):

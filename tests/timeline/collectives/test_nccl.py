@@ -20,7 +20,6 @@ from estimator.timeline.collectives.algorithms import (
     START_S,
     TREE_RATIO,
     USUAL_HOP_S,
-    GroupShape,
     InnerLinks,
     Line,
     algorithms_of,
@@ -76,7 +75,7 @@ def test_a_tree_sends_less_between_two_nodes_and_waits_for_fewer_hops() -> None:
 
 def test_across_many_nodes_the_tree_waits_for_a_logarithm_of_hops() -> None:
     # 64 nodes of 8: up and down 7 hops in a node and 6 between nodes; the ring takes 126 between.
-    rounds = _TREE.rounds(GroupShape(512, 64, 8))
+    rounds = _TREE.rounds(group(64, 8))
     assert rounds == (14, 12)
     _, ring, _, tree = nccl_lines("all_reduce", group(64, 8), LINKS)
     assert tree.alpha_s < 0.2 * ring.alpha_s
@@ -269,7 +268,7 @@ def test_tokens_go_to_ranks_of_a_rack_at_published_rates(ranks: int, gigabytes_p
 
 def test_a_token_crosses_the_network_once_for_each_node() -> None:
     algorithm = expert_dispatch(8)
-    share = algorithm.share(GroupShape(16, 2, 8))
+    share = algorithm.share(group(2, 8))
     # Of 2 nodes a token's 8 experts are on 2 (1 - 2^-8), half of which are its own.
     assert share.across == pytest.approx(8 * (1 - 2**-8) / 8)
     assert share.inside == pytest.approx(16 * (1 - (15 / 16) ** 8) * 7 / 8 / 8)

@@ -34,7 +34,7 @@ def line(strategy: str, nodes: int, per_node: int, profile: MachineProfile = PRO
     """Seconds of a byte in the queue, and of the last ones, as the strategy's rules have them."""
     shape = StepShape(Strategy.parse(strategy), 1)
     rules = rules_of(GRAPH, shape, Cache(1 << 20))
-    costs = rules.reduce_costs([profile], None)
+    costs = rules.network([profile], None).reduce
     group = ProcessGroup(
         ranks=nodes * per_node,
         nodes=nodes,
@@ -86,7 +86,7 @@ def test_one_node_needs_no_network_and_its_host_adds_up_and_updates() -> None:
     rules = rules_of(graph, StepShape(Strategy.parse("ps:beside"), 1), Cache(1 << 20))
     profile = replace(PROFILE, network=())
     group = ProcessGroup(ranks=4, nodes=1, per_node=4)
-    costs = rules.reduce_costs([profile], None)
+    costs = rules.network([profile], None).reduce
     (queued,) = costs.model(group).lines
     # The probe's AdamW took 3 ns a parameter on one of the four devices, in 20 passes over its
     # four bytes; three pushes are added, each in three passes over a byte.
@@ -108,7 +108,7 @@ def test_devices_copy_to_the_host_over_their_own_links() -> None:
     for strategy in ("ps:beside,sum", "ps:beside,local,sum"):
         rules = rules_of(graph, StepShape(Strategy.parse(strategy), 1), Cache(1 << 20))
         group = ProcessGroup(ranks=4, nodes=4, per_node=1, bytes_per_s=RATE, latency_s=LATENCY_S)
-        (queued,) = rules.reduce_costs([profile], None).model(group).lines
+        (queued,) = rules.network([profile], None).reduce.model(group).lines
         found[strategy] = queued
     # 1 / 5e7 each way, slower than the 1.5 / 1e8 of the network.
     assert found["ps:beside,sum"].beta_s_per_byte == pytest.approx(1 / 5e7)
