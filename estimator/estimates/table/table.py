@@ -565,13 +565,12 @@ def estimate_chunks(
     )
     # The engine is each worker's own.
     shared = request if executor is None else replace(request, engine=None)  # type: ignore[arg-type]
-    pieces = _pieces(allocations, rows)
+    work = partial(_piece_answer, reduce)
+    answers = map_shared(executor, work, shared, _pieces(allocations, rows))
     if reduce is not None:
-        work = partial(_reduced, reduce)
-        return (chunk for _, chunk in map_shared(executor, work, shared, pieces))
+        return (reduced for _, reduced in answers)
     return (
-        EstimateTable(request=_of_piece(request, piece), **columns)
-        for piece, columns in map_shared(executor, _columns, shared, pieces)
+        EstimateTable(request=_of_piece(request, piece), **columns) for piece, columns in answers
     )
 
 
@@ -609,24 +608,18 @@ def _of_piece(request: TableRequest, piece: _Piece) -> TableRequest:
     )
 
 
-def _columns(request: TableRequest, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
-    """The columns of a piece, on a worker."""
-    return _answers(_of_piece(request, piece), kept)
-
-
-def _reduced(
-    reduce: Callable[[EstimateTable], Reduced],
+def _piece_answer(
+    reduce: Callable[[EstimateTable], Any] | None,
     request: TableRequest,
     kept: dict[str, Any],
     piece: _Piece,
-) -> Reduced:
-    """What is made of a piece's table, on a worker."""
+) -> Any:
+    """What is made of a piece's table, else its columns, on a worker.
+
+    `kept` has what the pieces before compiled.
+    """
     own = _of_piece(request, piece)
-    return reduce(EstimateTable(request=own, **_answers(own, kept)))
-
-
-def _answers(request: TableRequest, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    """All columns; `kept` has what the pieces before compiled."""
     if "answers" not in kept:
-        kept["answers"] = RowAnswers(request)
-    return columns_of(request, kept["answers"])
+        kept["answers"] = RowAnswers(own)
+    columns = columns_of(own, kept["answers"])
+    return columns if reduce is None else reduce(EstimateTable(request=own, **columns))
