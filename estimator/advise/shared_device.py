@@ -24,7 +24,7 @@ from estimator.advise.swap.problem import SwapProblem, host_link, swap_problem
 from estimator.advise.swap.search import EVERYTHING, Means, Planned, pareto
 from estimator.elementwise import Array, Sizes
 from estimator.errors import ProfileError, WorkloadError
-from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
+from estimator.estimates.estimate import FITS, NOT_FIT_MARGIN_RATIO, Estimate, fits_code
 from estimator.machines.profile import Link, LinkKind
 
 _MOST_JOBS = 4
@@ -97,7 +97,7 @@ def share_device(
     alone = [Planned(plan=SwapPlan(), played=play(one.problem, SwapPlan())) for one in sharing]
     most = sum(planned.played.peak_bytes for planned in alone)
     side_by_side = _played(sharing, alone, usable)
-    fits = _fits(most / usable)
+    fits = FITS[int(fits_code(most / usable, True))]
     chosen = None if fits == "yes" else _plans(sharing, usable, report)
     planned = None if chosen is None else _played(sharing, chosen, usable)
     rows = []
@@ -128,12 +128,6 @@ def share_device(
         fits=fits,
         plan_bytes=None if chosen is None else sum(one.played.peak_bytes for one in chosen),
     )
-
-
-def _fits(used_ratio: float) -> str:
-    if used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
-        return "yes"
-    return "uncertain" if used_ratio <= 1 + NOT_FIT_MARGIN_RATIO else "no"
 
 
 class _Job(NamedTuple):

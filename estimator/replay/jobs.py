@@ -12,11 +12,13 @@ from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 
-_POSITIVE = (
-    *("devices", "global_batch", "least_devices", "most_devices", "most_batch_per_gpu"),
+# Of which 0 is one.
+_FROM_0 = ("arrival_s", "restart_s", "checkpoint_s")
+_NUMBERS = (
+    *_FROM_0,
+    *("samples", "devices", "global_batch", "least_devices", "most_devices", "most_batch_per_gpu"),
     *("most_global_batch", "gradient_noise_samples", "epoch_samples"),
 )
-_NUMBERS = ("arrival_s", "samples", "restart_s", "checkpoint_s", *_POSITIVE)
 # More of anything no job has; computing with as much stays exact.
 _MOST = 1e15
 
@@ -59,21 +61,9 @@ class Job:
                 raise WorkloadError(
                     f"job '{self.name}' has {field} {quoted(value)}; give a number up to {_MOST:g}"
                 )
-        if self.arrival_s < 0:
-            raise WorkloadError(
-                f"job '{self.name}' arrives at {self.arrival_s} s; give a time from 0 on"
-            )
-        if self.samples <= 0:
-            raise WorkloadError(
-                f"job '{self.name}' trains {self.samples} samples; give a number above 0"
-            )
-        for field in ("restart_s", "checkpoint_s"):
-            if (getattr(self, field) or 0.0) < 0:
-                raise WorkloadError(f"job '{self.name}' has a negative {field}; give 0 or more")
-        for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise WorkloadError(f"job '{self.name}' has {field} {value}; give more than 0")
+            if value is not None and (value < 0 or (value == 0 and field not in _FROM_0)):
+                least = "0 or more" if field in _FROM_0 else "more than 0"
+                raise WorkloadError(f"job '{self.name}' has {field} {value}; give {least}")
         if self.graph.batch is None:
             raise WorkloadError(
                 f"job '{self.name}' has a graph of a fixed batch, which cannot be split over other "

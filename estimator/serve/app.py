@@ -6,6 +6,7 @@ import gc
 import hmac
 import os
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
@@ -325,14 +326,9 @@ def _add_problems(app: FastAPI) -> None:
 
 def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> Response:
     """A refusal as RFC 9457 has it."""
-    titles = {
-        303: "See other",
-        401: "Unauthorized",
-        404: "Not found",
-        413: "Too large",
-        500: "Failed",
-    }
-    refusal = Problem(title=titles.get(status, "Refused"), status=status, detail=detail, code=code)
+    # Of a problem that has no type of its own the title is that of its status.
+    title = HTTPStatus(status).phrase
+    refusal = Problem(title=title, status=status, detail=detail, code=code)
     own = {303: {"Location": "/login"}, 401: {"WWW-Authenticate": "Bearer"}}
     more = dict(headers or {}) | own.get(status, {})
     return Response(
