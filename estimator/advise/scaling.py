@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -481,10 +482,7 @@ def _largest(fits: Callable[[int], bool], *, start: int) -> int:
     low, high = 0, start
     while high <= _MOST and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,7 @@ def offers(
         for number, allocation in enumerate(parsed)
         if number not in best
     }
-    if not best and all(math.isinf(answer.peak_bytes) for answer in refused.values()):
+    if not best and all(math.isinf(answer.value) for answer in refused.values()):
         reason = next(iter(left_out.values()), "no allocation was given")
         raise WorkloadError(f"no allocation can train {graph.name}: {reason}")
     offered: list[Offer] = []
@@ -176,18 +176,18 @@ def _rate(answer: Estimate) -> float:
     return answer.samples_per_s or 0.0
 
 
-class _Refused(NamedTuple):
-    """A row of a table that cannot train: it does not fit, or has no answer (infinite bytes)."""
+class _Row(NamedTuple):
+    """A row of a table by its samples/s; of what cannot train by its peak (infinite: no answer)."""
 
-    peak_bytes: float
+    value: float
     table: EstimateTable
     row: int
 
 
-def _why_not(refused: _Refused | None, allocation: Allocation, global_batch: int | None) -> str:
+def _why_not(refused: _Row | None, allocation: Allocation, global_batch: int | None) -> str:
     if refused is None:
         return f"its {allocation.ranks} ranks are more than a global batch of {global_batch}"
-    if math.isinf(refused.peak_bytes):
+    if math.isinf(refused.value):
         return refused.table.errors[refused.row]
     answer = refused.table.row(refused.row)
     return (
@@ -203,10 +203,10 @@ def _by_strategy(
     batch_per_gpu: int | None,
     global_batch: int | None,
     options: TableOptions,
-) -> tuple[dict[int, tuple[float, EstimateTable, int]], dict[int, _Refused]]:
-    """Of each allocation (samples/s, table, row) of the fastest, or the nearest miss."""
-    best: dict[int, tuple[float, EstimateTable, int]] = {}
-    refused: dict[int, _Refused] = {}
+) -> tuple[dict[int, _Row], dict[int, _Row]]:
+    """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
+    best: dict[int, _Row] = {}
+    refused: dict[int, _Row] = {}
     for strategy in strategies:
         for table, rows in _tables(
             graph, allocations, batch_per_gpu, global_batch, {**options, "strategy": strategy}
@@ -214,12 +214,11 @@ def _by_strategy(
             for row, number in enumerate(rows):
                 if not table.answered[row] or table.fits[row] == "no":
                     peak = table.peak_memory_bytes[row] if table.answered[row] else math.inf
-                    missed = _Refused(float(peak), table, row)
+                    missed = _Row(float(peak), table, row)
                     refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
                     continue
-                rate = float(table.samples_per_s[row])
-                if number not in best or rate > best[number][0]:
-                    best[number] = rate, table, row
+                trained = _Row(float(table.samples_per_s[row]), table, row)
+                best[number] = max(best.get(number, trained), trained, key=itemgetter(0))
     return best, refused
 
 
