@@ -322,7 +322,7 @@ def _assembled(case: Case, method: str, profile: MachineProfile, records: Record
         "global_batch": case.batch,
         "method": method,
         **found,
-        **{name: run.get(name) for name in ("wall_s", "host_s", "host_phases_s", "awaited_s")},
+        **{name: run.get(name) for name in ("wall_s", "host_s")},
         # Of the steps of one process: others are not started, minutes on a GPU are scarce.
         "noise_ratio": noise_ratio(run["steps_s"]) if run else None,
         # The most that torch held for the case itself.

@@ -60,17 +60,17 @@ class RealTraining:
         for _ in self.phases():
             pass
 
-    def phases(self) -> Iterator[str]:
-        """The same; says after each of its phases which has been issued."""
+    def phases(self) -> Iterator[None]:
+        """The same; stops after each of its phases has been issued."""
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self.call.run(self.model, self.call.batch)
-        yield "forward"
+        yield
         loss.backward()
         del loss
-        yield "backward"
+        yield
         self.optimizer.step()
-        yield "update"
+        yield
 
     def _autocast(self) -> Any:
         if self.precision != "bf16-amp":
@@ -125,34 +125,23 @@ def time_training(training: RealTraining) -> dict[str, Any]:
     training.synchronize()
     wall_s = (time.perf_counter() - begin) / TIMED_STEPS
     steps_s = [training.between_s(one, two) for one, two in itertools.pairwise(marks)]
-    issued, awaited = awaited_steps(training)
     return {
         "step_s": training.between_s(marks[0], marks[-1]) / TIMED_STEPS,
         "wall_s": wall_s,
         "steps_s": steps_s,
-        "host_s": statistics.median(sum(phases.values()) for phases in issued),
-        "host_phases_s": {
-            name: statistics.median(phases[name] for phases in issued) for name in issued[0]
-        },
-        "awaited_s": statistics.median(awaited),
+        "host_s": statistics.median(host_s(training) for _ in range(AWAITED_STEPS)),
         "peak_bytes": torch.cuda.max_memory_allocated() if training.device == "cuda" else None,
     }
 
 
-def awaited_steps(training: RealTraining) -> tuple[list[dict[str, float]], list[float]]:
-    """(seconds until the host has issued each phase of a step, seconds until the device has done
-    the step) of each; the device is idle before every phase.
-    """
-    issued, awaited = [], []
-    for _ in range(AWAITED_STEPS):
-        issued.append(dict[str, float]())
-        begin = before = time.perf_counter()
-        for phase in training.phases():
-            issued[-1][phase] = time.perf_counter() - before
-            training.synchronize()
-            before = time.perf_counter()
-        awaited.append(before - begin)
-    return issued, awaited
+def host_s(training: RealTraining) -> float:
+    """Seconds until the host has issued a step, the device being idle before each phase."""
+    issued_s, before = 0.0, time.perf_counter()
+    for _ in training.phases():
+        issued_s += time.perf_counter() - before
+        training.synchronize()
+        before = time.perf_counter()
+    return issued_s
 
 
 def allocated_bytes(device: str) -> int:

@@ -18,6 +18,21 @@ from estimator.replay.speeds import EngineSpeeds, Speeds
 REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
 
 
+def drawn_requests(
+    rng: np.random.Generator, jobs: int, arrivals_every_s: float, most: int
+) -> list[tuple[float, int, float]]:
+    """(arrival, devices, seconds at the request) of each job.
+
+    Arrivals are Poisson; requests go by `REQUESTS`, up to `most` devices; run times are those of
+    `drawn_run_s`.
+    """
+    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
+    share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
+    counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
+    columns = (arrivals_s, counts, drawn_run_s(rng, jobs))
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
 def drawn_jobs(
     graphs: Mapping[str, Sequence[OpGraph]],
     nodes: Nodes,
@@ -28,19 +43,15 @@ def drawn_jobs(
 ) -> list[Job]:
     """Jobs of models drawn evenly over kinds, then over the kind's models.
 
-    Arrivals are Poisson; requests go by `REQUESTS`, as far as a machine type has as many; the run
-    time at the request is that of `drawn_run_s`. The global
-    batch is the traced batch on every device asked for.
+    Requests are of as many devices as a machine type has. The global batch is the traced batch on
+    every device asked for.
     """
     rng = np.random.default_rng(seed)
     kinds = list(graphs)
-    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
     most = max(nodes.size(machine) for machine in nodes.machines)
-    share = {count: ratio for count, ratio in REQUESTS.items() if count <= most}
-    counts = rng.choice(list(share), jobs, p=np.array(list(share.values())) / sum(share.values()))
-    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
-    drawn = []
-    for number in range(jobs):
+    requests = drawn_requests(rng, jobs, arrivals_every_s, most)
+    drawn, speeds = [], EngineSpeeds(nodes.cluster)
+    for number, (arrival_s, devices, run_s) in enumerate(requests):
         models = graphs[kinds[int(rng.integers(len(kinds)))]]
         graph = models[int(rng.integers(len(models)))]
         drawn.append(
@@ -48,9 +59,9 @@ def drawn_jobs(
                 graph,
                 nodes,
                 name=f"{number}-{graph.name}",
-                arrival_s=float(arrivals_s[number]),
-                devices=int(counts[number]),
-                run_s=float(run_s[number]),
+                arrival_s=arrival_s,
+                devices=devices,
+                run_s=run_s,
                 speeds=speeds,
             )
         )

@@ -26,13 +26,12 @@ from published.machines import machine_of
 from published.rows import parsed
 from published.scheduler_sources import pollux, sia
 from records import say
-from replay_speeds import REQUESTS, FittedSpeeds, sample_counts
+from replay_speeds import FittedSpeeds, drawn_requests, sample_counts
 from schedulers import SEEDS, Case, gains, in_processes, replayed
 
 import estimator as est
 from estimator.calibrate.observation_files import read_rows
 from estimator.machines.profile import MachineProfile
-from estimator.replay.job_files import drawn_run_s
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes
 from estimator.replay.replay import Costs
@@ -160,18 +159,15 @@ def measured_jobs(
     """
     rng = np.random.default_rng(seed)
     usable = [g for g in graphs if all(true.has(g.name, m) for m in nodes.machines)]
-    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
-    shares = {count: share for count, share in REQUESTS.items() if count <= MOST_DEVICES}
-    weights = np.array(list(shares.values())) / sum(shares.values())
-    counts, run_s = rng.choice(list(shares), jobs, p=weights), drawn_run_s(rng, jobs)
     found = []
-    for number in range(jobs):
-        graph, devices = usable[int(rng.integers(len(usable)))], int(counts[number])
+    requests = drawn_requests(rng, jobs, arrivals_every_s, MOST_DEVICES)
+    for number, (arrival_s, devices, run_s) in enumerate(requests):
+        graph = usable[int(rng.integers(len(usable)))]
         batches = true.batches(graph.name, nodes.machines[0])
         global_batch = batches[len(batches) // 2] * devices
         job = Job(
             name=f"{number}-{graph.name}",
-            arrival_s=float(arrivals_s[number]),
+            arrival_s=arrival_s,
             graph=graph,
             samples=global_batch,
             devices=devices,
@@ -180,7 +176,7 @@ def measured_jobs(
             most_batch_per_gpu=batches[-1],
         )
         (step_s,) = true.step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
-        found.append(replace(job, samples=float(run_s[number]) / step_s * global_batch))
+        found.append(replace(job, samples=run_s / step_s * global_batch))
     return found
 
 

@@ -78,34 +78,30 @@ def test_what_one_call_alone_has_does_not_grow_without_bound() -> None:
     assert found.warm_s < 1e-3
 
 
+def seconds(side: int) -> float:
+    return 1e-6 + 2 * side**3 / 1e11
+
+
+def batched(side: int) -> OpCall:
+    square = TensorSpec((1, side, side))
+    return OpCall("aten.bmm.default", (square, square), (), (square,))
+
+
+MANY = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
+
+
 def test_few_noisy_calls_of_an_operator_do_not_tell_what_far_larger_ones_take() -> None:
-    def seconds(side: int) -> float:
-        return 1e-6 + 2 * side**3 / 1e11
-
-    def batched(side: int) -> OpCall:
-        square = TensorSpec((1, side, side))
-        return OpCall("aten.bmm.default", (square, square), (), (square,))
-
-    many = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
     # As a probe that was cut short leaves them: close together, the larger ones held up a little.
     few = [(batched(side), held_up * seconds(side)) for side, held_up in ((16, 1), (18, 1.1))]
     few.append((batched(20), 1.25 * seconds(20)))
-    found = KernelFits(_profile([*many, *few])).predict(batched(512))
+    found = KernelFits(_profile([*MANY, *few])).predict(batched(512))
     # Their own form through three points would say almost five times as long.
     assert found.warm_s == pytest.approx(seconds(512), rel=0.15)
 
 
 def test_few_calls_of_an_operator_tell_how_much_longer_all_of_its_calls_are() -> None:
-    def seconds(side: int) -> float:
-        return 1e-6 + 2 * side**3 / 1e11
-
-    def batched(side: int) -> OpCall:
-        square = TensorSpec((1, side, side))
-        return OpCall("aten.bmm.default", (square, square), (), (square,))
-
-    many = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
     few = [(batched(side), 3 * seconds(side)) for side in (64, 96, 128)]
-    found = KernelFits(_profile([*many, *few])).predict(batched(1024))
+    found = KernelFits(_profile([*MANY, *few])).predict(batched(1024))
     # Far from all of them; the form of all matmuls alone would say a tenth longer.
     assert 2 < found.warm_s / seconds(1024) < 3
 

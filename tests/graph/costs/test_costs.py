@@ -106,26 +106,23 @@ def test_attention_counts_two_products_forward_and_five_backward() -> None:
     assert features_of(backward).dims == (6, 6, 10, 8, 0)
 
 
-def test_causal_attention_counts_only_the_keys_a_query_may_see() -> None:
-    q = spec(1, 1, 4, 8)
-    call = OpCall(
-        "aten._scaled_dot_product_flash_attention_for_cpu.default", (q, q, q, 0.0, True), (), (q,)
-    )
-    visible = 1 + 2 + 3 + 4
-    assert op_cost(call).flops == 2 * visible * 8 * 2
-    assert features_of(call).dims[4] == 1
-
-
-def test_causal_queries_beyond_the_last_key_see_all_keys() -> None:
-    query, key = spec(1, 1, 6, 8), spec(1, 1, 4, 8)
+@pytest.mark.parametrize(
+    ("queries", "visible"),
+    [(4, 1 + 2 + 3 + 4), (6, 1 + 2 + 3 + 4 + 4 + 4)][
+        (4, 1 + 2 + 3 + 4), (6, 1 + 2 + 3 + 4 + 4 + 4)
+    ],
+    ids=["square", "beyond"],
+)
+def test_causal_attention_counts_only_the_keys_a_query_may_see(queries: int, visible: int) -> None:
+    query, key = spec(1, 1, queries, 8), spec(1, 1, 4, 8)
     call = OpCall(
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         (query, key, key, 0.0, True),
         (),
         (query,),
     )
-    visible = 1 + 2 + 3 + 4 + 4 + 4
     assert op_cost(call).flops == 2 * visible * 8 * 2
+    assert features_of(call).dims[4] == 1
 
 
 def test_a_fourier_transform_takes_five_n_log_n() -> None:

@@ -309,9 +309,18 @@ def test_the_peak_of_a_real_sharded_step_is_what_the_allocator_counts(
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
     text = "fsdp" if sync else "fsdp:no_sync"
     found = memory(graph, text, "sgd-momentum", micro_batches=micro_batches).peak(ranks)
+    measured = sharded_step_bytes(model, x, micro_batches, sync=sync)
+    standing = x.nbytes + 2 * graph.parameter_bytes // ranks
+    assert found.total_bytes == pytest.approx(standing + measured, rel=0.002)
+
+
+def sharded_step_bytes(
+    model: Model, x: torch.Tensor, micro_batches: int, *, sync: bool = True, **how: Any
+) -> int:
+    """The most that a second step of a model under FSDP2 allocates."""
     for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **how)
+    fully_shard(model, mp_policy=how.get("mp_policy", MixedPrecisionPolicy()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
@@ -322,8 +331,7 @@ def test_the_peak_of_a_real_sharded_step_is_what_the_allocator_counts(
         optimizer.zero_grad()
 
     step()
-    standing = x.nbytes + 2 * graph.parameter_bytes // ranks
-    assert found.total_bytes == pytest.approx(standing + most_allocated(step), rel=0.002)
+    return most_allocated(step)
 
 
 def most_allocated(step: Callable[[], None]) -> int:
@@ -341,20 +349,9 @@ def test_the_peak_of_a_real_step_that_keeps_blocks_whole(ranks: int, micro_batch
     model, x = Model(128, False), torch.randn(16, 64)
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
     found = memory(graph, "fsdp:no_reshard", "sgd-momentum", micro_batches=micro_batches)
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step() -> None:
-        for _ in range(micro_batches):
-            model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    allocated = sharded_step_bytes(model, x, micro_batches, reshard_after_forward=False)
     standing = x.nbytes + 2 * graph.parameter_bytes // ranks
-    assert found.total_bytes(ranks) == pytest.approx(standing + most_allocated(step), rel=0.002)
+    assert found.total_bytes(ranks) == pytest.approx(standing + allocated, rel=0.002)
 
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)
@@ -388,20 +385,7 @@ def test_the_peak_of_a_real_step_whose_shards_are_of_another_dtype(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if reduce else None
     )
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step() -> None:
-        for turn in range(micro_batches):
-            model.set_requires_gradient_sync(sync or turn == micro_batches - 1)  # type: ignore[operator]
-            model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    allocated = sharded_step_bytes(model, x, micro_batches, sync=sync, mp_policy=policy)
     # Shards and momentum in fp32, the graph's parameters in bf16.
     standing = x.nbytes + 2 * 2 * graph.parameter_bytes // ranks
-    measured = standing + most_allocated(step)
-    assert found.total_bytes(ranks) == pytest.approx(measured, rel=rel)
+    assert found.total_bytes(ranks) == pytest.approx(standing + allocated, rel=rel)
