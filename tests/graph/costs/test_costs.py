@@ -108,9 +108,7 @@ def test_attention_counts_two_products_forward_and_five_backward() -> None:
 
 @pytest.mark.parametrize(
     ("queries", "visible"),
-    [(4, 1 + 2 + 3 + 4), (6, 1 + 2 + 3 + 4 + 4 + 4)][
-        (4, 1 + 2 + 3 + 4), (6, 1 + 2 + 3 + 4 + 4 + 4)
-    ],
+    [(4, 1 + 2 + 3 + 4), (6, 1 + 2 + 3 + 4 + 4 + 4)],
     ids=["square", "beyond"],
 )
 def test_causal_attention_counts_only_the_keys_a_query_may_see(queries: int, visible: int) -> None:
