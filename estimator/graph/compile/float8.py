@@ -25,9 +25,13 @@ FLOAT8_ASSUMPTION = (
     "linear layers of repeated blocks are in float8 ({recipe}); their casts are fused, parameters "
     "are gathered unchanged, and a product in float8 takes half the energy of one in bf16"
 )
-_MULTIPLE = 16
+MULTIPLE = 16
 # Where the factors of a product stand among its arguments.
-_FACTORS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
+FACTORS = {
+    "aten.mm.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+    "aten._grouped_mm.default": (0, 1),
+}
 
 
 def with_float8(graph: OpGraph, recipe: str) -> OpGraph:
@@ -65,13 +69,14 @@ class _Changed(GraphChanges):
                 self._product(index, op)
 
     def _product(self, index: int, op: Op) -> None:
-        positions, kernels = _FACTORS[op.call.target], self.before[index]
+        positions, kernels = FACTORS[op.call.target], self.before[index]
         # The inner dimension of the left factor is its last one, of the right one its first.
         cast = [
             self._cast(op, place, number == 1, kernels) for number, place in enumerate(positions)
         ]
         rest = [i for place, i in enumerate(op.inputs) if place not in positions]
-        product = with_calls(op, map(_scaled, op.calls), inputs=(*cast, *rest))
+        calls = [scaled(call, FLOAT8) for call in op.calls]
+        product = with_calls(op, calls, inputs=(*cast, *rest))
         if self._recipe == "rowwise" and op.phase == "backward":
             # It writes another value, from which a pass makes its own by the scales.
             raw = self.add(self.values[op.outputs[0]].specs)
@@ -102,19 +107,20 @@ class _Changed(GraphChanges):
         return self._casts[key]
 
 
-def _scaled(call: OpCall) -> OpCall:
-    positions = _FACTORS[call.target]
+def scaled(call: OpCall, dtype: str) -> OpCall:
+    """A product of factors of a narrow type, which come before its other arguments."""
+    positions, kind = FACTORS[call.target], "grouped_mm" if "grouped" in call.target else "mm"
     rest = [each for place, each in enumerate(call.arguments) if place not in positions]
-    narrow = [replace(call.arguments[place], dtype=FLOAT8) for place in positions]
-    return OpCall("aten._scaled_mm.default", (*narrow, *rest), (), call.outputs)
+    narrow = [replace(call.arguments[place], dtype=dtype) for place in positions]
+    return replace(call, target=f"aten._scaled_{kind}.default", arguments=(*narrow, *rest))
 
 
 def _is_linear(op: Op) -> bool:
-    if op.call.target not in _FACTORS or not unit_path(op.module):
+    if op.call.name not in ("mm", "addmm") or not unit_path(op.module):
         return False
-    factors = [op.call.arguments[place] for place in _FACTORS[op.call.target]]
+    factors = [op.call.arguments[place] for place in FACTORS[op.call.target]]
     return all(
-        spec.dtype == "bfloat16" and not any(size % _MULTIPLE for size in spec.shape)
+        spec.dtype == "bfloat16" and not any(size % MULTIPLE for size in spec.shape)
         for spec in factors
     )
 

@@ -30,7 +30,7 @@ from estimator.graph.compile.added_checkpoints import (
     with_recomputed,
 )
 from estimator.graph.compile.expert_tokens import with_expert_tokens
-from estimator.graph.compile.float8 import FLOAT8, with_float8
+from estimator.graph.compile.float8 import FACTORS, FLOAT8, MULTIPLE, scaled, with_float8
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
@@ -38,19 +38,11 @@ from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
 from estimator.graph.ir.ops import GraphColumns, Op, with_calls
 from estimator.graph.ir.structure import owners
-from estimator.tensors import OpCall, TensorSpec
+from estimator.tensors import TensorSpec
 from estimator.workload.recipe import Recipe
 
 FLOAT4 = "float4_e2m1fn_x2"
 QUANTIZE = "te.quantize"
-_MULTIPLE = 16
-# Where the factors of a product stand among its arguments, and what it is in FP8.
-_FACTORS = {
-    "aten.mm.default": (0, 1),
-    "aten.addmm.default": (1, 2),
-    "aten._grouped_mm.default": (0, 1),
-}
-_SCALED = {"aten._grouped_mm.default": "aten._scaled_grouped_mm.default"}
 # FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
 _FUSED_OPTIMIZERS = {"adam": "adam-fused", "adamw": "adamw-fused"}
 _FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
@@ -162,42 +154,26 @@ class _Cast(GraphChanges):
         return self._casts.get(self._roots[value], (value, value))[1]
 
     def _is_cast(self, op: Op) -> bool:
-        if op.call.target not in _FACTORS or not unit_path(op.module) or op.is_view:
+        if op.call.target not in FACTORS or not unit_path(op.module) or op.is_view:
             return False
-        factors = [op.call.arguments[place] for place in _FACTORS[op.call.target]]
+        factors = [op.call.arguments[place] for place in FACTORS[op.call.target]]
         # Routers stay as they are: their columns are few.
         return all(
             spec.dtype == "bfloat16"
-            and not any(size % _MULTIPLE for size in spec.shape[-1:])
+            and not any(size % MULTIPLE for size in spec.shape[-1:])
             and min(spec.shape) > 0
             for spec in factors
         ) and not op.module.endswith((".router", ".gate"))
 
     def _product(self, op: Op, kernels: list[Op]) -> Op:
-        places = _FACTORS[op.call.target]
-        is_gradient = op.phase == "backward" and not self._has_weight(op)
-        inputs = list(op.inputs)
-        for place in places:
-            inputs[place] = self._factor(op, place, kernels, by_columns=is_gradient)
-        if places[0]:
-            # The bias comes after the factors.
-            inputs = [*(inputs[place] for place in places), inputs[0]]
-        calls = [self._scaled(call, places) for call in op.calls]
-        return with_calls(op, calls, inputs=tuple(inputs))
-
-    def _has_weight(self, op: Op) -> bool:
-        roots = (self._roots[op.inputs[place]] for place in _FACTORS[op.call.target])
-        return any(self._graph.values[root].kind == "parameter" for root in roots)
-
-    def _scaled(self, call: OpCall, places: tuple[int, ...]) -> OpCall:
-        arguments = [
-            replace(each, dtype=self._narrow) if place in places else each
-            for place, each in enumerate(call.arguments)
-        ]
-        target = _SCALED.get(call.target, "aten._scaled_mm.default")
-        if places[0]:
-            arguments = [*(arguments[place] for place in places), arguments[0]]
-        return replace(call, target=target, arguments=tuple(arguments))
+        places = FACTORS[op.call.target]
+        roots = (self._roots[op.inputs[place]] for place in places)
+        has_weight = any(self._graph.values[root].kind == "parameter" for root in roots)
+        by_columns = op.phase == "backward" and not has_weight
+        factors = [self._factor(op, place, kernels, by_columns=by_columns) for place in places]
+        rest = [value for place, value in enumerate(op.inputs) if place not in places]
+        calls = [scaled(call, self._narrow) for call in op.calls]
+        return with_calls(op, calls, inputs=(*factors, *rest))
 
     def _factor(self, op: Op, place: int, kernels: list[Op], *, by_columns: bool) -> int:
         root = self._roots[op.inputs[place]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from estimator.coefficients import JobContent
 from estimator.errors import WorkloadError
@@ -174,8 +174,8 @@ class OpGraph:
         return BoundGraph(
             graph=self,
             batch=self.batch if batch is None else batch,
-            calls=tuple([line.call(*op.calls) for op in self.ops]),
-            specs=tuple([line.spec(*value.specs) for value in self.values]),
+            calls=tuple([line.at(*op.calls) for op in self.ops]),
+            specs=tuple([line.at(*value.specs) for value in self.values]),
         )
 
     def line(self, batch: int | None) -> BatchLine:
@@ -246,6 +246,9 @@ def workload_name(name: str, mode: str) -> str:
     return name if mode == "fp32" else f"{name}, {mode}"
 
 
+CallOrSpec = TypeVar("CallOrSpec", OpCall, TensorSpec)
+
+
 class BatchLine(NamedTuple):
     """Inter- and extrapolates every integer of two equal-shaped trees along the batch size."""
 
@@ -253,17 +256,9 @@ class BatchLine(NamedTuple):
     second: int
     wanted: int
 
-    def call(self, one: OpCall, two: OpCall) -> OpCall:
-        """The call at the wanted batch."""
-        if one is two or self.wanted == self.first:
-            return one
-        return _call_at(self, one, two)
-
-    def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
-        """The shape at the wanted batch."""
-        if one is two or self.wanted == self.first:
-            return one
-        return _spec_at(self, one, two)
+    def at(self, one: CallOrSpec, two: CallOrSpec) -> CallOrSpec:
+        """A call or a shape at the wanted batch."""
+        return one if one is two or self.wanted == self.first else _at(self, one, two)
 
     def tree(self, one: Any, two: Any) -> Any:
         if one is two or one == two:
@@ -279,6 +274,9 @@ class BatchLine(NamedTuple):
             return spec
         if isinstance(one, tuple):
             return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
+        if isinstance(one, OpCall):
+            trees = ((c.arguments, c.keywords, c.outputs) for c in (one, two))
+            return OpCall(one.target, *map(self.tree, *trees))
         if isinstance(one, int) and not isinstance(one, bool):
             return one + (two - one) * (self.wanted - self.first) // (self.second - self.first)
         if isinstance(one, float):
@@ -288,20 +286,9 @@ class BatchLine(NamedTuple):
 
 
 # The stages of a graph, and the parts of it that ranks have, share most of their calls.
-@lru_cache(maxsize=1 << 14)
-def _call_at(line: BatchLine, one: OpCall, two: OpCall) -> OpCall:
-    return OpCall(
-        target=one.target,
-        arguments=line.tree(one.arguments, two.arguments),
-        keywords=line.tree(one.keywords, two.keywords),
-        outputs=line.tree(one.outputs, two.outputs),
-    )
-
-
-@lru_cache(maxsize=1 << 14)
-def _spec_at(line: BatchLine, one: TensorSpec, two: TensorSpec) -> TensorSpec:
-    spec: TensorSpec = line.tree(one, two)
-    return spec
+@lru_cache(maxsize=1 << 15)
+def _at(line: BatchLine, one: Any, two: Any) -> Any:
+    return line.tree(one, two)
 
 
 # Digits of a constant that depends on the batch: enough to tell constants apart, too few for the

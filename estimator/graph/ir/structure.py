@@ -259,8 +259,8 @@ class GraphStructure:
     def at(self, batch: int | None) -> BoundGraph:
         """What `graph.at(batch)` gives, worked out for distinct calls and shapes alone."""
         columns, line = self.columns, self.graph.line(batch)
-        calls = [line.call(*both) for both in columns.calls]
-        specs = [line.spec(*both) for both in columns.specs]
+        calls = [line.at(*both) for both in columns.calls]
+        specs = [line.at(*both) for both in columns.specs]
         return BoundGraph(
             graph=self.graph,
             batch=self.graph.batch if batch is None else batch,

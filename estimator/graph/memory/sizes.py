@@ -295,18 +295,14 @@ def workspace_bytes(call: OpCall, *, threads: int = 1) -> int:
     many threads: sizes read off the allocator for plain, grouped, depthwise, dilated, transposed
     and channels-last cases. 0 for every other operator.
     """
-    name = call.target.split(".")[1] if "." in call.target else ""
-    if name == "convolution":
-        return round(
-            (_transposed if argument(call, 6, "transposed", False) else _forward)(call, threads)
-        )
-    if name == "convolution_backward":
-        return round(_backward(call, threads))
-    if name == "mkldnn_rnn_layer":
-        return _lstm(call)
-    if name == "mkldnn_rnn_layer_backward":
-        return _lstm_backward(call)
-    return 0
+    rules = {
+        "convolution": _transposed if argument(call, 6, "transposed", False) else _forward,
+        "convolution_backward": _backward,
+        "mkldnn_rnn_layer": _lstm,
+        "mkldnn_rnn_layer_backward": _lstm,
+    }
+    rule = rules.get(call.target.split(".")[1]) if "." in call.target else None
+    return round(rule(call, threads)) if rule else 0
 
 
 def _forward(call: OpCall, threads: int) -> float:
@@ -387,26 +383,20 @@ def _scattered(gradient: TensorSpec, image: TensorSpec, weight: TensorSpec) -> f
     return max(total_bytes, (3 if image.shape[1] > 1 else 2) * image.nbytes)
 
 
-def _lstm(call: OpCall) -> int:
-    """Both weights in oneDNN's order, and the gates of all steps."""
-    sequence, inputs, hidden = call.arguments[:3]
-    return int(inputs.nbytes + hidden.nbytes + _gates_bytes(sequence, inputs))
+def _lstm(call: OpCall, _threads: int) -> float:
+    """Both weights, or their gradients, in oneDNN's order, and the gates of all steps.
 
-
-def _lstm_backward(call: OpCall) -> int:
-    """Gradients of both weights in its order beside the gates, and weights whose rows it pads."""
-    sequence, inputs, hidden = call.arguments[:3]
-    padded = sum(
-        weight.nbytes // weight.shape[1] * _row(weight.shape[1])
-        for weight in (inputs, hidden)
-        if _row(weight.shape[1]) != weight.shape[1]
-    )
-    return int(inputs.nbytes + hidden.nbytes + padded + _gates_bytes(sequence, inputs))
-
-
-def _gates_bytes(sequence: TensorSpec, weight: TensorSpec) -> int:
+    Backward also weights whose rows it pads.
+    """
+    sequence, *weights = call.arguments[:3]
     steps, batch, _ = sequence.shape
-    return int(steps * batch * _row(weight.shape[0]) * item_bytes(weight))
+    total_bytes = steps * batch * _row(weights[0].shape[0]) * item_bytes(weights[0])
+    for weight in weights:
+        columns = weight.shape[1]
+        total_bytes += weight.nbytes
+        if "backward" in call.target and _row(columns) != columns:
+            total_bytes += weight.nbytes // columns * _row(columns)
+    return float(total_bytes)
 
 
 def _row(length: int) -> int:

@@ -24,7 +24,6 @@ from estimator.files import parse_json, read_text
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.partition.rules import PARTIAL, Given, Placed, Placement, Shard, placed
-from estimator.tensors import TensorSpec
 from estimator.units import MIB
 
 # "column" divides the output features of a linear layer or an embedding, "row" its input features;
@@ -253,7 +252,12 @@ def divided_weights(
                 continue
             for weight, dim in _divided(op, style, weights):
                 spec = graph.values[weight].spec
-                _check(spec, dim, op.module, axis, degree, uneven=style == "vocabulary")
+                # Words are divided unevenly where they must be: the first rank has the most.
+                if spec.shape[dim] % degree and style != "vocabulary":
+                    raise StrategyError(
+                        f"{axis}={degree} does not divide the {spec.shape[dim]} features of module "
+                        f"'{op.module}'; choose a divisor"
+                    )
                 shards[weight] = Shard.along(spec, dim)
     return shards
 
@@ -281,17 +285,6 @@ def _divided(op: Op, style: Style, weights: dict[int, tuple[int, bool]]) -> list
     if op.call.name == "addmm" and by_output and op.inputs[0] in weights:
         divided.append((weights[op.inputs[0]][0], 0))
     return divided
-
-
-def _check(
-    spec: TensorSpec, dim: int, module: str, axis: str, degree: int, *, uneven: bool
-) -> None:
-    # Words are divided unevenly where they must be: the first rank has the most.
-    if spec.shape[dim] % degree and not uneven:
-        raise StrategyError(
-            f"{axis}={degree} does not divide the {spec.shape[dim]} features of module "
-            f"'{module}'; choose a divisor"
-        )
 
 
 _LINEAR = ("mm", "addmm")
