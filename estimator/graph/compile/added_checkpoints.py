@@ -41,8 +41,14 @@ def with_recomputed(graph: OpGraph, modules: Sequence[str], layers: int) -> OpGr
         experts = {graph.ops[index].module for index in grouped}
         for module in modules:
             if module == "moe_act" and grouped:
+                # Between two products of experts: more than a bias of the first.
+                between = ((index, graph.ops[index]) for index in range(*grouped[:2]))
                 groups.append(
-                    [i for i in range(*grouped[:2]) if _is_activation(graph.ops[i], experts)]
+                    [
+                        index
+                        for index, op in between
+                        if op.module in experts and op.call.target not in (_GROUPED, *_BIASES)
+                    ]
                 )
             else:
                 groups += _parts(graph, ops, module, experts)
@@ -63,11 +69,6 @@ def _with_views(graph: OpGraph, group: list[int]) -> list[int]:
             found.append(index)
             made.update(op.outputs)
     return sorted(found)
-
-
-def _is_activation(op: Op, experts: set[str]) -> bool:
-    """Whether an operator between two products of experts is more than a bias of the first."""
-    return op.module in experts and op.call.target not in (_GROUPED, *_BIASES)
 
 
 _BIASES = ("aten.index.Tensor", "aten.add_.Tensor")
@@ -111,6 +112,7 @@ _MOVED = "what {} layers save for gradients waits on the host, and is moved besi
 def _passes(graph: OpGraph) -> list[list[int]]:
     """The operators of the forward passes through repeated blocks that have parts."""
     columns = GraphColumns.of(graph)
+    blocks = {unit for path in columns.modules if (unit := unit_path(path)) and path != unit}
     return [
         [
             index
@@ -118,14 +120,8 @@ def _passes(graph: OpGraph) -> list[list[int]]:
             if graph.ops[index].phase == "forward"
             and unit_path(graph.ops[index].module) == run.path
         ]
-        for run in unit_runs(columns, _blocks(graph), columns.is_forward)
+        for run in unit_runs(columns, blocks, columns.is_forward)
     ]
-
-
-def _blocks(graph: OpGraph) -> set[str]:
-    """The repeated blocks that have parts."""
-    modules = dict.fromkeys(op.module for op in graph.ops)
-    return {unit for path in modules if (unit := unit_path(path)) and path != unit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

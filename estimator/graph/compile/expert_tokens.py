@@ -78,7 +78,10 @@ class _ExpertTokens(GraphChanges):
         if copied := self._gradients_copied(backward):
             sent[copied[0]] = copied[1:]
         for index in backward:
-            if index not in self.instead and self._adds_rows(ops[index]):
+            call = ops[index].call
+            adds_rows = call.target == "aten.index_put.default" and len(call.inputs) == 3
+            # Of each token, or of each expert.
+            if index not in self.instead and adds_rows and _is_rows(call.inputs[2]):
                 values = ops[index].inputs[2]
                 self._put(index, UNPERMUTE, values, ops[index].outputs)
                 added[values] = index
@@ -151,12 +154,6 @@ class _ExpertTokens(GraphChanges):
                 self.instead[index] = None
         self._put(place, PERMUTE, first.inputs[0], (*wide, *(v for v in outer if v not in wide)))
         return wide[0], place, first.inputs[0]
-
-    def _adds_rows(self, op: Op) -> bool:
-        """Whether an operator adds up the rows of each token, or of each expert."""
-        if op.call.target != "aten.index_put.default" or len(op.inputs) != 3:
-            return False
-        return _is_rows(op.call.inputs[2])
 
     def _leave_out_zeros(self, value: int, backward: Sequence[int]) -> None:
         for index in backward:
@@ -240,15 +237,20 @@ class _ExpertTokens(GraphChanges):
         for index, op in enumerate(self._graph.ops):
             for value in op.inputs:
                 reads.setdefault(self._roots[value], []).append(index)
-        for copied in [v for v in narrow if not self._is_for_products(v, reads)]:
-            del narrow[copied]
+        for copied in tuple(narrow):
+            readers = [self._graph.ops[index] for index in reads.get(copied, ())]
+            if not all(op.is_view or _is_product(op) for op in readers):
+                del narrow[copied]
         for op, index in self._of_routers():
             root = self._roots[op.inputs[0]] if op.inputs else -1
             if op.outputs and op.outputs[0] in narrow:
                 self.instead[index] = None
             elif op.is_view and root in narrow:
                 self.instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
-                self._narrow_view(op.outputs[0], narrow[root])
+                known, base = self.values[op.outputs[0]], self._roots[narrow[root]]
+                one, two = (replace(spec, dtype=_NARROW) for spec in known.specs)
+                known = replace(known, spec=one, other_spec=two, base=base)
+                self.values[op.outputs[0]] = known
             elif _is_product(op) and any(self._roots[v] in narrow for v in op.inputs):
                 self.instead[index] = _narrowed(op, tuple(narrow.get(v, v) for v in op.inputs))
             elif op.call.target == "aten._to_copy.default" and root in wide:
@@ -258,15 +260,6 @@ class _ExpertTokens(GraphChanges):
         for module, indices in self._of_module.items():
             if module.endswith(_ROUTERS):
                 yield from ((self._graph.ops[index], index) for index in indices)
-
-    def _is_for_products(self, value: int, reads: dict[int, list[int]]) -> bool:
-        readers = [self._graph.ops[index] for index in reads.get(value, ())]
-        return all(op.is_view or _is_product(op) for op in readers)
-
-    def _narrow_view(self, view: int, base: int) -> None:
-        known = self.values[view]
-        one, two = (replace(spec, dtype=_NARROW) for spec in known.specs)
-        self.values[view] = replace(known, spec=one, other_spec=two, base=self._roots[base])
 
     def _narrow_result(self, index: int, product: int, reads: dict[int, list[int]]) -> None:
         """Let a product give at once the bf16 result that one operator copies it to."""

@@ -17,12 +17,12 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from estimator.graph.costs.call_costs import FusedFamily, family_of, op_cost
-from estimator.graph.costs.registry import argument, formula_of
+from estimator.graph.costs.registry import argument, formula_of, item_bytes
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, unit_path
 from estimator.graph.ir.ops import Op, OpCost, Phase, Value, gives_views
@@ -191,6 +191,12 @@ def _written(op: Op) -> Sizes:
     return one, two
 
 
+def _part(whole: KernelPart, op: Op, kind: PartKind = "pointwise", **changes: Any) -> KernelPart:
+    """All work of an operator, on each element that it writes, but for some changes."""
+    own = {"kind": kind, "elements": _written(op), "flops": _flops(op), **changes}
+    return replace(whole, **own)
+
+
 def _pointwise(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     name, family = _name(op), family_of(op.call.target)
     if name == "native_dropout":
@@ -200,42 +206,22 @@ def _pointwise(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]
     cost = op_cost(op.call)
     if family == "fill" and (cost is None or cost.read_bytes == 0):
         reads = ()
-    return [
-        replace(
-            whole,
-            kind="pointwise",
-            reads=reads,
-            elements=_written(op),
-            flops=_flops(op),
-            can_repeat=not in_place and name not in _RANDOM,
-            # torch/_functorch/partitioners.py, is_fusible: a cat starts no fusion.
-            ends_fusion=name in ("cat", "stack"),
-        )
-    ]
+    # torch/_functorch/partitioners.py, is_fusible: a cat starts no fusion.
+    ends_fusion, can_repeat = name in ("cat", "stack"), not in_place and name not in _RANDOM
+    return [_part(whole, op, reads=reads, can_repeat=can_repeat, ends_fusion=ends_fusion)]
 
 
 def _dropout(whole: KernelPart, op: Op) -> list[KernelPart]:
     """The mask is drawn once and kept; what it is applied to can be applied again."""
     result, mask = op.outputs
-    drawn = replace(
-        whole, kind="pointwise", reads=(), writes=(mask,), elements=_written(op), flops=_flops(op)
-    )
+    drawn = _part(whole, op, reads=(), writes=(mask,))
     applied = replace(drawn, reads=(*op.inputs, mask), writes=(result,), can_repeat=True)
     return [drawn, replace(applied, flops=(0.0, 0.0))]
 
 
 def _lookup(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
-    rows = tuple(sum(spec.nbytes for spec in call.outputs) for call in op.calls)
-    return [
-        replace(
-            whole,
-            kind="pointwise",
-            elements=_written(op),
-            flops=_flops(op),
-            looked_up=((op.inputs[0], (rows[0], rows[1])),),
-            can_repeat=True,
-        )
-    ]
+    one, two = (sum(spec.nbytes for spec in call.outputs) for call in op.calls)
+    return [_part(whole, op, looked_up=((op.inputs[0], (one, two)),), can_repeat=True)]
 
 
 def _reduction(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
@@ -243,10 +229,9 @@ def _reduction(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]
         return [whole]
     source, rows = op.call.inputs[0], _written(op)
     if source.numel == rows[0]:
-        return [replace(whole, kind="pointwise", elements=rows, flops=_flops(op), can_repeat=True)]
+        return [_part(whole, op, can_repeat=True)]
     kind = _direction(source, argument(op.call, 1, "dim", None), rows[0])
-    part = replace(whole, kind=kind, family="reduction", elements=_most(op), rows=rows)
-    return [replace(part, flops=_flops(op))]
+    return [_part(whole, op, kind, family="reduction", elements=_most(op), rows=rows)]
 
 
 def _direction(source: TensorSpec, over: object, rows: int) -> PartKind:
@@ -314,8 +299,7 @@ def _normalization(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelP
     if "backward" in name:
         return _normalization_backward(split, op, summed, applied, rest, is_batch=is_batch)
     if "no_training" in name or argument(op.call, 5, "training", True) is False:
-        applies = replace(whole, kind="pointwise", elements=_most(op), can_repeat=True)
-        return [replace(applies, flops=_flops(op))]
+        return [_part(whole, op, elements=_most(op), can_repeat=True)]
     # Image, scale and shift are applied; running statistics are only written.
     summed = replace(summed, reads=op.inputs[:1], writes=(*rest, *applied[1:]))
     return _summed_and_applied(split, op, summed, op.inputs[:3], applied[:1])
@@ -350,27 +334,24 @@ def _loss(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
         return [whole]
     if name.startswith("nll_loss") and "backward" not in name:
         return _likelihood(split, whole, op)
-    if max(spec.numel for spec in op.call.outputs) < _most(op)[0]:
-        part = replace(whole, kind="across", family="reduction", elements=_most(op))
-        return [replace(part, rows=_written(op), flops=_flops(op))]
+    rows, most = _written(op), _most(op)
+    if rows[0] < most[0]:
+        return [_part(whole, op, "across", family="reduction", elements=most, rows=rows)]
     # The gradient of a likelihood knows the scores by their shape alone.
     reads = tuple(v for i, v in enumerate(op.inputs) if not (name.startswith("nll") and i == 1))
-    part = replace(whole, kind="pointwise", reads=reads, elements=_written(op), flops=_flops(op))
-    return [replace(part, can_repeat=True)]
+    return [_part(whole, op, reads=reads, can_repeat=True)]
 
 
 def _likelihood(split: SplitGraph, whole: KernelPart, op: Op) -> list[KernelPart]:
     scores, targets = op.inputs[:2]
-    ends = split.values[targets].spec.shape, split.values[targets].other_spec.shape
-    counts = split.values[targets].spec.numel, split.values[targets].other_spec.numel
-    bytes_each = split.values[scores].spec.nbytes // max(split.values[scores].spec.numel, 1)
-    picked = split.new_value(ends)
-    size = (counts[0] * bytes_each, counts[1] * bytes_each)
-    first = replace(
-        whole, kind="pointwise", writes=(picked,), elements=counts, looked_up=((scores, size),)
-    )
-    second = replace(whole, kind="across", family="reduction", reads=(picked,), elements=counts)
-    return [replace(first, can_repeat=True), replace(second, flops=_flops(op))]
+    one, two = split.values[targets].specs
+    counts, item = (one.numel, two.numel), item_bytes(split.values[scores].spec)
+    picked = split.new_value((one.shape, two.shape))
+    looked_up = ((scores, (int(one.numel * item), int(two.numel * item))),)
+    first = _part(whole, op, writes=(picked,), elements=counts, flops=(0.0, 0.0), can_repeat=True)
+    first = replace(first, looked_up=looked_up)
+    summed = _part(whole, op, "across", family="reduction", reads=(picked,), elements=counts)
+    return [first, summed]
 
 
 _RULES: dict[str, Callable[[SplitGraph, KernelPart, Op], list[KernelPart]]] = {

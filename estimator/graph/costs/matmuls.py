@@ -14,7 +14,6 @@ from estimator.graph.costs.registry import (
     cost_of,
     formula_of,
     specs_in,
-    tensor,
     written,
 )
 from estimator.graph.ir.ops import OpCost
@@ -55,7 +54,6 @@ def matmul_dims(call: OpCall) -> tuple[float, ...]:
 
 def _grouped_dims(call: OpCall, left: TensorSpec, right: TensorSpec) -> tuple[float, ...]:
     """Groups share the tokens: of the rows (2d x 3d), the columns (3d x 2d) or the inner dim."""
-    offsets = tensor(call, 2, "offs")
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     if len(left.shape) == 3 and len(right.shape) == 3:
         return (float(left.shape[0]), float(rows), float(columns), float(inner))
@@ -65,7 +63,8 @@ def _grouped_dims(call: OpCall, left: TensorSpec, right: TensorSpec) -> tuple[fl
     if len(left.shape) == 3:
         groups = left.shape[0]
         return (float(groups), float(rows), columns / groups, float(inner))
-    groups = offsets.numel if offsets is not None else 1
+    _, _, *offsets = call.inputs
+    groups = offsets[0].numel if offsets else 1
     return (float(groups), float(rows), float(columns), inner / groups)
 
 

@@ -25,7 +25,6 @@ from estimator.graph.costs.registry import (
     rows_of,
     specs_in,
     streamed,
-    tensor,
     written,
 )
 from estimator.graph.ir.ops import VIEWS, OpCost, named
@@ -283,9 +282,8 @@ def _classified(call: OpCall) -> tuple[float, ...]:
 @cost_of("aten.nll_loss_forward", "aten.nll_loss2d_forward", family="loss", dims=_classified)
 def _nll(call: OpCall) -> OpCost:
     """Reads one score per target."""
-    scores, targets = call.arguments[:2]
-    weight = tensor(call, 2, "weight")
-    read_bytes = bytes_of([targets, weight]) + targets.numel * item_bytes(scores)
+    scores, targets, *weights = call.inputs
+    read_bytes = bytes_of([targets, *weights]) + targets.numel * item_bytes(scores)
     return OpCost(targets.numel, read_bytes, written(call))
 
 

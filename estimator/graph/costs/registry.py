@@ -105,12 +105,6 @@ def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any
     return dict(call.keywords).get(name, default)
 
 
-def tensor(call: OpCall, position: int, name: str = "") -> TensorSpec | None:
-    """A tensor argument, None where it is absent."""
-    given = argument(call, position, name)
-    return given if isinstance(given, TensorSpec) else None
-
-
 def bytes_of(specs: Iterable[TensorSpec | None]) -> float:
     """Bytes in memory of tensors, each element once however often it is expanded."""
     return float(sum(spec.storage_bytes for spec in specs if spec is not None))

@@ -59,7 +59,7 @@ def gives_views(target: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What a call must compute and move at least; costs add, and scale by a number."""
+    """What a call must compute and move at least; costs add."""
 
     flops: float = 0.0
     read_bytes: float = 0.0
@@ -71,11 +71,6 @@ class OpCost:
             self.read_bytes + other.read_bytes,
             self.written_bytes + other.written_bytes,
         )
-
-    def __mul__(self, factor: float) -> OpCost:
-        return OpCost(self.flops * factor, self.read_bytes * factor, self.written_bytes * factor)
-
-    __rmul__ = __mul__
 
     @property
     def moved_bytes(self) -> float:

@@ -336,7 +336,7 @@ def _backward(call: OpCall, threads: int) -> float:
         return _copies(image, weight, gradient, image)
     copied = _contiguous_copy(gradient) + _contiguous_copy(image)
     blocked = _filled_weight(weight) if transposed else _blocked_weight(weight, image)
-    depthwise = _is_depthwise(weight, image)
+    depthwise = weight.shape[1] == 1 and image.shape[1] > 1
     grouped = int(argument(call, 9, "groups", 1)) > 1
     dilated = grouped and max(argument(call, 6, "dilation", (1,))) > 1
     wide = depthwise and weight.shape[-1] > WIDEST_DEPTHWISE
@@ -431,10 +431,6 @@ def _copies(image: TensorSpec, weight: TensorSpec, *read: TensorSpec) -> float:
 def _contiguous_copy(spec: TensorSpec) -> float:
     """A tensor in an order of its own is first copied into the usual one."""
     return 0.0 if spec.strides is None else float(spec.nbytes)
-
-
-def _is_depthwise(weight: TensorSpec, image: TensorSpec) -> bool:
-    return weight.shape[1] == 1 and image.shape[1] > 1
 
 
 def _channels_last(spec: TensorSpec) -> bool:

@@ -251,17 +251,6 @@ def test_a_saved_compiled_graph_comes_back_equal(tmp_path: Path) -> None:
     assert OpGraph.load(tmp_path / "compiled.graph") == compiled
 
 
-def test_files_from_before_there_were_modes_are_eager(tmp_path: Path) -> None:
-    path = tmp_path / "old.graph"
-    eager, _ = pair("gated")
-    eager.save(path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    for name in ("execution", "channels_last", "grad_scaler"):
-        del data[name]
-    path.write_bytes(gzip.compress(json.dumps(data).encode()))
-    assert OpGraph.load(path) == eager
-
-
 @pytest.mark.parametrize(
     "change",
     [
