@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from operator import add
+from operator import add, mul
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -387,9 +387,16 @@ class SizedCollective:
         _, first, place = np.unique(sizes + 1j * scale, return_index=True, return_inverse=True)
         self._place: Indices | None = place if len(first) < len(sizes) else None
         self._distinct = self.factors[:, first] if len(first) < len(sizes) else self.factors
+        self._of_one: list[list[float]] = self.factors[:, 0].tolist() if len(sizes) == 1 else []
 
     def time_s(self, model: CollectiveModel) -> Any:
         """Seconds for all the sizes one after the other; nothing takes no time."""
+        if self._of_one:
+            # Lines of many rows as they are: to copy them into one array takes longer.
+            reference, factors = model.reference, self.factors[:, 0]
+            some = self._of_one[reference] if type(reference) is int else factors[reference].T
+            seconds = [sum(map(mul, line, some)) for line in model.lines]
+            return reduce(minimum, seconds)
         # One group's are added in the order of many groups', where numpy would add them pairwise.
         return reduce(add, self.times_s(model), 0.0)
 
