@@ -25,6 +25,7 @@ from estimator.cli.options import (
 )
 from estimator.cli.request import Request
 from estimator.errors import ModelError, quoted
+from estimator.files import write_text_atomically
 from estimator.probe.option_types import Amount, Count
 from estimator.units import MIB
 
@@ -72,7 +73,7 @@ def report(
     """
     from estimator.advise.scaling import scaling_of
     from estimator.report.facts import heading
-    from estimator.report.page import write_figures, write_report
+    from estimator.report.page import page, write_figures
     from estimator.report.sections import estimate_sections
 
     check_amounts(samples, tokens)
@@ -84,7 +85,11 @@ def report(
         duration_s = duration_of(answer, samples, tokens)
         more = _more_sections(request, graph, answer, prices=prices, duration_s=duration_s)
         if observed is not None:
-            more.append(_calibration(request, graph, observed))
+            from estimator.calibrate.calibrator import fitted_steps
+            from estimator.report.profiles import fitted_steps_section
+
+            steps = fitted_steps(graph, observed.store, observed, cluster=request.cluster)
+            more.append(fitted_steps_section(graph.workload, list(steps)))
         sections = estimate_sections(
             answer,
             scaling=scaling_of(answer),
@@ -92,7 +97,7 @@ def report(
             more=more,
             verbose=True,
         )
-        write_report(heading(answer), sections, out)
+        write_text_atomically(out, page(heading(answer), sections))
         drawn = [] if figures is None else write_figures(sections, figures)
     if as_json:
         print_json({"report": str(out), "figures": [str(path) for path in drawn]})
@@ -130,14 +135,6 @@ def _more_sections(
         sections.layouts_section(answer, answer_as),
         sections.cost_section(rows, prices, samples=samples),
     ]
-
-
-def _calibration(request: Request, graph: OpGraph, calibrator: Calibrator) -> Section:
-    from estimator.calibrate.calibrator import fitted_steps
-    from estimator.report.profiles import fitted_steps_section
-
-    steps = fitted_steps(graph, calibrator.store, calibrator, cluster=request.cluster)
-    return fitted_steps_section(graph.workload, list(steps))
 
 
 @click.command(epilog="Example: estimator slurm gpt2.graph --on 2x8:h100-sxm --samples 1e7")

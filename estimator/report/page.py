@@ -11,17 +11,12 @@ from typing import Any
 
 from estimator.errors import StoreError
 from estimator.estimates.estimate import Estimate
-from estimator.files import read_text, write_text_atomically
+from estimator.files import read_text
 from estimator.report.pictures import inline_svg, save_figure
 from estimator.report.sections import Section, estimate_sections
 from estimator.units import format_seconds
 
 _TEMPLATES = Path(__file__).with_name("templates")
-
-
-def write_report(title: str, sections: Sequence[Section], path: Path) -> None:
-    """Write the page, whole or not at all; raises StoreError."""
-    write_text_atomically(path, page(title, sections))
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
