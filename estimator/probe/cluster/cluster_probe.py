@@ -26,6 +26,7 @@ from estimator.probe.cluster.findings import (
     World,
     from_plain,
     in_world_order,
+    other_machines,
     unequal_versions,
 )
 from estimator.probe.cluster.rank import (
@@ -232,14 +233,8 @@ class _Keeper:
             self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
         for host in self.world.unknown_hosts():
             self._remark(f"the cluster file does not name node {host}, so its rack is not known")
-        ours = self.world.home.machine
-        others = {member.machine: member.host for member in self.world.members}
-        for machine, host in others.items():
-            if machine != ours:
-                self._remark(
-                    f"node {host} is another machine ({machine}) than rank 0's ({ours}); run "
-                    "'estimator probe' there for a profile of it"
-                )
+        for sentence in other_machines(self.world):
+            self._remark(sentence)
 
     def _miss(self, sentence: str) -> None:
         self.missing.append(sentence)

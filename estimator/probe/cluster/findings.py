@@ -287,6 +287,18 @@ def unequal_versions(world: World) -> dict[str, str]:
     }
 
 
+def other_machines(world: World) -> list[str]:
+    """A sentence on a node of every type of machine that is not rank 0's."""
+    ours = world.home.machine
+    hosts = {member.machine: member.host for member in reversed(world.members)}
+    return [
+        f"node {host} is another machine ({machine}) than rank 0's ({ours}); run 'estimator probe' "
+        "there for a profile of it"
+        for machine, host in hosts.items()
+        if machine != ours
+    ]
+
+
 def slow_nodes(canaries_s: Mapping[str, float]) -> list[str]:
     """A sentence on every node that computes markedly longer than the middle one."""
     middle_s = statistics.median_low(canaries_s.values()) if canaries_s else 0.0

@@ -284,25 +284,16 @@ def read_gpus(
         return ()
     try:
         nvml.nvmlInit()
+        handles = visible_handles(nvml, environment.get("CUDA_VISIBLE_DEVICES"))
+        gpus = tuple(_read_gpu(nvml, index, handles, root) for index in range(len(handles)))
+        nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        if type(error).__name__ in (
-            "NVMLError_LibraryNotFound",
-            "NVMLError_DriverNotLoaded",
-        ):
+        if type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
             return ()
         raise ProbeError(
             f"the NVIDIA driver does not answer ({error}); run nvidia-smi and mend what it reports"
         ) from None
-    try:
-        handles = visible_handles(nvml, environment.get("CUDA_VISIBLE_DEVICES"))
-        return tuple(_read_gpu(nvml, index, handles, root) for index in range(len(handles)))
-    except nvml.NVMLError as error:
-        raise ProbeError(
-            f"the NVIDIA driver cannot list its GPUs ({error}); run nvidia-smi and mend what it "
-            "reports"
-        ) from None
-    finally:
-        nvml.nvmlShutdown()
+    return gpus
 
 
 def nvml_answer(nvml: Any, question: str, *arguments: Any) -> Any:

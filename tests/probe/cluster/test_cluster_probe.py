@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +25,7 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
 from estimator.probe.cluster.discovery import VARIABLE
-from estimator.probe.cluster.findings import Member, World, unequal_versions
+from estimator.probe.cluster.findings import Member, World, other_machines, unequal_versions
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the steps that are looked at. It measures as long as with a
@@ -284,6 +284,13 @@ def test_versions_are_compared_with_rank_0s_node_by_node() -> None:
     assert unequal_versions(world) == {"torch on b, c": "2.12", "nccl on c": "none"}
 
 
+def test_a_node_of_another_machine_is_named_with_what_to_do() -> None:
+    other = replace(member(2, "c"), machine="n")
+    world = World(members=(member(0, "a"), member(1, "b"), other, replace(other, host="d")))
+    (sentence,) = other_machines(world)
+    assert sentence.startswith("node c is another machine (n) than rank 0's (m); run 'estimator")
+
+
 def facts_of(host: str, cores: list[int], local_rank: int | None = None) -> dict[str, Any]:
     return {
         "host": host,
@@ -426,6 +433,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
         ("'0.5' is not from 1.00 s to 278 h; write a time that is", ALONE, ["--budget", "0.5"]),
         ("'soon' is not a duration; write a number and one of", ALONE, ["--budget", "soon"]),
         ("--pears", ALONE, ["--pears"]),
+        ("go with one machine alone", ALONE, ["--devices", "2"]),
     ],
 )
 def test_the_command_line_refuses_in_one_sentence(
@@ -444,3 +452,12 @@ def test_the_command_line_refuses_in_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_for_ranks_of_a_launcher_is_refused_of_one_machine_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["probe", "--pairs", "all"])
+    assert ended.value.code == 2
+    assert "go with --together" in capsys.readouterr().err

@@ -77,6 +77,41 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
     assert store.num_keys() > 0
 
 
+def test_what_steps_lack_and_those_that_the_time_has_no_room_for_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+
+    def measure(_group: Any, plan: steps.ProbePlan, seconds: float) -> str:
+        given.append(seconds)
+        plan.findings.remarks.append("found")
+        return "a half of it" if len(given) == 2 else ""
+
+    named = [
+        steps.Step(name, share, measure) for name, share in (("a", 0.3), ("b", 0.1), ("c", 0.2))
+    ]
+    monkeypatch.setattr(steps, "steps_of", lambda *_, **__: named)
+
+    class Alone:
+        """A group of one, for which 60 s are left, then 30 and less than a step needs."""
+
+        world = World(members=())
+        left_s = iter([60.0, 30.0, 0.2])
+
+        def agreed(self, _: float) -> float:
+            return next(self.left_s)
+
+    begun: list[list[str]] = []
+    kept: list[int] = []
+    plan = steps.ProbePlan(begin=begun.append, keep=lambda: kept.append(len(plan.findings.remarks)))
+    steps.run_steps(Alone(), plan, seconds=60.0, all_pairs=None)  # type: ignore[arg-type]
+    # 60 s by shares of 0.3 in 0.6, then 30 s by 0.1 in 0.3.
+    assert given == pytest.approx([30.0, 10.0])
+    assert begun == [["a", "b", "c"], ["b", "c"]]
+    assert kept == [1, 2, 2]
+    assert plan.findings.missing == ["b: a half of it", "c: the budget was over"]
+
+
 @pytest.mark.parametrize(("hosts", "is_wanted"), [("ab", False), ("aabb", True), ("abc", True)])
 def test_groups_are_sharded_over_only_where_there_are_some_beside_everything(
     hosts: str, is_wanted: bool
