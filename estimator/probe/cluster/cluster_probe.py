@@ -293,16 +293,17 @@ class _Keeper:
             reason = "no two ranks are left"
         elif measuring_s < LEAST_STEP_S:
             reason = "the budget was over"
-        if not reason:
-            order = {
-                **roster,
-                "members": [asdict(member) for member in left],
-                "has_racks": world.has_racks,
-                "left_s": measuring_s,
-                "timeout_s": left_s + _GIVEN_UP_S,
-                "all_pairs": self.request.all_pairs,
-            }
-            reason = self._why_ended(order, [member.rank for member in left])
+        order = {
+            **roster,
+            "members": [] if reason else [asdict(member) for member in left],
+            "has_racks": world.has_racks,
+            "left_s": measuring_s,
+            "timeout_s": left_s + _GIVEN_UP_S,
+            "all_pairs": self.request.all_pairs,
+        }
+        # Who is refused hears it in any case.
+        self.store.post("order", order)
+        reason = reason or self._why_ended(order, [member.rank for member in left])
         if reason:
             self._miss(f"{', '.join(self._left)}: {reason}")
         if forged := self.store.forged:
@@ -324,7 +325,6 @@ class _Keeper:
                 own.post("ended/0", run_share(self.place, own, order, plan))
 
         lost_before = len(self.lost)
-        self.store.post("order", order)
         # Beside the watch over all; a thread that waits for a lost rank ends with this process.
         threading.Thread(target=share, name="steps", daemon=True).start()
         trouble_at: float | None = None

@@ -185,6 +185,26 @@ def test_a_rank_of_another_estimator_is_refused_and_the_rest_goes_on(two_nodes: 
     assert sentence in two_nodes.said[3]
 
 
+def test_the_only_other_rank_is_told_why_it_is_refused(tmp_path: Path) -> None:
+    from tests.conftest import make_small_profile
+
+    make_small_profile("base").save(tmp_path / "base.json")
+    files = [str(tmp_path / "base.json"), str(tmp_path / "out.json")]
+    port = free_port()
+    commands = [
+        ([sys.executable, "-c", RANK, host, version, *files], local_rank(rank, 2, port))
+        for rank, (host, version) in enumerate((("a", "2"), ("b", "1")))
+    ]
+    with started(*commands) as ranks:
+        _, said = zip(*(rank.communicate(timeout=120) for rank in ranks), strict=True)
+    assert said[1].splitlines() == [
+        "rank 1 on node b runs estimator 1, rank 0 runs 2; install the same on all nodes"
+    ]
+    # Of the network nothing was measured.
+    assert "no two ranks are left" in said[0]
+    assert not (tmp_path / "out.json").exists()
+
+
 def wait_for(stream: IO[str] | None, words: str) -> None:
     """Read what rank 0 reports until it says `words`."""
     assert stream is not None
