@@ -12,6 +12,7 @@ import platform
 import secrets
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -116,6 +117,8 @@ def run_share(place: Place, store: SignedStore, order: Mapping[str, Any], plan: 
     world, device = World(members=members, has_racks=order["has_racks"]), members[own].device
     if interface := _interface(members[own], members):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Those of torch would stand between the sentences of the probe.
+    warnings.simplefilter("ignore")
     try:
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)

@@ -396,12 +396,13 @@ def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
 
 def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
     with started(*probe_of_two(tmp_path)) as (first, second):
-        wait_for(first.stderr, "other collectives")
+        wait_for(first.stderr, "estimator: other collectives")
         # A launcher passes Ctrl-C on to all ranks, then ends them.
         for number in (signal.SIGINT, signal.SIGTERM):
             second.send_signal(number)
             first.send_signal(number)
-        assert first.wait(timeout=20) == 0
+        _, said = first.communicate(timeout=20)
+        assert first.returncode == 0, said
     profile = load_profile(tmp_path / "out.json")
     (cost,) = (cost for cost in profile.collectives if cost.hosts)
     assert (cost.op, cost.group_size) == ("all_reduce", 2)
