@@ -23,7 +23,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.memory.peak import PeakMemory
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import DeviceMemory
-from estimator.placement.mesh import Mesh, ProcessGroup
+from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
 from estimator.placement.placement import NodeKind, Placement
 from estimator.timeline.rank.lanes import InputCosts
 from estimator.timeline.rank.program import (
@@ -385,6 +385,9 @@ def groups_of(
     Of the groups that reduce gradients, which work at once where ranks share layers too, the
     slowest counts.
     """
+    if rules.axes == (DP,) and mesh.replicas == mesh.placement.ranks and mesh.ep == 1:
+        # As most are asked, by the thousand.
+        return {DP: (mesh.whole_group,)}, (slowest_network(mesh.placement).profile,)
     networks: dict[int, MachineProfile] = {}
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     experts = rules.expert_axes if mesh.ep > 1 else ()
