@@ -224,14 +224,14 @@ class MixturePrior:
 # Chosen on the tables that `benchmarks/calibration_pairs.py` judges, each source left out in turn.
 # The performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, FORM: 2.0},
+    weights={MODEL: 2.0, ENGINE: 0.25, FORM: 1.0},
     half=(1.0, 1.0, 30.0),
     agreeing=0.7,
 )
 # A performance model that corrects an engine knows more than a form that fits alike, and more of
 # what was not seen (`benchmarks/published_accuracy.py`, after 8).
 ENGINE_PRIOR = MixturePrior(
-    weights={**PRIOR.weights, FORM: 1.0},
+    weights=PRIOR.weights,
     error_sigma=0.1,
     half=(3.0, 3.0, 3.0),
     agreement=0.0,

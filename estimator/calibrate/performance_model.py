@@ -81,8 +81,6 @@ WEAK_PRIORS = Priors(
         "two_nodes": LogNormalPrior(1.28, 0.28),
         # Latency of each rank beyond two, as a share of the link's time.
         "rank_latency": LogNormalPrior(0.015, 1.2),
-        # Factor on synchronisation at e times the batch: gradients of embeddings grow with it.
-        "sync_growth": LogNormalPrior(1.0, 0.2),
         # Standard deviation of compute between ranks, and its slowdown by others on the node.
         "jitter": LogNormalPrior(0.03, 0.8),
         "contention": LogNormalPrior(0.05, 1.0),
@@ -107,7 +105,6 @@ ENGINE_PRIORS = WEAK_PRIORS.updated(
 
 RANKS, NODES, BATCH, ACCUMULATION, LARGEST_NODE = range(5)
 _AT = {name: column for column, name in enumerate(PARAMETERS)}
-SYNC_GROWTH = _AT["sync_growth"]
 # d log(·) / d log(parameter) by parameter; 0 for those that are left out.
 Derivatives = dict[str, Values]
 
@@ -309,8 +306,5 @@ def _sync(
     sync, latency_share = _norm(ring + log(2 * (1 - 1 / rows.ranks)), latency, 1.0)
     d_ring = _norm_derivatives(d_inter_node | {"inter_node": 1.0}, {"intra_node": 1.0}, share)
     d_latency = d_slower | {"rank_latency": 1.0}
-    log_batch = log(rows.batch / reference.batch)
-    derivatives = _norm_derivatives(d_ring, d_latency, latency_share)
-    derivatives |= {"compute": 1.0, "sync_growth": log_batch}
-    sync = sync + logs["sync_growth"] * log_batch
+    derivatives = _norm_derivatives(d_ring, d_latency, latency_share) | {"compute": 1.0}
     return logs["compute"] + log(reference.compute_s) + sync, derivatives

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -55,7 +55,6 @@ from estimator.calibrate.performance_model import (
     NODES,
     PARAMETERS,
     RANKS,
-    SYNC_GROWTH,
     WEAK_PRIORS,
     Array,
     EngineTimes,
@@ -70,8 +69,8 @@ _MOST_ITERATIONS = 6
 _TOLERANCE = 0.01
 # Of MINPACK. Short first steps: a long one may end in a local optimum far from the priors.
 _MINPACK = {"factor": 1.0, "xtol": 1e-6, "ftol": 1e-6, "maxfev": 100}
-# Of fewer rows, copies of one value confirm each other; fewer batches show no growth.
-_FEWEST_ROWS, _FEWEST_BATCHES = 5, 3
+# Of fewer rows, copies of one value confirm each other.
+_FEWEST_ROWS = 5
 # A job's only observation contradicts nothing but the priors, which know no step of this job. It is
 # believed up to this factor from their medians, where the tail of a Student t distribution of an
 # engine's errors (of sigma 0.2) falls to the odds of a mistake: 1 in 100, of any size up to 1,000.
@@ -85,72 +84,54 @@ def fit_parameters(
 
     Iteratively reweighted least squares; `model_at` gives the model at standardised parameters.
     """
+    from scipy.optimize import leastsq
+
     row_of = data.distinct()[1]
     copy_of = _copies(data, row_of)
     # No two runs agree to the last digit: all copies of one count as one.
     copies = np.bincount(copy_of, minlength=1)[copy_of]
+    away = np.abs(model_at(np.zeros(len(prior_sigmas))).log_step - data.log_times)
+    is_believed_alone = len(away) == 1 and away.item() < np.log(_MOST_ALONE_RATIO)
 
-    def errors_at(z: Array, scale: Array, sigmas: Array) -> tuple[Array, Array]:
+    @lru_cache(maxsize=1)
+    def errors_at(standardised: bytes, scale: bytes) -> tuple[Array, Array]:
         """Standardised errors of observations, then of parameters from priors; their jacobian."""
+        z, factors = np.frombuffer(standardised), np.frombuffer(scale)
         model = model_at(z)
-        errors = np.concatenate([(model.log_step - data.log_times) * scale, z])
-        return errors, np.vstack([model.jacobian * sigmas * scale[:, None], np.eye(len(z))])
-
-    def fitted(start: Array, weights: Array, sigmas: Array) -> tuple[Array, Array]:
-        """Parameters, and the robust weights of observations there."""
-        effective = effective_ratio(weights / copies, row_of) / copies
-        variance = design.marginal_variance(model_at(start).sync_share)
-        scale = np.sqrt(weights * effective / variance)
-        errors = partial(errors_at, scale=scale, sigmas=sigmas)
-        parameters = _least_squares(errors, start)
-        with np.errstate(invalid="ignore"):
-            at_end, jacobian = errors(parameters)
-            return parameters, robust_weights(at_end, jacobian, weights * effective, copy_of)
-
-    # Synchronisation that grows with the batch would explain what is wrong: it is fitted last.
-    held = prior_sigmas * (np.arange(len(prior_sigmas)) != SYNC_GROWTH)
-    none, ones = np.zeros(len(prior_sigmas)), np.ones(len(data.rows))
-    away = np.abs(model_at(none).log_step - data.log_times)
-    if len(away) == 1 and away.item() < np.log(_MOST_ALONE_RATIO):
-        return fitted(none, ones, held)[0], ones
+        errors = np.concatenate([(model.log_step - data.log_times) * factors, z])
+        jacobian = model.jacobian * prior_sigmas * factors[:, None]
+        return errors, np.vstack([jacobian, np.eye(len(z))])
 
     def reweighted(weights: Array) -> tuple[Array, Array]:
-        parameters = none
+        parameters = np.zeros(len(prior_sigmas))
         for _ in range(_MOST_ITERATIONS):
             before, weights_before = parameters, weights
-            parameters, weights = fitted(parameters, weights, held)
+            effective = effective_ratio(weights / copies, row_of) / copies
+            variance = design.marginal_variance(model_at(parameters).sync_share)
+            scale = np.sqrt(weights * effective / variance).tobytes()
+            # Asked for the errors at a point, then for their derivatives there.
+            parameters = leastsq(
+                lambda z, scale=scale: errors_at(z.tobytes(), scale)[0],
+                before,
+                Dfun=lambda z, scale=scale: errors_at(z.tobytes(), scale)[1],
+                diag=np.ones(len(before)),
+                full_output=True,
+                **_MINPACK,
+            )[0]
+            if is_believed_alone:
+                break
+            at_end = errors_at(parameters.tobytes(), scale)
+            weights = robust_weights(*at_end, weights * effective, copy_of)
             change = np.abs(weights - weights_before).max()
             if max(change, np.abs(parameters - before).max()) < _TOLERANCE:
                 break
         return parameters, weights
 
-    parameters, weights = reweighted(ones)
+    parameters, weights = reweighted(np.ones(len(data.rows)))
     if (weights < OUTLIER_WEIGHT).any():
         # Before they were known to be outliers they may have led to another local optimum.
-        parameters, weights = reweighted(weights)
-    is_believed = weights >= OUTLIER_WEIGHT
-    batches = np.unique(data.rows[is_believed & (data.rows[:, RANKS] > 1), BATCH])
-    if data.engine_times is None and len(batches) >= _FEWEST_BATCHES:
-        parameters, _ = fitted(parameters, weights * is_believed, prior_sigmas)
+        return reweighted(weights)
     return parameters, weights
-
-
-def _least_squares(errors_at: Callable[[Array], tuple[Array, Array]], start: Array) -> Array:
-    """Parameters at which the errors are least; `errors_at` gives these and their jacobian."""
-    from scipy.optimize import leastsq
-
-    # Asked for the errors at a point, then for their derivatives there.
-    at = lru_cache(maxsize=1)(lambda z: errors_at(np.frombuffer(z)))
-    return np.asarray(
-        leastsq(
-            lambda z: at(z.tobytes())[0],
-            start,
-            Dfun=lambda z: at(z.tobytes())[1],
-            diag=np.ones(len(start)),
-            full_output=True,
-            **_MINPACK,
-        )[0]
-    )
 
 
 def _copies(data: Dataset, row_of: NDArray[np.intp]) -> NDArray[np.intp]:
