@@ -150,7 +150,9 @@ class _ExpertTokens(GraphChanges):
             return None
         place = made[wide[0]]
         for index in region:
-            if not ops[index].is_view or self._roots[ops[index].outputs[0]] not in outer:
+            root = self._roots[ops[index].outputs[0]]
+            # Views of what the forward pass saved stay.
+            if not ops[index].is_view or (root in made and root not in outer):
                 self.instead[index] = None
         self._put(place, PERMUTE, first.inputs[0], (*wide, *(v for v in outer if v not in wide)))
         return wide[0], place, first.inputs[0]

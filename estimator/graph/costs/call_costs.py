@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +53,15 @@ class FusedKernel:
         numbers = (self.flops, self.read_bytes, self.rows, self.row_length)
         arguments = (*inputs, *numbers, self.members)
         return OpCall(f"{FUSED}{self.family}.default", arguments, outputs=outputs)
+
+    def share(self, ranks_ratio: float) -> FusedKernel:
+        """What one rank of several does of it, by the share of its rows."""
+        return replace(
+            self,
+            flops=round(self.flops * ranks_ratio),
+            read_bytes=round(self.read_bytes * ranks_ratio),
+            rows=max(round(self.rows * ranks_ratio), 1),
+        )
 
     @classmethod
     def of(cls, call: OpCall) -> FusedKernel:

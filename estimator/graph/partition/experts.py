@@ -142,7 +142,7 @@ class ExpertSplitter(Partitioner):
         given = [self._met(v, want, op) for v, want in zip(inputs, found.wants, strict=True)]
         calls = [self._localized(call, found) for call in op.calls]
         holds = tuple([self._held(value, op) for value in op.holds])
-        self.ops.append(with_calls(op, calls, inputs=tuple(given), holds=holds))
+        self._append(with_calls(op, calls, inputs=tuple(given), holds=holds))
         self._mark(op, found.outputs)
 
     def _grouped(self, op: Op, before: tuple[Placement, ...]) -> Placed:

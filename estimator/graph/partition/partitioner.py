@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from estimator.graph.costs.call_costs import FUSED, FusedKernel
 from estimator.graph.ir.collectives import Overlapped, collective_call, makes_gradients
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, Parameter, Phase, Value
@@ -352,6 +353,9 @@ class Partitioner(ABC):
         arguments = tuple([local(item) for item in call.arguments])
         keywords = tuple([(name, local(item)) for name, item in call.keywords])
         made = OpCall(call.target, arguments, keywords, outputs)
+        if call.target.startswith(FUSED):
+            part = outputs[0].nbytes / call.outputs[0].nbytes
+            made = FusedKernel.of(made).share(part).call(made.inputs, outputs)
         made = self._calls.setdefault((made,), made)
         self._parts[key] = call, placed, made
         return made

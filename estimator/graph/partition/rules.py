@@ -361,6 +361,15 @@ def _divided_product(
     return (b.at(last), b), PARTIAL
 
 
+@rule_of("softmax")
+def _fused_softmax(given: Given) -> Placed:
+    """A fused kernel over rows, which must be whole."""
+    shards = [at for at in given.at if isinstance(at, Shard)]
+    if any(shard.dim == len(given.call.outputs[0].shape) - 1 for shard in shards):
+        return given.whole()
+    return pointwise(given)
+
+
 @shard_rule_of("sum mean amax amin max min argmax argmin any all prod var std")
 def _reduction(given: Given, shard: Shard) -> Placed:
     rank, name = len(given.inputs[0].shape), given.call.name

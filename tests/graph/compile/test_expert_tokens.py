@@ -14,7 +14,7 @@ from estimator.graph.costs.call_costs import op_cost
 from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
-from estimator.graph.ir.structure import GraphStructure
+from estimator.graph.ir.structure import GraphStructure, value_roots
 from estimator.graph.memory.sizes import StorageSizes
 from estimator.graph.models import load_model
 from estimator.graph.partition.layout import split_by_layout
@@ -215,6 +215,19 @@ def test_recomputed_activations_clamp_again() -> None:
     assert unfused_bytes(graph, "backward", "clamp") == 4 * HALVES
     # What the clamps give, for the activation's gradient, and gradients of clamps.
     assert unfused_bytes(graph, "backward", "cat") == (4 + 4) * HALVES + 4 * RESULTS
+
+
+def test_recomputed_activations_are_not_saved() -> None:
+    graph = with_recipe(BIASED, recipe="megatron:recompute=moe_act")
+    roots = value_roots(graph)
+    forward = {v for op in graph.ops if op.phase == "forward" for v in op.outputs}
+    later = (op for op in graph.ops if op.phase == "backward")
+    saved = forward & {roots[v] for op in later for v in (*op.inputs, *op.holds)}
+    rows = [graph.values[v].spec.shape for v in saved if graph.values[v].spec.shape[:1] == (ROWS,)]
+    # Of each layer tokens in the order of experts, both halves of the first product, and indices.
+    assert sorted(shape for shape in rows if len(shape) == 2) == LAYERS * [(ROWS, WIDTH)] + (
+        LAYERS * [(ROWS, 2 * INNER)]
+    )
 
 
 def test_a_product_adds_its_bias_and_a_fused_one_does_all() -> None:
