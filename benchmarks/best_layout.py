@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from options import Options
-from published.graphs import GraphStore
+from published.graphs import GRAPHS, GraphStore
 from published.mapping import Question, verdicts
 from published.methods import cold_cases
-
-from estimator.files import home
 
 NEAR_RATIO, SHARE_ASKED = 0.05, 0.9
 
@@ -24,7 +22,7 @@ NEAR_RATIO, SHARE_ASKED = 0.05, 0.9
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """A group a figure, then the share of the groups whose choice is near the best."""
     sources = options.only or (["sailor_e2e"] if options.quick else ["vtrain"])
-    asked = verdicts(options.data, GraphStore(home() / "published"), sources)
+    asked = verdicts(options.data, GraphStore(GRAPHS), sources)
     cases = list(choices([each.question for each in asked if each.question is not None]))
     for case in cases:
         name = f"{case['model']}, {case['ranks']} GPUs, batch {case['global_batch']:g}"

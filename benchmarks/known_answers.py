@@ -14,7 +14,7 @@ from typing import Any
 from known_layouts import known_layout_rows
 from known_rows import KnownRow, known_rows, unseen
 from options import Options
-from published.graphs import GraphStore
+from published.graphs import GRAPHS, GraphStore
 from published.machines import variant
 from published.rows import NotMapped
 from records import now, say
@@ -22,12 +22,11 @@ from summary import summarise
 
 import estimator as est
 from estimator.errors import EstimatorError
-from estimator.files import home
 
 
 def run(options: Options) -> Mapping[str, Any]:
     """Every row, and whether a row that ran is said to fit; in a quick run a few that are seen."""
-    graphs = GraphStore(home() / "published")
+    graphs = GraphStore(GRAPHS)
     rows = known_rows()
     hidden = unseen(rows)
     asked = [(row, "unseen" if row.id in hidden else "seen") for row in rows]

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from options import Options
-from published.graphs import GraphStore
+from published.graphs import GRAPHS, GraphStore
 from published.mapping import Outcome, Question, Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
 from records import say
 from summary import Case, SummaryRow, format_table, summarise
 
-from estimator.files import home
 from estimator.kernels.datasheet_model import choose_kernel_model
 
 # Reasons printed for each source, the commonest first.
@@ -40,7 +39,7 @@ def run(options: Options) -> Mapping[str, Any]:
     if (kernels := options.work / "kernels.json").exists():
         choose_kernel_model(kernels)
     few = QUICK if options.quick else ()
-    asked = list(verdicts(options.data, GraphStore(home() / "published"), options.only or few))
+    asked = list(verdicts(options.data, GraphStore(GRAPHS), options.only or few))
     cases = judged([row.question for row in asked if row.question is not None])
     if find_spec("matplotlib") and cases:
         draw(cases, options.work / "accuracy.svg")

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,15 @@ def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Recor
 
 
 def kept_graph(path: Path, trace: Callable[[], OpGraph]) -> OpGraph:
-    """The graph of a file, traced into it where it is not there yet."""
+    """The graph of a file, traced into it where it is not there or of an earlier version."""
+    from estimator.errors import EstimatorError
     from estimator.graph.ir.op_graph import OpGraph
 
-    if not path.is_file():
-        graph = trace()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        graph.save(path)
+    if path.is_file():
+        with suppress(EstimatorError):
+            return OpGraph.load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace().save(path)
     return OpGraph.load(path)
 
 

@@ -41,6 +41,9 @@ BUILDERS = {
     "retinanet": "zoo.dense",
 }
 
+# Traced models of published rows, of this checkout.
+GRAPHS = Path(__file__).resolve().parents[2] / "build" / "graphs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
