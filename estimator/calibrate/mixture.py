@@ -36,6 +36,7 @@ from estimator.calibrate.design import (
     noise_variance,
 )
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS, Array
+from estimator.graph.costs.call_costs import nonnegative_fit
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 256
@@ -180,9 +181,7 @@ class LinearForm:
     """
 
     def __init__(self, rows: Array, times: Array) -> None:
-        from scipy.optimize import nnls
-
-        self.coefficients_ = nnls(self._terms(rows) / times[:, None], np.ones(len(times)))[0]
+        self.coefficients_ = nonnegative_fit(self._terms(rows), times)
 
     def log_step(self, rows: Array) -> Array:
         """Logarithms of step times, in seconds."""
