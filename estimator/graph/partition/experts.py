@@ -123,7 +123,7 @@ class ExpertSplitter(Partitioner):
             if name in _TRANSPOSES and len(op.call.inputs[0].shape) == 2 and not any(before):
                 self.straight[op.outputs[0]] = op.inputs[0]
         elif name in _LIKE:
-            self.ops.append(op)
+            self._append(op)
             self._mark(op, (None,) * len(op.outputs))
         elif (found := self._routed(op, before)) is not None:
             self._placed_op(op, inputs, found)
@@ -382,5 +382,5 @@ class _Sums(ExpertSplitter):
 
     def _placed_op(self, op: Op, inputs: list[int], found: Placed) -> None:
         calls = [self._localized(call, found) for call in op.calls]
-        self.ops.append(with_calls(op, calls, inputs=tuple(inputs)))
+        self._append(with_calls(op, calls, inputs=tuple(inputs)))
         self._mark(op, [None if isinstance(at, Routed) else at for at in found.outputs])
