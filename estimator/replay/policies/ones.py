@@ -84,16 +84,16 @@ class Ones(Pools):
         batches = limits.batches(np.concatenate([parents.batches, children.batches]), counts)
         rates = self._rates(view, counts, batches)
         counts[rates == 0] = 0
-        needed_s = np.divide(
-            counts * limits.left, rates, out=np.zeros(rates.shape), where=rates > 0
-        )
+        needed_s = counts * limits.left / np.where(rates > 0, rates, 1)
         fittest = np.argsort(needed_s.sum(axis=1), kind="stable")[:POPULATION]
-        kept = reordered(counts[fittest], running), batches[fittest] * (counts[fittest] > 0)
-        self._populations[view.machine] = Schedules(parents.names, *kept)
+        counts, batches = counts[fittest], batches[fittest] * (counts[fittest] > 0)
+        self._populations[view.machine] = Schedules(
+            parents.names, reordered(counts, running), batches
+        )
         return {
-            waiting.job.name: Grant(count, view.machine, batch or None)
-            for waiting, count, batch in zip(
-                view.jobs, counts[fittest[0]].tolist(), batches[fittest[0]].tolist(), strict=True
+            name: Grant(count, view.machine, batch or None)
+            for name, count, batch in zip(
+                parents.names, counts[0].tolist(), batches[0].tolist(), strict=True
             )
             if count
         }
