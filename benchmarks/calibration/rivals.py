@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from calibration.baselines import checked
+from calibration.baselines import OptimusRegressor, checked
 from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError
@@ -27,7 +27,7 @@ def _worker_rows(X: ArrayLike) -> Array:
     return rows
 
 
-class LinearScaling:
+class LinearScaling(OptimusRegressor):
     """Throughput per rank stays that of one device: step = a + b · samples per rank and step.
 
     Fitted to the rows with one rank where there are any. With a single batch size, a is half of the
@@ -48,18 +48,9 @@ class LinearScaling:
             self.coefficients_ = nonnegative_fit(features, times)
         return self
 
-    def predict(self, X: ArrayLike) -> Array:
-        """Step times of rows, in seconds."""
-        return self.step_s(design_matrix(X))
-
-    def step_s(self, rows: Array) -> Array:
-        """The same of rows that are known to be right."""
-        return np.asarray(self._features(rows) @ self.coefficients_)
-
     @staticmethod
     def _features(rows: Array) -> Array:
-        samples = rows[:, BATCH] * rows[:, ACCUMULATION]
-        return np.column_stack([samples, np.ones(len(rows))])
+        return OptimusRegressor._features(rows)[:, :2]
 
 
 class OnesRegressor:
