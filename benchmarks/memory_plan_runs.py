@@ -73,11 +73,7 @@ def run_model(build: Callable[[], Any], machine: MachineProfile) -> Iterator[Rec
     with apply_plan(plan, other):
         step(other)
     step(model)
-    same = all(
-        torch.equal(a.grad, b.grad)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True)
-        if a.grad is not None and b.grad is not None
-    ) and all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+    same = _are_equal(model, other)
     for _ in range(STEPS):
         plain_s.append(_seconds(lambda: step(model)))
         with apply_plan(plan, other):
@@ -110,6 +106,15 @@ def run_model(build: Callable[[], Any], machine: MachineProfile) -> Iterator[Rec
     peak = {"value": abs(found_ratio), "bound": PEAK_BOUND_RATIO}
     yield {"id": f"{build.__name__}: peak is off by", **peak}
     yield {"id": f"{build.__name__}: flaws, other gradients", "value": flaws, "bound": 0}
+
+
+def _are_equal(one: nn.Module, two: nn.Module) -> bool:
+    """Whether the gradients and buffers of two models are the same to the last bit."""
+    return all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(one.parameters(), two.parameters(), strict=True)
+        if a.grad is not None and b.grad is not None
+    ) and all(torch.equal(a, b) for a, b in zip(one.buffers(), two.buffers(), strict=True))
 
 
 def _seconds(step: Callable[[], None]) -> float:
