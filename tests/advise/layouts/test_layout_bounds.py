@@ -21,8 +21,10 @@ from estimator.advise.layouts.candidates import (
 )
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
+from estimator.estimates.estimate import Estimate
 from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.placement.placement import Placement
 from estimator.timeline.pipelines.simulation import _held_at_once
 from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
@@ -128,6 +130,22 @@ def on_gpus() -> tuple[OpGraph, OpGraph]:
     )
 
 
+def answer_to(
+    candidate: Candidate, engine: Engine, graph: OpGraph, placement: Placement
+) -> Estimate:
+    _, layout, strategy, batch, micro_batches = candidate
+    return engine.estimate(
+        EstimateRequest.of(
+            graph,
+            placement,
+            layout=layout,
+            batch_per_gpu=batch,
+            accumulation_steps=micro_batches,
+            strategy=strategy,
+        )
+    )
+
+
 _STRATEGIES = ["ddp", "ddp:view", "zero1", "zero2", "distributed-optimizer", "fsdp:shard=2"]
 _STRATEGIES += ["fsdp", "fsdp:no_reshard", "fsdp:offload"]
 
@@ -139,10 +157,9 @@ _STRATEGIES += ["fsdp", "fsdp:no_reshard", "fsdp:offload"]
 def test_what_the_host_holds_takes_no_room_on_devices(layout: Layout, strategy: str) -> None:
     engine, graph = Engine(), on_gpus()[0]
     placement = engine.place(f"1x{layout.tp * layout.pp * 2}:h100-sxm")
-    asked = {"layout": layout, "batch_per_gpu": 4, "accumulation_steps": 2, "strategy": strategy}
-    answer = engine.estimate(EstimateRequest.of(graph, placement, **asked))
-    bounds = LayoutBounds(graph, placement, engine)
     candidate = Candidate(0, layout, Strategy.parse(strategy), 4, 2)
+    answer = answer_to(candidate, engine, graph, placement)
+    bounds = LayoutBounds(graph, placement, engine)
     usable = max(kind.device.usable_bytes for kind in answer.plan.kinds)
     ratio = max(bounds.memory_ratio(candidate), bounds.closer(candidate)[1])
     assert 0 < ratio * usable <= answer.peak_memory_bytes
@@ -159,17 +176,8 @@ def test_no_candidate_on_gpus_needs_less_than_its_bounds(
     strategies = [Strategy.parse(text) for text in _STRATEGIES]
     several = list(candidates(graph, placement, global_batch, strategies, schedules, [shared]))
     candidate = data.draw(st.sampled_from(several))
-    _, layout, strategy, batch, micro_batches = candidate
-    request = EstimateRequest.of(
-        graph,
-        placement,
-        layout=layout,
-        batch_per_gpu=batch,
-        accumulation_steps=micro_batches,
-        strategy=strategy,
-    )
     try:
-        answer = engine.estimate(request)
+        answer = answer_to(candidate, engine, graph, placement)
     except EstimatorError:
         return
     bounds = LayoutBounds(graph, placement, engine)
@@ -208,21 +216,12 @@ def test_no_pipeline_is_faster_or_smaller_than_its_bounds(
     tp = 2 if divided and placement.ranks == 2 * pp else 1
     dp = placement.ranks // pp // tp
     layout = Layout(tp=tp, pp=pp, dp=dp, schedule=Schedule.parse(schedule))
+    candidate = Candidate(0, layout, Strategy.parse(strategy), batch, micro_batches)
     try:
-        answer = engine.estimate(
-            EstimateRequest.of(
-                graph,
-                placement,
-                layout=layout,
-                batch_per_gpu=batch,
-                accumulation_steps=micro_batches,
-                strategy=strategy,
-            )
-        )
+        answer = answer_to(candidate, engine, graph, placement)
     except EstimatorError:
         return
     bounds = LayoutBounds(graph, placement, engine)
-    candidate = Candidate(0, layout, Strategy.parse(strategy), batch, micro_batches)
     step_s, ratio = bounds.closer(candidate)
     assert 0 < step_s <= answer.step_time_s * (1 + 1e-9)
     assert bounds.simulated_s(candidate) <= answer.step_time_s * (1 + 1e-9)
