@@ -339,13 +339,14 @@ class _Keeper:
             return self.is_called_off() or is_failed or now > ends_at
 
         ended = self._gathered("ended", ranks, is_over)
+        if self.is_called_off():
+            # Ranks that the same launcher has ended look lost, and their peers' collectives fail.
+            return "interrupted"
         if len(self.lost) > lost_before:
             return "a rank was lost; probe again without it"
         if failure := next(filter(None, ended.values()), ""):
             return failure
-        if len(ended) == len(ranks):
-            return ""
-        return "interrupted" if self.is_called_off() else "the budget was over"
+        return "" if len(ended) == len(ranks) else "the budget was over"
 
     def finish(self) -> None:
         """Tell all ranks that it is over, and let them hear it before the store ends."""

@@ -397,10 +397,14 @@ def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
 def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
     with started(*probe_of_two(tmp_path)) as (first, second):
         wait_for(first.stderr, "estimator: other collectives")
-        # A launcher passes Ctrl-C on to all ranks, then ends them.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            second.send_signal(number)
-            first.send_signal(number)
+        # A launcher passes Ctrl-C on to all ranks, then ends them; the last to hear of it is rank
+        # 0, when its collective has failed for want of the other already.
+        for rank in (second, first):
+            rank.send_signal(signal.SIGINT)
+            rank.send_signal(signal.SIGTERM)
+            if rank is second:
+                rank.wait(timeout=20)
+                time.sleep(0.5)
         _, said = first.communicate(timeout=20)
         assert first.returncode == 0, said
     profile = load_profile(tmp_path / "out.json")
