@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,7 +38,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 
 @click.command(epilog="Example: estimator probe --name local --budget 5min")
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
-@click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
+@click.option("--devices", type=Count(), help="How many core groups of the CPU, or GPUs.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option(
     "--budget",
@@ -50,12 +49,6 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--strict", is_flag=True, help="Refuse a machine that other programs keep busy.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
-@click.option(
-    "--launch",
-    type=click.Choice(["slurm", "mpi", "k8s"]),
-    help="Print what starts a probe of several nodes instead.",
-)
-@click.option("--nodes", type=Count(), help="Nodes, each with --devices ranks.")
 @click.option("--together", is_flag=True, help="Be one of the ranks that a launcher starts.")
 @click.option("--base", help="With --together: profile with the machine's own numbers.")
 @click.option(
@@ -76,8 +69,6 @@ def probe(
     thorough: bool,
     strict: bool,
     as_json: bool,
-    launch: Literal["slurm", "mpi", "k8s"] | None,
-    nodes: int | None,
     together: bool,
     base: str | None,
     pairs: str | None,
@@ -90,15 +81,10 @@ def probe(
     programs to end; what they disturb after that is marked, and intervals are wider for it.
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, which is
-    --together, or by what --launch prints. Rank 0 writes the profile; when a rank is lost, the
-    budget is over or it is interrupted, it ends with what it has. Ranks on several hosts need one
-    secret, in ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names.
+    --together. Rank 0 writes the profile; when a rank is lost, the budget is over or it is
+    interrupted, it ends with what it has. Ranks on several hosts need one secret, in
+    ESTIMATOR_PROBE_SECRET.
     """
-    if launch is not None:
-        _print_launch(launch, name, nodes, devices, out, budget, as_json)
-        return
-    if nodes is not None:
-        raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
     from estimator.files import home
 
     path = out or home() / "machines" / f"{name}.json"
@@ -170,18 +156,17 @@ def _probe_together(
     from estimator.placement.topology import Cluster
     from estimator.probe.cluster.cluster_probe import ClusterRequest
     from estimator.probe.cluster.discovery import discover
-    from estimator.probe.cluster.rank import take_part, versions
+    from estimator.probe.cluster.rank import take_part
 
     place = discover(os.environ)
     if place is None:
         raise ProbeError(
-            "no launcher started this; use torchrun, the command that 'estimator probe --launch' "
-            "prints, or 'estimator probe' for this machine alone"
+            "no launcher started this; use torchrun, or 'estimator probe' for this machine alone"
         )
     if place.rank != 0:
         if place.secret is not None:
             kind: Any = "cpu" if name == "local-cpu" else None
-            reason = take_part(place, host=socket.gethostname(), versions=versions(), kind=kind)
+            reason = take_part(place, kind=kind)
             # Rank 0 knows it too; a failing code would have the launcher stop all other ranks.
             remark(reason)
         return
@@ -213,7 +198,6 @@ def _probe_together(
 def _lead(place: Place, request: ClusterRequest) -> MachineProfile:
     """Rank 0's part, until all is measured or a signal ends it."""
     from estimator.probe.cluster.cluster_probe import probe_cluster
-    from estimator.probe.cluster.rank import versions
     from estimator.probe.machine import probe_machine
 
     signals: list[int] = []
@@ -224,8 +208,6 @@ def _lead(place: Place, request: ClusterRequest) -> MachineProfile:
         return probe_cluster(
             place,
             request,
-            host=socket.gethostname(),
-            versions=versions(),
             probe_machine=probe_machine,
             report=report,
             say=remark,
@@ -256,34 +238,6 @@ def _profile_at(path: Path) -> MachineProfile | None:
         return load_profile(path)
     except (ProfileError, UnknownMachineError):  # none yet, or a damaged one
         return None
-
-
-def _print_launch(
-    launch: Literal["slurm", "mpi", "k8s"],
-    name: str,
-    nodes: int | None,
-    devices: int | None,
-    out: Path | None,
-    budget: float,
-    as_json: bool,
-) -> None:
-    if nodes is None:
-        raise click.UsageError("--launch needs --nodes, as in --nodes 4")
-    from estimator.probe.cluster.discovery import launch_text
-
-    options = ["--name", name, "--budget", f"{budget:g}"]
-    options += ["--out", str(out)] if out else []
-    options += ["--json"] if as_json else []
-    # 'local-cpu' means cores, whatever else the nodes have.
-    on_gpus = name != "local-cpu"
-    if devices is None:
-        from estimator.probe.devices.inventory import choose_devices, read_cpu
-
-        own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
-        devices, on_gpus = len(own), own[0].kind == "cuda"
-        kind = "GPUs" if on_gpus else "CPU devices"
-        print_text(f"nodes with {devices} {kind}, as this one; else say --devices", err=True)
-    print_text(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
 
 
 @click.group()

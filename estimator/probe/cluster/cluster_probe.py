@@ -6,7 +6,6 @@ It says who takes part and when it is over, watches over the ranks, and keeps wh
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import threading
 import time
@@ -86,8 +85,6 @@ def probe_cluster(
     place: Place,
     request: ClusterRequest,
     *,
-    host: str,
-    versions: Mapping[str, str],
     probe_machine: ProbeMachine,
     report: Report,
     say: Say,
@@ -95,8 +92,7 @@ def probe_cluster(
 ) -> MachineProfile:
     """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
-    `host` is the name of this node. Out of time, called off or with ranks lost it returns what
-    it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
+    Out of time, called off or with ranks lost it returns what it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
     Raises KeyboardInterrupt when it `is_called_off` before all ranks have come. `probe_machine`
     measures this node alone where no profile of it is given.
     """
@@ -108,7 +104,7 @@ def probe_cluster(
     keeper = _Keeper(place, store, request, is_called_off, report, say)
     with Heartbeat(place, store):
         try:
-            keeper.run(host, versions, probe_machine)
+            keeper.run(probe_machine)
             return keeper.profile()
         finally:
             # Where the store has ended, nobody is left to be told.
@@ -153,22 +149,23 @@ class _Keeper:
     ) -> None:
         self.place, self.store, self.request = place, store, request
         self.is_called_off = is_called_off
-        self.tell_progress, self.tell_people = tell_progress, tell_people
+        self.tell_progress = tell_progress
         self.base = request.base
-        self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
-        self.missing: list[str] = []
-        self.remarks: list[str] = []
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        self.plan = ProbePlan(
+            findings=ClusterFindings(at=at), begin=self._begin, say=tell_people
+        )
         # Everyone who came, and those of them who have fallen silent.
         self.world, self.lost = World(members=()), dict[int, Member]()
         self._doing, self._left = "waiting for all ranks", list[str]()
         self._begun = time.monotonic()
         self._silence, self._heard_at = Silence(range(place.world_size)), time.monotonic()
 
-    def run(self, host: str, versions: Mapping[str, str], probe_machine: ProbeMachine) -> None:
+    def run(self, probe_machine: ProbeMachine) -> None:
         """Have everything measured, and say what is missing."""
         starts_by = time.monotonic() + START_S
         kind: DeviceKind | None = "cpu" if self.request.on_cpu else None
-        facts = {0: own_facts(self.place, host, versions, kind)} | self._gathered(
+        facts = {0: own_facts(self.place, kind)} | self._gathered(
             "facts",
             range(1, self.place.world_size),
             lambda _: self.is_called_off() or time.monotonic() > starts_by,
@@ -181,7 +178,7 @@ class _Keeper:
         cluster = self.request.cluster
         self.world = World(members=in_world_order(members, cluster), has_racks=cluster is not None)
         for reason in dict.fromkeys(refused.values()):
-            self._miss(reason)
+            self.plan.miss(reason)
         self._greet()
         # Each process sees by its own number that the order answers it.
         nonces = {str(rank): own.get("nonce") for rank, own in facts.items()}
@@ -190,7 +187,7 @@ class _Keeper:
                 self._probe_machine(probe_machine)
             self._run_steps({"refused": refused, "nonces": nonces})
         except ProbeError as error:
-            self._miss(f"{self._doing} and what follows: {error}")
+            self.plan.miss(f"{self._doing} and what follows: {error}")
 
     def _gathered(
         self, key: str, ranks: Iterable[int], is_over: Callable[[Mapping[int, Any]], bool]
@@ -221,7 +218,7 @@ class _Keeper:
                 continue
             if not self._silence.is_alive(rank, self.store.read(f"beat/{rank}"), tick_s):
                 self.lost[rank] = member
-                self._miss(
+                self.plan.miss(
                     f"rank {rank} on node {member.host} stopped answering during {self._doing}"
                 )
 
@@ -230,19 +227,11 @@ class _Keeper:
         for what, version in unequal_versions(self.world).items():
             package = what.split(" on ")[0]
             ours = self.world.home.versions.get(package, "none")
-            self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
+            self.plan.remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
         for host in self.world.unknown_hosts():
-            self._remark(f"the cluster file does not name node {host}, so its rack is not known")
+            self.plan.remark(f"the cluster file does not name node {host}, so its rack is not known")
         for sentence in other_machines(self.world):
-            self._remark(sentence)
-
-    def _miss(self, sentence: str) -> None:
-        self.missing.append(sentence)
-        self.tell_people(f"not measured: {sentence}")
-
-    def _remark(self, sentence: str) -> None:
-        self.remarks.append(sentence)
-        self.tell_people(sentence)
+            self.plan.remark(sentence)
 
     def _used_s(self) -> float:
         return time.monotonic() - self._begun
@@ -268,18 +257,11 @@ class _Keeper:
                 patience_s=0.0,
             )
         except ProbeError as error:
-            self._miss(f"the machine of node {home.host}: {error}")
+            self.plan.miss(f"the machine of node {home.host}: {error}")
 
     def _begin(self, left: list[str]) -> None:
         """The first of the steps that are left begins, on rank 0's thread of the steps."""
         self._left, self._doing = left, left[0]
-
-    def _keep(self, findings: ClusterFindings) -> None:
-        known, self.findings = self.findings, copy.deepcopy(findings)
-        for sentence in self.findings.missing[len(known.missing) :]:
-            self.tell_people(f"not measured: {sentence}")
-        for sentence in self.findings.remarks[len(known.remarks) :]:
-            self.tell_people(sentence)
 
     def _run_steps(self, roster: Mapping[str, Any]) -> None:
         """All steps, until they are done, the time is over or a rank is lost or fails."""
@@ -305,24 +287,22 @@ class _Keeper:
         self.store.post("order", order)
         reason = reason or self._why_ended(order, [member.rank for member in left])
         if reason:
-            self._miss(f"{', '.join(self._left)}: {reason}")
+            self.plan.miss(f"{', '.join(self._left)}: {reason}")
         if forged := self.store.forged:
-            self._remark(
+            self.plan.remark(
                 f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
                 "of this launch and were ignored; somebody else writes to rank 0's store"
             )
 
     def _why_ended(self, order: Mapping[str, Any], ranks: Sequence[int]) -> str:
         """Have the ranks run the steps; why they ended too early, or ""."""
-        findings = copy.deepcopy(self.findings)
-        plan = ProbePlan(findings=findings, begin=self._begin, keep=lambda: self._keep(findings))
         ends_at = time.monotonic() + order["timeout_s"] - _GIVEN_UP_S - _LEAVE_S
         own = another_connection(self.place, self.store)
 
         def share() -> None:
             # Where the store has ended, the keeper finds that out itself.
             with contextlib.suppress(ProbeError):
-                own.post("ended/0", run_share(self.place, own, order, plan))
+                own.post("ended/0", run_share(self.place, own, order, self.plan))
 
         lost_before = len(self.lost)
         # Beside the watch over all; a thread that waits for a lost rank ends with this process.
@@ -358,11 +338,7 @@ class _Keeper:
 
     def profile(self) -> MachineProfile:
         """Everything found; raises ProbeError where that is nothing."""
-        measured = replace(
-            self.findings,
-            missing=[*self.missing, *self.findings.missing],
-            remarks=list(dict.fromkeys([*self.remarks, *self.findings.remarks])),
-        )
+        measured = self.plan.findings
         if measured.empty and (self.base is None or self.request.base is not None):
             reason = "; ".join(measured.missing[:3]) or "there was no time"
             raise ProbeError(f"nothing was measured ({reason}); mend that and probe again")

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import secrets
+import socket
 import sys
 import threading
 import warnings
@@ -44,20 +45,17 @@ _MOST_CHARACTERS = 1000
 def take_part(
     place: Place,
     *,
-    host: str,
-    versions: Mapping[str, str],
     kind: DeviceKind | None = None,
 ) -> str:
     """Take part as `place` says; why rank 0 refused this rank.
 
-    Ends this process once rank 0 says that it is over, or nothing was heard of it for long. `host`
-    is what this rank's node is called. Of `kind` "cpu" no GPU is looked for. Raises ProbeError
-    where rank 0 is not to be reached.
+    Ends this process once rank 0 says that it is over, or nothing was heard of it for long. Of
+    `kind` "cpu" no GPU is looked for. Raises ProbeError where rank 0 is not to be reached.
     """
     store = join_session(_connect(place, START_S), place, START_S)
     rank, nonce = str(place.rank), secrets.token_hex(16)
     with Heartbeat(place, store):
-        store.post(f"facts/{rank}", {**own_facts(place, host, versions, kind), "nonce": nonce})
+        store.post(f"facts/{rank}", {**own_facts(place, kind), "nonce": nonce})
         order = store.await_value("order")
         if reason := order["refused"].get(rank):
             return str(reason)
@@ -83,9 +81,7 @@ def versions() -> dict[str, str]:
     return named
 
 
-def own_facts(
-    place: Place, host: str, versions: Mapping[str, str], kind: DeviceKind | None
-) -> dict[str, Any]:
+def own_facts(place: Place, kind: DeviceKind | None) -> dict[str, Any]:
     """What rank 0 chooses this rank's device by; `failure` says why it can have none."""
     cpu, failure = read_cpu(), ""
     try:
@@ -93,10 +89,10 @@ def own_facts(
     except ProbeError as error:
         gpus, failure = [], _words(error)
     return {
-        "host": host,
+        "host": socket.gethostname(),
         "address": own_address_towards(place.master_address),
         "local_rank": place.local_rank,
-        "versions": dict(versions),
+        "versions": versions(),
         # All threads of the node, of which this rank may use some.
         "cpu": asdict(replace(cpu, threads=os.cpu_count() or 1)),
         "gpus": [asdict(device) for device in gpus],

@@ -81,13 +81,24 @@ FEW_NODES = 16
 class ProbePlan:
     """What was found, whole on the home rank alone.
 
-    That calls `keep` whenever there is something new, and `begin` with the names of the steps that
-    are left before each.
+    That calls `keep` whenever there is something new, `begin` with the names of the steps that are
+    left before each, and `say` with sentences for people.
     """
 
     findings: ClusterFindings = field(default_factory=lambda: ClusterFindings(at=""))
     keep: Callable[[], None] = lambda: None
     begin: Callable[[list[str]], None] = lambda steps: None
+    say: Callable[[str], None] = lambda sentence: None
+
+    def miss(self, sentence: str) -> None:
+        """Keep and say what was not measured, and why."""
+        self.findings.missing.append(sentence)
+        self.say(f"not measured: {sentence}")
+
+    def remark(self, sentence: str) -> None:
+        """Keep and say what else is worth knowing."""
+        self.findings.remarks.append(sentence)
+        self.say(sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +146,12 @@ def run_steps(group: Group, plan: ProbePlan, *, seconds: float, all_pairs: bool 
         names = [one.name for one in rest]
         left_s = group.agreed(ends_at - time.monotonic())
         if left_s < LEAST_STEP_S:
-            plan.findings.missing.append(f"{', '.join(names)}: the budget was over")
-            plan.keep()
+            plan.miss(f"{', '.join(names)}: the budget was over")
             return
         plan.begin(names)
         planned_s = left_s * step.share / sum(one.share for one in rest)
         if reason := step.measure(group, plan, planned_s):
-            plan.findings.missing.append(f"{step.name}: {reason}")
-        plan.keep()
+            plan.miss(f"{step.name}: {reason}")
 
 
 # Longer than the period in which Linux rations CPU time, 0.1 s by default.
@@ -153,7 +162,8 @@ def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> None:
     """How long one device of each node takes for the same matmul."""
     reports = group.measured(group.world.firsts, _time_canary)
     taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
-    plan.findings.remarks += slow_nodes(taken_s)
+    for sentence in slow_nodes(taken_s):
+        plan.remark(sentence)
 
 
 def _time_canary(*, kind: DeviceKind, **_more: Any) -> list[float]:
@@ -222,7 +232,8 @@ def every_pair(group: Group, plan: ProbePlan, seconds: float) -> str:
     if not pairs:
         return "the budget was over"
     plan.findings.pairs = pair_matrix(hosts, pairs, at=plan.findings.at)
-    plan.findings.remarks += slow_links(plan.findings.pairs)
+    for sentence in slow_links(plan.findings.pairs):
+        plan.remark(sentence)
     if len(pairs) < len(chosen):
         return f"{len(chosen) - len(pairs)} of {len(chosen)}: the budget was over"
     return ""
@@ -399,7 +410,8 @@ def _collectives(
         size = len(groups[0])
         costs = [replace(cost, group_size=size, nodes=1, hosts=cost.hosts[:size]) for cost in costs]
     plan.findings.collectives += costs
-    plan.findings.missing += notes
+    for note in notes:
+        plan.miss(note)
     plan.keep()
 
 

@@ -225,8 +225,8 @@ class ServerNetwork(BucketedNetwork):
     def missing(self, groups: Groups) -> ProfileError:
         return ProfileError(
             f"profile '{self._profiles[groups[DP][0].network].name}' has no network, over which "
-            "parameter servers are reached; probe several nodes together, as 'estimator probe "
-            "--launch' says"
+            "parameter servers are reached; probe several nodes together by 'torchrun -m "
+            "estimator.probe'"
         )
 
 

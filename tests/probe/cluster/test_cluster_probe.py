@@ -31,11 +31,10 @@ from estimator.probe.cluster.findings import Member, World, other_machines, uneq
 # stop once it has come to the last of the steps that are looked at. It measures as long as with a
 # budget of 20 s and has ten times as long for it: other work of this machine ends nothing early.
 RANK = """
-import sys, os, threading
-from estimator.probe.cluster import steps
+import sys, os, socket, threading
+from estimator.probe.cluster import rank, steps
 from estimator.probe.cluster.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.cluster.discovery import discover
-from estimator.probe.cluster.rank import take_part
 from estimator.machines.catalogue import load_profile
 from estimator.probe.machine import probe_machine
 
@@ -49,18 +48,14 @@ def report(part, done):
         stop.set()
 
 place = discover(os.environ)
-versions = {"estimator": version, "torch": "2." + str(place.rank)}
+socket.gethostname = lambda: host
+rank.versions = lambda: {"estimator": version, "torch": "2." + str(place.rank)}
 if place.rank:
-    print(
-        take_part(place, host=host, versions=versions),
-        file=sys.stderr,
-    )
+    print(rank.take_part(place), file=sys.stderr)
 else:
     profile = probe_cluster(
         place,
         ClusterRequest(name="pair", budget_s=200.0, base=load_profile(base)),
-        host=host,
-        versions=versions,
         probe_machine=probe_machine,
         report=report,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),

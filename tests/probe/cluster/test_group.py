@@ -50,7 +50,6 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
     place = Place(
-        launcher="torchrun",
         rank=0,
         world_size=3,
         master_address="127.0.0.1",

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import hmac
-import os
 import socket
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ import torch.distributed as torch_distributed
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device
-from estimator.probe.cluster.discovery import FILE_VARIABLE, VARIABLE, Place, given_secret
+from estimator.probe.cluster.discovery import VARIABLE, Place, given_secret
 from estimator.probe.cluster.signed_store import (
     MAX_MESSAGE_BYTES,
     SignedStore,
@@ -81,35 +79,12 @@ def test_what_a_forger_fills_the_store_with_is_not_even_looked_at() -> None:
 # The secret of a launch.
 
 
-def test_a_secret_comes_from_the_environment_or_from_a_file_of_its_user(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text(SECRET + "\n")
-    file.chmod(0o600)
+def test_a_secret_comes_from_the_environment_and_is_long_enough() -> None:
     assert given_secret({}) is None
-    assert given_secret({VARIABLE: SECRET}) == SECRET.encode()
-    assert given_secret({FILE_VARIABLE: str(file)}) == SECRET.encode()
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
-    file = tmp_path / "secret"
-    file.write_text(SECRET)
-    file.chmod(mode)
-    with pytest.raises(ProbeError, match=rf"mode {mode:04o}.*chmod 600"):
-        given_secret({FILE_VARIABLE: str(file)})
-
-
-def test_short_secrets_missing_files_and_pipes_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for environment, words in (
-        ({VARIABLE: ""}, "has 0 characters, not 32 to"),
-        ({VARIABLE: "x" * 31}, "has 31 characters"),
-        ({FILE_VARIABLE: str(tmp_path / "none")}, "No such file"),
-        ({FILE_VARIABLE: str(tmp_path / "pipe")}, "no regular file"),
-    ):
-        with pytest.raises(ProbeError, match=words) as refused:
-            given_secret(environment)
-        assert "Errno" not in str(refused.value)
+    assert given_secret({VARIABLE: SECRET + "\n"}) == SECRET.encode()
+    for secret, words in (("", "has 0 characters, fewer than 32"), ("x" * 31, "has 31 characters")):
+        with pytest.raises(ProbeError, match=words):
+            given_secret({VARIABLE: secret})
 
 
 # Messages over a store.
@@ -123,7 +98,7 @@ def free_port() -> int:
 
 def place_of(secret: str = SECRET, **more: Any) -> Place:
     more = {"rank": 0, "master_address": "127.0.0.1", "master_port": free_port(), **more}
-    return Place(launcher="torchrun", world_size=2, is_local=True, secret=secret.encode(), **more)
+    return Place(world_size=2, is_local=True, secret=secret.encode(), **more)
 
 
 @pytest.fixture
