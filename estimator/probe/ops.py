@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
-import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError, StoreError, cause
-from estimator.files import home
+from estimator.files import home, parse_json, read_text, write_text_atomically
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.memory.sizes import update_call
@@ -34,61 +33,31 @@ from estimator.probe.grid.kernels import float32_matmuls, noise_ratio
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.workload.optimizers import RULES
 
-_TABLE = """
-CREATE TABLE IF NOT EXISTS timings (
-    machine TEXT NOT NULL,
-    call TEXT NOT NULL,
-    seconds REAL NOT NULL,
-    spread_ratio REAL NOT NULL,
-    PRIMARY KEY (machine, call)
-) WITHOUT ROWID
-"""
+
+def read_timings(machine: str) -> dict[str, OpTiming]:
+    """What was timed on a machine before, by `_key` of its call; raises StoreError."""
+    path = _timings_path(machine)
+    try:
+        return {
+            key: OpTiming(seconds=float(seconds), noise_ratio=float(noise))
+            for key, (seconds, noise) in parse_json(read_text(path)).items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"cannot read the timings in {path} ({cause(error)}); delete the file"
+        ) from None
 
 
-class TimingStore:
-    """Timings of one machine in an SQLite file that several processes may share."""
+def keep_timings(machine: str, timings: Mapping[str, OpTiming]) -> None:
+    """Keep what `read_timings` is to find; raises StoreError."""
+    rows = {key: (timing.seconds, timing.noise_ratio) for key, timing in timings.items()}
+    write_text_atomically(_timings_path(machine), json.dumps(rows))
 
-    def __init__(self, path: Path, machine: str) -> None:
-        self.path, self.machine = path, machine
 
-    def read(self, calls: Iterable[OpCall]) -> dict[OpCall, OpTiming]:
-        """The calls that were timed on this machine before; raises StoreError."""
-        if not self.path.exists():
-            return {}
-        timings: dict[OpCall, OpTiming] = {}
-        with self._open() as connection:
-            for call in calls:
-                row = connection.execute(
-                    "SELECT seconds, spread_ratio FROM timings WHERE machine = ? AND call = ?",
-                    (self.machine, _key(call)),
-                ).fetchone()
-                if row is not None:
-                    timings[call] = OpTiming(seconds=row[0], noise_ratio=row[1])
-        return timings
-
-    def write(self, timings: Mapping[OpCall, OpTiming]) -> None:
-        """Keep timings, in place of older ones of the same calls; raises StoreError."""
-        rows = [
-            (self.machine, _key(call), timing.seconds, timing.noise_ratio)
-            for call, timing in timings.items()
-        ]
-        with self._open() as connection:
-            connection.executemany("INSERT OR REPLACE INTO timings VALUES (?, ?, ?, ?)", rows)
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.closing(sqlite3.connect(self.path, timeout=30.0)) as connection:
-                connection.execute("PRAGMA journal_mode=WAL")
-                with connection:
-                    connection.execute(_TABLE)
-                    yield connection
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(
-                f"cannot use the timing store {self.path} ({cause(error)}); delete it, or choose "
-                "another place with ESTIMATOR_HOME"
-            ) from None
+def _timings_path(machine: str) -> Path:
+    return home() / "timings" / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 
 def _key(call: OpCall) -> str:
@@ -373,9 +342,7 @@ def measure_ops(
     graph: OpGraph,
     profile: MachineProfile,
     *,
-    batch: int | None = None,
     budget_s: float = 60.0,
-    store: Path | None = None,
     report: Callable[[str, float], None] | None = None,
     on_canary: Callable[[float], None] | None = None,
 ) -> dict[OpCall, OpTiming]:
@@ -383,26 +350,26 @@ def measure_ops(
 
     The step runs op by op with real tensors in a process pinned to device 0, memory resident;
     a call's time is the mean over its occurrences of the median over passes. On a CPU the optimizer
-    follows, and its step is one more call, `update_call`. Timings are kept in
-    `store` (a file; by default in the user's store), and where all are there nothing runs. Calls
-    that cannot be replayed are missing from the answer and named through `report`; `on_canary` gets
-    the seconds of a fixed matmul beside the passes that count. Raises ProbeError, StoreError.
+    follows, and its step is one more call, `update_call`. Timings are kept in the user's store, and
+    where all are there nothing runs. Calls that cannot be replayed are missing from the answer and
+    named through `report`; `on_canary` gets the seconds of a fixed matmul beside the passes that
+    count. Raises ProbeError, StoreError.
     """
     say = report or (lambda _part, _fraction: None)
     _check_machine(graph, profile)
-    bound = graph.at(batch)
+    bound = graph.at()
     wanted = distinct_calls(bound)
     if _has_update(graph, profile):
         wanted.append(update_call(graph))
     # The same call takes another time on tensor cores.
     machine = fingerprint(profile) + (" | tf32" if graph.precision == "tf32" else "")
-    kept = TimingStore(store or home() / "timings" / "ops.sqlite", machine)
-    known = kept.read(wanted)
+    kept = read_timings(machine)
+    known = {call: kept[key] for call in wanted if (key := _key(call)) in kept}
     if len(known) == len(wanted):
         return known
     say("timing the model's operators", 0.0)
     timings, skipped = _replay(bound, profile, wanted, budget_s, say, on_canary)
-    kept.write(timings)
+    keep_timings(machine, kept | {_key(call): timing for call, timing in timings.items()})
     for target, reason in skipped:
         say(f"could not time {target}: {reason}", 1.0)
     # Known calls that were timed again take the new figure: it was taken in this very step.

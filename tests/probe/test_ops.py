@@ -22,12 +22,13 @@ from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.devices.calls import real_arguments
 from estimator.probe.devices.inventory import core_groups, read_cpu
 from estimator.probe.ops import (
-    TimingStore,
     distinct_calls,
     index_bounds,
+    keep_timings,
     make_tensor,
     measure_ops,
     quiet_passes,
+    read_timings,
     replay,
     replay_plan,
 )
@@ -197,9 +198,9 @@ def test_a_replay_tells_the_canary_beside_the_passes_that_count(
 def test_measured_calls_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = tmp_path / "timings" / "ops.sqlite"
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
     canaries: list[float] = []
-    first = measure_ops(CHAIN, here(), budget_s=2.0, store=store, on_canary=canaries.append)
+    first = measure_ops(CHAIN, here(), budget_s=2.0, on_canary=canaries.append)
     assert len(canaries) == 1
     assert canaries[0] > 0
     assert set(first) == {*distinct_calls(CHAIN.at()), update_call(CHAIN)}
@@ -209,7 +210,7 @@ def test_measured_calls_are_kept_and_not_run_again(
         raise AssertionError("it ran again")
 
     monkeypatch.setattr(ops_module, "run_job", refuse)
-    assert measure_ops(CHAIN, here(), store=store) == first
+    assert measure_ops(CHAIN, here()) == first
 
 
 def test_another_machine_is_refused() -> None:
@@ -223,18 +224,25 @@ def test_a_gpu_is_not_timed_where_there_is_none(monkeypatch: pytest.MonkeyPatch)
         measure_ops(replace(CHAIN, target="cuda"), load_profile("a100-sxm-80gb"))
 
 
-def test_timings_of_one_machine_are_not_anothers(tmp_path: Path) -> None:
-    path, call = tmp_path / "ops.sqlite", OpCall("aten.relu.default", (SQUARE,))
-    TimingStore(path, "one").write({call: OpTiming(seconds=1.5, noise_ratio=0.1)})
-    assert TimingStore(path, "one").read([call]) == {call: OpTiming(seconds=1.5, noise_ratio=0.1)}
-    assert TimingStore(path, "other").read([call]) == {}
+def test_timings_of_one_machine_are_not_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    keep_timings("one", {"relu": OpTiming(seconds=1.5, noise_ratio=0.1)})
+    assert read_timings("one") == {"relu": OpTiming(seconds=1.5, noise_ratio=0.1)}
+    assert read_timings("other") == {}
 
 
-def test_a_damaged_store_is_named_with_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "ops.sqlite"
-    path.write_text("this is no database at all, but long enough to be read as one" * 20)
-    with pytest.raises(StoreError, match="cannot use the timing store"):
-        TimingStore(path, "one").read([OpCall("aten.relu.default", (SQUARE,))])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"relu": [1.5]}', '{"relu": ["fast", 0.1]}'])
+def test_damaged_timings_are_named_with_what_to_do(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    keep_timings("one", {})
+    (path,) = (tmp_path / "timings").iterdir()
+    path.write_text(text)
+    with pytest.raises(StoreError, match="cannot read the timings in .*; delete the file"):
+        read_timings("one")
 
 
 def test_made_tensors_have_the_strides_and_values_that_the_step_needs() -> None:
