@@ -18,8 +18,7 @@ from estimator.probe.devices.interference import (
     InterferenceWatch,
     check_interference,
     default_patience_s,
-    disturbed_canary_ratio,
-    read_cpu_times,
+    others_cpu_s,
 )
 from estimator.probe.devices.inventory import (
     Cpu,
@@ -170,9 +169,9 @@ class _Probe:
             patience_s=patience_s,
             cores=needed,
             spare_cores=max(0, len(cpu.cores) - needed),
+            kind=devices[0].kind,
             usual_canary_s=usual_canary_s,
-            disturbed_canary_ratio=disturbed_canary_ratio(devices[0].kind),
-            read=partial(read_cpu_times, os.getpid(), sorted(usable_threads())),
+            read_others_s=partial(others_cpu_s, os.getpid(), sorted(usable_threads())),
             canary=self._canary_s,
             say=self._waits,
         )
@@ -246,8 +245,8 @@ class _Probe:
         """The grid, piece by piece: calls that others disturbed are timed again."""
         findings, watch = self.findings, self.watch
         size = len(kernel_grid(self.devices[0].kind, thorough=self.thorough))
-        end = time.monotonic() + budget_s - watch.seen.waited_s
-        while (left_s := end + watch.seen.waited_s - time.monotonic()) > 0:
+        end = time.monotonic() + budget_s - watch.waited_s
+        while (left_s := end + watch.waited_s - time.monotonic()) > 0:
             first = findings.kernels_done
             arguments = {"thorough": self.thorough, "first": first}
             budget = min(_PIECE_S, left_s)
@@ -302,7 +301,7 @@ class _Probe:
         self._report(part, min(1.0, self._used_s() / self.budget_s))
 
     def _used_s(self) -> float:
-        return time.monotonic() - self._begun - self.watch.seen.waited_s
+        return time.monotonic() - self._begun - self.watch.waited_s
 
     def _skip(self, parts: Sequence[_Part], reason: str) -> None:
         self.findings.missing += [f"{part.name}: {reason}" for part in parts]
@@ -328,13 +327,11 @@ class _Probe:
             updates=tuple(findings.updates),
             software=software_versions(self.devices[0]),
             hardware=hardware,
-            canary_s=self.watch.seen.canary_s,
+            canary_s=self.watch.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
             kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
             missing=findings.all_of("missing"),
-            interference=self.watch.seen.interference(
-                self.watch.usual_canary_s, on_gpu=self.devices[0].kind == "cuda"
-            ),
+            interference=self.watch.interference(),
             provenance=Provenance(
                 source="measured",
                 at=findings.at,

@@ -26,7 +26,6 @@ from estimator.probe.cluster.steps import ProbePlan, links_of_node
 from estimator.probe.devices import inventory
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
-from estimator.probe.devices.interference import CpuTimes
 from estimator.probe.devices.inventory import read_cpu
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
@@ -227,10 +226,10 @@ def busy(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
         nonlocal now_s
         now_s += seconds
 
-    def read_cpu_times(_pid: int, _threads: Any) -> CpuTimes:
-        return CpuTimes(all_s=others * now_s * len(read_cpu().cores), own_s=0.0)
+    def others_cpu_s(_pid: int, _threads: Any) -> float:
+        return others * now_s * len(read_cpu().cores)
 
-    monkeypatch.setattr(machine_module, "read_cpu_times", read_cpu_times)
+    monkeypatch.setattr(machine_module, "others_cpu_s", others_cpu_s)
     watch = partial(machine_module.InterferenceWatch, clock=lambda: now_s, sleep=sleep)
     monkeypatch.setattr(machine_module, "InterferenceWatch", watch)
 

@@ -16,11 +16,12 @@ from estimator.machines.profile import DeviceKind, Interference
 # second a strict probe is refused: at 17 % steps of models came out up to 11 % too long
 # (busy_probe.py). A desktop's own programs stay below the first.
 DISTURBED_RATIO, REFUSED_RATIO = 0.10, 0.15
-# Of the canary's usual time; turbo clocks alone make a tenth.
-DISTURBED_CANARY_RATIO, REFUSED_CANARY_RATIO = 1.3, 1.5
 # A GPU at its limit of power lowers its clock by itself (an H100 of 700 W under matmuls to 1440 of
 # 1980 MHz); a program beside it takes half of its time.
 SHARED_GPU_RATIO = 1.6
+# Of the canary's usual time; turbo clocks alone make a tenth.
+_DISTURBED_CANARY_RATIO = {"cpu": 1.3, "cuda": SHARED_GPU_RATIO}
+REFUSED_CANARY_RATIO = 1.5
 # Of the budget, for waiting and measuring again: what has just been started or installed ends in
 # some seconds, and what goes on after them seldom ends within the minute of a probe.
 _PATIENCE_RATIO, _MOST_PATIENCE_S = 0.25, 60.0
@@ -38,22 +39,10 @@ def default_patience_s(budget_s: float) -> float:
     return min(_MOST_PATIENCE_S, _PATIENCE_RATIO * budget_s)
 
 
-def disturbed_canary_ratio(kind: DeviceKind) -> float:
-    """From where on a canary that takes so many times as long as usual tells of other programs."""
-    return SHARED_GPU_RATIO if kind == "cuda" else DISTURBED_CANARY_RATIO
+def others_cpu_s(pid: int, threads: Sequence[int], root: Path = Path("/")) -> float | None:
+    """CPU seconds since boot that hardware threads gave to other programs; None where none are told.
 
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """CPU seconds since boot of all programs, and of one process with all below it."""
-
-    all_s: float
-    own_s: float
-
-
-def read_cpu_times(pid: int, threads: Sequence[int], root: Path = Path("/")) -> CpuTimes | None:
-    """The times of hardware threads, and of `pid` and those below it; None where none are told.
-
+    Others are all but `pid` and the processes below it.
     What a hypervisor gave to others (steal) counts as theirs; interrupts count for nobody.
     """
     try:
@@ -65,8 +54,7 @@ def read_cpu_times(pid: int, threads: Sequence[int], root: Path = Path("/")) -> 
         if name in wanted:
             # user, nice, system, idle, iowait, irq, softirq, steal, … (proc(5)).
             ticks += sum(map(int, columns[:3])) + sum(map(int, columns[7:8]))
-    per_s = os.sysconf("SC_CLK_TCK")
-    return CpuTimes(ticks / per_s, _tree_ticks(pid, root) / per_s)
+    return (ticks - _tree_ticks(pid, root)) / os.sysconf("SC_CLK_TCK")
 
 
 def _tree_ticks(pid: int, root: Path) -> int:
@@ -93,9 +81,26 @@ def _tree_ticks(pid: int, root: Path) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
-    """What was seen beside the measurements that were kept, and what waiting it took."""
+class InterferenceWatch:
+    """Measures beside a look at the load of others, and again once they have ended.
 
+    Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
+    others may use `spare_cores` besides without disturbing them. `read_others_s` tells the CPU
+    seconds that others have used so far, `canary` how long the canary takes now, if it can;
+    `usual_canary_s` is that of an earlier probe of the same machine, and `say` is told of what is
+    waited for. `others_s` of `cores_s` are what was seen beside the measurements that were kept.
+    """
+
+    patience_s: float = 0.0
+    cores: int = 1
+    spare_cores: int = 0
+    kind: DeviceKind = "cpu"
+    usual_canary_s: float | None = None
+    read_others_s: Callable[[], float | None] = lambda: None
+    canary: Callable[[], float | None] = lambda: None
+    say: Callable[[str], None] = lambda disturbance: None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     others_s: float = 0.0
     cores_s: float = 0.0
     canaries_s: list[float] = field(default_factory=list)
@@ -111,55 +116,21 @@ class Seen:
         """
         return statistics.median(self.canaries_s) if self.canaries_s else None
 
-    def interference(
-        self, usual_canary_s: float | None = None, *, on_gpu: bool = False
-    ) -> Interference:
-        """What it comes to; `usual_canary_s` is that of an earlier probe of the same machine."""
-        ratio = _canary_ratio(self.canary_s, usual_s(self.canaries_s, usual_canary_s))
+    def interference(self) -> Interference:
+        """What was seen in all."""
+        ratio = self._canary_ratio(self.canary_s)
+        is_by_itself = self.kind == "cuda" and ratio < SHARED_GPU_RATIO
         return Interference(
             others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
-            canary_ratio=1.0 if on_gpu and ratio < SHARED_GPU_RATIO else ratio,
+            canary_ratio=1.0 if is_by_itself else ratio,
             waited_s=self.waited_s,
             repeats=self.repeats,
         )
 
-
-def usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None:
-    """How long the canary takes undisturbed: the quickest tenth, since a first one may be odd."""
-    usual = sorted(canaries_s)[int(_TENTH * len(canaries_s)) :][:1]
-    return min((*usual, *((known_s,) if known_s else ())), default=None)
-
-
-def _canary_ratio(canary_s: float | None, usual_s: float | None) -> float:
-    return max(1.0, canary_s / usual_s) if canary_s and usual_s else 1.0
-
-
-@dataclass(slots=True, kw_only=True)
-class InterferenceWatch:
-    """Measures beside a look at the load of others, and again once they have ended.
-
-    Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
-    others may use `spare_cores` besides without disturbing them. `read` tells the CPU times of all,
-    `canary` how long the canary takes now, if it can, which matters from `disturbed_canary_ratio`
-    on; `say` is told of what is waited for.
-    """
-
-    patience_s: float = 0.0
-    cores: int = 1
-    spare_cores: int = 0
-    usual_canary_s: float | None = None
-    disturbed_canary_ratio: float = DISTURBED_CANARY_RATIO
-    read: Callable[[], CpuTimes | None] = lambda: None
-    canary: Callable[[], float | None] = lambda: None
-    say: Callable[[str], None] = lambda disturbance: None
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    seen: Seen = field(default_factory=Seen)
-
     @property
     def left_s(self) -> float:
         """Of the patience: what waiting and repeated measurements have not taken."""
-        return max(0.0, self.patience_s - self.seen.waited_s)
+        return max(0.0, self.patience_s - self.waited_s)
 
     def run(self, measure: Callable[[], None]) -> None:
         """Call `measure`, and again where others disturbed it and have ended since.
@@ -167,20 +138,20 @@ class InterferenceWatch:
         What it finds the second time must replace what it found the first.
         """
         while True:
-            began, before = self.clock(), self.read()
+            began, before = self.clock(), self.read_others_s()
             measure()
-            took_s, after = self.clock() - began, self.read()
+            took_s, after = self.clock() - began, self.read_others_s()
             others_s = self._others_s(before, after, took_s)
             canary_s, cores_s = self.canary(), took_s * self.cores
             interference = self._interference(others_s / (cores_s or 1.0), canary_s)
             can_repeat = self._disturbs(interference) and took_s < self.left_s
             if can_repeat and not self._disturbs(self.await_quiet()):
-                self.seen.waited_s += took_s
-                self.seen.repeats += 1
+                self.waited_s += took_s
+                self.repeats += 1
                 continue
-            self.seen.others_s += others_s
-            self.seen.cores_s += cores_s
-            self.seen.canaries_s += [] if canary_s is None else [canary_s]
+            self.others_s += others_s
+            self.cores_s += cores_s
+            self.canaries_s += [] if canary_s is None else [canary_s]
             return
 
     def await_quiet(self) -> Interference:
@@ -191,31 +162,35 @@ class InterferenceWatch:
         while self._disturbs(look) and self.left_s:
             began = self.clock()
             look = self._look()
-            self.seen.waited_s += self.clock() - began
+            self.waited_s += self.clock() - began
         return look
 
     def _look(self) -> Interference:
         """What others do right now."""
-        before, began = self.read(), self.clock()
+        before, began = self.read_others_s(), self.clock()
         self.sleep(_LOOK_S)
-        after, took_s = self.read(), self.clock() - began
+        after, took_s = self.read_others_s(), self.clock() - began
         others_s = self._others_s(before, after, took_s)
         return self._interference(others_s / (took_s * self.cores or 1.0), self.canary())
 
-    def _others_s(self, before: CpuTimes | None, after: CpuTimes | None, took_s: float) -> float:
+    def _others_s(self, before: float | None, after: float | None, took_s: float) -> float:
         """Seconds of the needed cores that others took."""
         if before is None or after is None:
             return 0.0
-        others_s = after.all_s - before.all_s - (after.own_s - before.own_s)
-        return min(max(0.0, others_s - self.spare_cores * took_s), self.cores * took_s)
+        return min(max(0.0, after - before - self.spare_cores * took_s), self.cores * took_s)
 
     def _disturbs(self, interference: Interference) -> bool:
-        is_slow = interference.canary_ratio > self.disturbed_canary_ratio
+        is_slow = interference.canary_ratio > _DISTURBED_CANARY_RATIO[self.kind]
         return is_slow or interference.others_ratio > DISTURBED_RATIO
 
     def _interference(self, others_ratio: float, canary_s: float | None) -> Interference:
-        ratio = _canary_ratio(canary_s, usual_s(self.seen.canaries_s, self.usual_canary_s))
-        return Interference(others_ratio=others_ratio, canary_ratio=ratio)
+        return Interference(others_ratio=others_ratio, canary_ratio=self._canary_ratio(canary_s))
+
+    def _canary_ratio(self, canary_s: float | None) -> float:
+        """How many times as long as usual, that is the quickest tenth: a first one may be odd."""
+        usual_s = sorted(self.canaries_s)[int(_TENTH * len(self.canaries_s)) :][:1]
+        usual_s += [self.usual_canary_s] if self.usual_canary_s else []
+        return max(1.0, canary_s / min(usual_s)) if canary_s and usual_s else 1.0
 
 
 def check_interference(interference: Interference) -> None:

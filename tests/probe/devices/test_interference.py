@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Interference
+from estimator.machines.profile import DeviceKind, Interference
 from estimator.probe.devices.interference import (
-    CpuTimes,
+    SHARED_GPU_RATIO,
     InterferenceWatch,
-    Seen,
     check_interference,
-    disturbed_canary_ratio,
-    read_cpu_times,
+    others_cpu_s,
 )
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -28,7 +26,7 @@ class Machine:
 
     def __init__(self, others: float = 0.0, until_s: float = float("inf")) -> None:
         self.others, self.until_s = others, until_s
-        self.now_s = self.own_s = self.others_s = 0.0
+        self.now_s = self.others_s = 0.0
         self.measured: list[float] = []
         self.said: list[str] = []
 
@@ -38,7 +36,6 @@ class Machine:
 
     def measure(self) -> None:
         """One second of work on one core."""
-        self.own_s += 1.0
         self.sleep(1.0)
         self.measured.append(self.now_s)
 
@@ -53,7 +50,7 @@ class Machine:
             patience_s=patience_s,
             cores=cores,
             spare_cores=spare_cores,
-            read=lambda: CpuTimes(self.own_s + self.others_s, self.own_s),
+            read_others_s=lambda: self.others_s,
             canary=canary,
             say=self.said.append,
             clock=lambda: self.now_s,
@@ -67,7 +64,7 @@ def test_own_work_disturbs_nothing() -> None:
     assert watch.await_quiet() == Interference()
     watch.run(machine.measure)
     assert len(machine.measured) == 1
-    assert watch.seen.interference() == Interference()
+    assert watch.interference() == Interference()
     assert not machine.said
 
 
@@ -77,7 +74,7 @@ def test_what_others_disturbed_is_measured_again_once_they_have_ended() -> None:
     watch.run(machine.measure)
     # Disturbed until second 1, quiet from second 5 on, and looked at every quarter of a second.
     assert machine.measured == [1.0, pytest.approx(6.25)]
-    found = watch.seen.interference()
+    found = watch.interference()
     assert found.others_ratio == 0.0
     assert found.repeats == 1
     # The first second was measured in vain, the look that met others is not counted.
@@ -93,7 +90,7 @@ def test_it_waits_no_longer_than_its_patience_and_keeps_what_it_has() -> None:
     assert len(machine.measured) == 2
     assert machine.now_s == pytest.approx(2.0 + 10.0, abs=1.0)
     # 0.4 of two cores all the time.
-    assert watch.seen.interference().others_ratio == pytest.approx(0.2)
+    assert watch.interference().others_ratio == pytest.approx(0.2)
 
 
 def test_the_wait_for_a_quiet_machine_ends_with_the_patience() -> None:
@@ -112,7 +109,7 @@ def test_others_on_cores_that_nothing_needs_disturb_nothing() -> None:
         machine = Machine(others=others)
         watch = machine.watch(0.0, cores=1, spare_cores=7)
         watch.run(machine.measure)
-        assert watch.seen.interference().others_ratio == pytest.approx(expected)
+        assert watch.interference().others_ratio == pytest.approx(expected)
 
 
 def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
@@ -125,9 +122,10 @@ def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
     assert len(machine.measured) == 4
     # No program was seen, so none is named.
     assert machine.said == ["a fixed matmul took 2.00 times as long as usual"]
-    assert watch.seen.canaries_s == [1.0, 1.0, 1.0]
-    assert watch.seen.interference().canary_ratio == 1.0
-    assert watch.seen.interference(usual_canary_s=0.5).canary_ratio == 2.0
+    assert watch.canaries_s == [1.0, 1.0, 1.0]
+    assert watch.interference().canary_ratio == 1.0
+    watch.usual_canary_s = 0.5
+    assert watch.interference().canary_ratio == 2.0
 
 
 def test_a_profile_has_the_canary_of_the_whole_probe_not_that_of_its_first_moment() -> None:
@@ -137,18 +135,27 @@ def test_a_profile_has_the_canary_of_the_whole_probe_not_that_of_its_first_momen
     watch = machine.watch(0.0, lambda: next(times))
     for _ in range(8):
         watch.run(machine.measure)
-    assert watch.seen.canary_s == pytest.approx(1.015)
+    assert watch.canary_s == pytest.approx(1.015)
     # Beside an earlier probe whose median was the same nothing looks slow.
-    assert watch.seen.interference(usual_canary_s=1.015).canary_ratio == pytest.approx(1.015)
-    assert Seen().canary_s is None
+    watch.usual_canary_s = 1.015
+    assert watch.interference().canary_ratio == pytest.approx(1.015)
+    assert InterferenceWatch().canary_s is None
 
 
 def test_a_gpu_at_its_limit_of_power_is_not_disturbed_and_a_shared_one_is() -> None:
-    seen = Seen(canaries_s=[1.0, 1.0, 1.4, 1.4, 1.4])
-    assert seen.interference().canary_ratio == 1.4
-    assert seen.interference(on_gpu=True).canary_ratio == 1.0
-    assert seen.interference(0.7, on_gpu=True).canary_ratio == pytest.approx(2.0)
-    assert disturbed_canary_ratio("cuda") > 1980 / 1440 > disturbed_canary_ratio("cpu")
+    canaries_s = [1.0, 1.0, 1.4, 1.4, 1.4]
+
+    def ratio(kind: DeviceKind, usual_canary_s: float | None = None) -> float:
+        watch = InterferenceWatch(
+            kind=kind, canaries_s=canaries_s, usual_canary_s=usual_canary_s
+        )
+        return watch.interference().canary_ratio
+
+    assert ratio("cpu") == 1.4
+    assert ratio("cuda") == 1.0
+    assert ratio("cuda", 0.7) == pytest.approx(2.0)
+    # From 1980 to 1440 MHz its clock falls by a factor of 1.375, which is no other program.
+    assert SHARED_GPU_RATIO > 1980 / 1440
 
 
 def test_only_what_is_beyond_doubt_is_refused() -> None:
@@ -188,6 +195,6 @@ def test_cpu_times_are_of_the_cores_and_of_a_process_with_all_below_it(tmp_path:
     process(proc, 6, 5, (1, 1, 0, 0))
     process(proc, 7, 6, (0, 0, 0, 4))
     process(proc, 8, 1, (5000, 0, 0, 0))
-    found = read_cpu_times(5, (0, 1), tmp_path)
-    assert found == CpuTimes(500 / TICKS_PER_S, 106 / TICKS_PER_S)
-    assert read_cpu_times(5, (0,), tmp_path / "nowhere") is None
+    # 500 ticks of both cores, 106 of which are of process 5 and of 6 and 7 below it.
+    assert others_cpu_s(5, (0, 1), tmp_path) == (500 - 106) / TICKS_PER_S
+    assert others_cpu_s(5, (0,), tmp_path / "nowhere") is None
