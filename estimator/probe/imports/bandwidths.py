@@ -61,7 +61,7 @@ def read_nccl_tests(text: str, *, at: str) -> Imported:
         end = starts[number + 1] if number + 1 < len(starts) else len(text)
         run = text[start:end]
         ranks = _printed_ranks(run)
-        op = _op_of_run(text[before[number] : start] + run, run, len(ranks))
+        op = _op_of_run(text[before[number] : start] + run)
         costs.append(_cost(op, ranks, _printed_points(run), at))
         names |= {rank.device: rank.name for rank in ranks}
     return Imported(formats=(NCCL_TESTS,), collectives=tuple(costs), device_names=names)
@@ -165,20 +165,10 @@ def _wrong(how_many: str) -> ImportedFileError:
     )
 
 
-def _op_of_run(text: str, run: str, ranks: int) -> CollectiveName:
-    """By the program's name, else by what the table shows: the operation and busbw / algbw."""
+def _op_of_run(text: str) -> CollectiveName:
     program = _PROGRAM.search(text)
     if program:
         return _known_op(program[1])
-    header = _HEADER.search(run)
-    names = header[0].lstrip("# ").split() if header else []
-    if ranks > 2 and {"redop", "algbw", "busbw"} <= set(names) and header is not None:
-        # The largest size has the most digits; factors are those of doc/PERFORMANCE.md.
-        for cells in reversed(list(_table_rows(run[header.end() :]))):
-            factor = float(cells[names.index("busbw")]) / float(cells[names.index("algbw")])
-            if cells[names.index("redop")] == "sum":
-                return "all_reduce" if factor > 1 else "reduce_scatter"
-            break
     raise ImportedFileError(
         "the nccl-tests output does not say which collective it timed; keep the command line, such "
         "as all_reduce_perf, in the file"

@@ -67,11 +67,10 @@ def test_nccl_tests_table_gives_one_collective_with_its_hosts() -> None:
     assert size / seconds * 2 * 15 / 16 == pytest.approx(338.82e9, rel=1e-4)
 
 
-def test_nccl_tests_without_its_command_line_is_known_by_its_columns() -> None:
+def test_nccl_tests_without_its_command_line_is_refused() -> None:
     text = sample("nccl_tests_2x8_h100.txt")
-    (cost,) = recognise(text[text.index("# nThread") :], at=AT).collectives
-    # busbw / algbw is 1.87 = 2 · 15 / 16, which only an all-reduce has.
-    assert cost.op == "all_reduce"
+    with pytest.raises(ImportedFileError, match="keep the command line, such as all_reduce_perf"):
+        recognise(text[text.index("# nThread") :], at=AT)
 
 
 def test_several_runs_of_nccl_tests_in_one_file_are_all_read() -> None:
