@@ -198,9 +198,7 @@ def run_on_devices(
     with DeviceProcesses(
         devices, world=world, imported=imported, trains=trains, world_s=timeout_s
     ) as ranks:
-        return ranks.run(
-            function, arguments, timeout_s=timeout_s, on_report=on_report, is_last=True
-        )
+        return ranks.run(function, arguments, timeout_s=timeout_s, on_report=on_report)
 
 
 class DeviceProcesses:
@@ -273,7 +271,7 @@ class DeviceProcesses:
         return self.folder / f"rank{rank}.log"
 
     def stop(self) -> None:
-        """Kill what has not ended."""
+        """End all processes; their memory is free then."""
         for pid in self.living.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -292,35 +290,25 @@ class DeviceProcesses:
         *,
         timeout_s: float,
         on_report: RankReport | None = None,
-        is_last: bool = False,
     ) -> list[Any]:
-        """Call ``function(rank, world_size, arguments)`` on every rank; the results in rank order.
-
-        After the last call every rank has ended and freed its memory.
-        """
+        """Call ``function(rank, world_size, arguments)`` on every rank; the results in rank order."""
         try:
             if not self.links:
                 self._start()
             self.found.clear()
-            self.call, self.is_last = {"function": function, "arguments": dict(arguments)}, is_last
             for rank in self.living:
-                self._send_call(rank)
+                # Of a rank that has died meanwhile the end is read later.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    _send(self.links[rank], {"function": function, "arguments": dict(arguments)})
             self._await_results(timeout_s, on_report)
         except BaseException:
             self.stop()
             raise
         return [self.found[rank] for rank in range(len(self.links))]
 
-    def _send_call(self, rank: int) -> None:
-        # Of a rank that has died meanwhile the end is read later.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            _send(self.links[rank], self.call)
-            if self.is_last:
-                _send(self.links[rank], None)
-
     def _await_results(self, timeout_s: float, on_report: RankReport | None) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.living if self.is_last else len(self.found) < len(self.links):
+        while len(self.found) < len(self.links):
             links = [self.links[rank] for rank in self.living]
             ready = wait(links, max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank in self.living if self.links[rank] in ready]:
