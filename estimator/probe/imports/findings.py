@@ -27,9 +27,6 @@ from estimator.machines.typical import architecture_of
 from estimator.placement.topology import Cluster
 from estimator.units import GIB
 
-Fact = str | int | float | bool | None
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """How two devices, or a device and a NIC, are joined within a node."""
@@ -37,10 +34,6 @@ class Route:
     kind: LinkKind
     locality: Locality
     links: int = 0
-
-    def __str__(self) -> str:
-        counted = f":{self.links}" if self.links else ""
-        return f"{self.kind}:{self.locality}{counted}"
 
 
 Routes = Mapping[int, Mapping[int, Route]]
@@ -50,37 +43,27 @@ Routes = Mapping[int, Mapping[int, Route]]
 class Imported:
     """What one file, or several, say: parts of a profile, or the cluster a scheduler knows.
 
-    `device_names`, `device_facts` and `numa_nodes` are by device index on one node, `routes` by the
-    indices of two devices. `latencies_s` are one-way latencies of network links whose bandwidth
-    another file gives.
+    `device_names` are by device index on one node, `routes` by the indices of two devices.
+    `latencies_s` are one-way latencies of network links whose bandwidth another file gives.
     """
 
     formats: tuple[str, ...]
     device_names: Mapping[int, str] = field(default_factory=dict)
-    device_facts: Mapping[int, Mapping[str, Fact]] = field(default_factory=dict)
-    numa_nodes: Mapping[int, int] = field(default_factory=dict)
     routes: Routes = field(default_factory=dict)
     links: tuple[Link, ...] = ()
     network: tuple[Link, ...] = ()
     latencies_s: Mapping[LinkKind, float] = field(default_factory=dict)
     collectives: tuple[CollectiveCost, ...] = ()
-    hardware: Mapping[str, Fact] = field(default_factory=dict)
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         hosts = (host for cost in self.collectives for host in cost.hosts)
-        facts = (fact for each in self.device_facts.values() for fact in each.values())
-        for text in (*self.device_names.values(), *hosts, *facts):
-            if isinstance(text, str) and not text.isprintable():
+        for text in (*self.device_names.values(), *hosts):
+            if not text.isprintable():
                 raise ImportedFileError(
                     f"{quoted(text)} has unprintable characters, which no device or host has; let "
                     "the tool write the file again"
                 )
-
-
-def routes_fact(paths: Mapping[Any, Route]) -> str:
-    """Paths as one fact of a device: ``1:nvlink:device_switch:12 2:pcie:node``."""
-    return " ".join(f"{end}:{path}" for end, path in paths.items())
 
 
 def imported(
@@ -99,20 +82,14 @@ def join(parts: Sequence[Imported]) -> Imported:
     def values(name: str) -> Iterator[Any]:
         return (getattr(part, name) for part in parts)
 
-    facts = [part.device_facts for part in parts]
     listed: dict[str, Any] = {
         name: tuple(chain(*values(name))) for name in ("formats", "links", "network", "collectives")
     }
     known: dict[str, Any] = {
-        name: _filled(values(name))
-        for name in ("device_names", "numa_nodes", "latencies_s", "hardware")
+        name: _filled(values(name)) for name in ("device_names", "latencies_s")
     }
     return _with_latencies(
         Imported(
-            device_facts={
-                index: _filled(own.get(index, {}) for own in facts)
-                for index in sorted({*chain(*facts)})
-            },
             routes=next(filter(None, values("routes")), {}),
             cluster=parts[0].cluster,
             **listed,
@@ -313,11 +290,9 @@ def add_imports(profile: MachineProfile, found: Imported) -> MachineProfile:
     _check_devices_known(profile, found)
     return replace(
         profile,
-        devices=tuple(_informed(device, found) for device in profile.devices),
         links=_best(_links(profile, found)),
         network=_best((profile.network, found.network)),
         collectives=_best((profile.collectives, found.collectives)),
-        hardware=_filled((profile.hardware, found.hardware)),
     )
 
 
@@ -334,7 +309,7 @@ def _links(profile: MachineProfile, found: Imported) -> tuple[tuple[Link, ...], 
 
 def unlisted_devices(profile: MachineProfile, found: Imported) -> str | None:
     """What to tell where files describe only some of a machine's devices; None where all."""
-    described = set(found.device_facts)
+    described = set(found.routes)
     if not described or len(described) >= len(profile.devices):
         return None
     return (
@@ -361,15 +336,12 @@ def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
                 "add to a profile with --into NAME"
             )
         devices.append(
-            _informed(
-                Device(
-                    kind="cuda",
-                    index=index,
-                    name=device_name,
-                    # NVIDIA counts it in GiB: an H100 "80GB" has 81,559 MiB.
-                    memory_bytes=int(memory[1]) * GIB,
-                ),
-                found,
+            Device(
+                kind="cuda",
+                index=index,
+                name=device_name,
+                # NVIDIA counts it in GiB: an H100 "80GB" has 81,559 MiB.
+                memory_bytes=int(memory[1]) * GIB,
             )
         )
     return MachineProfile(
@@ -378,24 +350,14 @@ def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
         links=_best((found.links,)),
         network=_best((found.network,)),
         collectives=_best((found.collectives,)),
-        hardware=found.hardware,
         missing=("kernels, host and updates: not in the imported files",),
         provenance=Provenance(source="imported", note=formats),
     )
 
 
-def _informed(device: Device, found: Imported) -> Device:
-    numa_node = found.numa_nodes.get(device.index)
-    return replace(
-        device,
-        numa_node=numa_node if device.numa_node is None else device.numa_node,
-        details=_filled((device.details, found.device_facts.get(device.index, {}))),
-    )
-
-
 def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
     names = {device.index: device.name for device in profile.devices}
-    listed = {*found.device_names, *found.device_facts}
+    listed = {*found.device_names, *found.routes}
     if listed and profile.kind != "cuda":
         raise ImportedFileError(
             f"{found.formats[0]} is about GPUs, and '{profile.name}' has {names[0]}; choose the "

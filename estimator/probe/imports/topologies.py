@@ -26,14 +26,13 @@ from estimator.placement.topology import (
     Transport,
     expand_hosts,
 )
-from estimator.probe.imports.findings import Fact, Imported, Route, Routes, rings_of, routes_fact
+from estimator.probe.imports.findings import Imported, Route, Routes, rings_of
 
 NCCL_TOPOLOGY = "NCCL topology"
 _LINE_RATE = Provenance(source="datasheet", note=f"{NCCL_TOPOLOGY}: line rate, latency not known")
 # Bytes per second of one NVLink, one way, by the lowest compute capability that has it
 # (NVIDIA/nccl, src/graph/topo.h, SM60_NVLINK_BW and following).
 _NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 40.1e9}
-_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 # PCI class codes: bridge of another kind (an NVSwitch), InfiniBand controller.
 _SWITCH_CLASS, _INFINIBAND_CLASS = "0x0680", "0x0207"
 # A system, its CPUs, PCIe switches below each other, their devices: a dozen at most.
@@ -58,7 +57,7 @@ class _Device:
 
 
 def read_nccl_topology(text: str) -> Imported:
-    """Facts and line rates of one node; raises ImportedFileError if the XML is cut off."""
+    """Paths between devices and line rates of one node; raises ImportedFileError if the XML is cut off."""
     if "<!" in text.replace("<!--", ""):
         raise ImportedFileError(
             "the XML defines entities or types of its own, which NCCL never does; let NCCL write "
@@ -73,16 +72,9 @@ def read_nccl_topology(text: str) -> Imported:
         raise ValueError("a device stands on top")
     return Imported(
         formats=(NCCL_TOPOLOGY,),
-        device_facts={gpu.index: _facts(gpu, gpus, nets) for gpu in gpus},
-        numa_nodes={
-            gpu.index: int(gpu.above[1].get("numaid", "0"), 0)
-            for gpu in gpus
-            if len(gpu.above) > 1 and gpu.above[1].tag == "cpu"
-        },
         routes=_routes(gpus),
         links=tuple(_links(gpus)),
         network=tuple(_network(nets)),
-        hardware={"network_cards": len({net.element.get("name") for net in nets})} if nets else {},
     )
 
 
@@ -108,26 +100,6 @@ def _check_one_node(root: Element, gpus: Sequence[_Device]) -> None:
         raise ImportedFileError(
             "the NCCL topology describes several nodes; let NCCL write it in a run on one node"
         )
-
-
-def _facts(gpu: _Device, gpus: Sequence[_Device], nets: Sequence[_Device]) -> dict[str, Fact]:
-    peers: dict[int | str, Route] = {
-        other.index: _peer_path(gpu, other) for other in gpus if other is not gpu
-    }
-    near: dict[int | str, Route] = {
-        net.element.get("name", "nic"): _pcie_path(gpu, net) for net in nets
-    }
-    capability = gpu.element.get("sm", "")
-    facts: dict[str, Fact] = {
-        "compute_capability": f"{capability[:-1]}.{capability[-1:]}" if capability else None,
-        "peer_links": routes_fact(peers),
-        "nics": routes_fact(near),
-        "nvlink_links": sum(int(link.get("count", "1")) for link in gpu.element.iter("nvlink")),
-    }
-    width, speed = int(gpu.above[-1].get("link_width", "0")), _transfers(gpu.above[-1])
-    if width and speed:
-        facts |= {"pcie_width": width, "pcie_generation": _GENERATIONS.get(speed)}
-    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 def _transfers(pci: Element) -> float:
@@ -247,7 +219,7 @@ _PCIE = {
 
 
 def read_smi_topology(text: str) -> Imported:
-    """Paths between devices, their NICs and NUMA nodes; raises ImportedFileError if cut off."""
+    """Paths between devices; raises ImportedFileError if cut off."""
     header = HEADER.search(text)
     if header is None:
         raise ImportedFileError("there is no matrix of nvidia-smi topo -m; paste its header too")
@@ -260,25 +232,15 @@ def read_smi_topology(text: str) -> Imported:
             f"the matrix of nvidia-smi topo -m is cut off: '{lacking[0]}' has a column and no "
             "whole row; paste all of it"
         )
-    facts: dict[int, dict[str, Fact]] = {}
-    numa_nodes = {}
-    routes: dict[int, dict[int, Route]] = {}
-    for name in devices:
-        index = int(name[3:])
-        cells = rows[name]
-        ends = dict(zip(columns, cells, strict=False))
-        paths = {end: _path(cell) for end, cell in ends.items() if end != name}
-        routes[index] = {int(end[3:]): path for end, path in paths.items() if end.startswith("GPU")}
-        nics = {end: path for end, path in paths.items() if not end.startswith("GPU")}
-        facts[index] = {"peer_links": routes_fact(routes[index])}
-        if nics:
-            facts[index]["nics"] = routes_fact(nics)
-        numa = cells[len(columns) + 1 : len(columns) + 2]
-        if numa and numa[0].isdigit():
-            numa_nodes[index] = int(numa[0])
-    return Imported(
-        formats=(SMI_TOPOLOGY,), device_facts=facts, numa_nodes=numa_nodes, routes=routes
-    )
+    routes = {
+        int(name[3:]): {
+            int(end[3:]): _path(cell)
+            for end, cell in zip(columns, rows[name], strict=False)
+            if end.startswith("GPU") and end != name
+        }
+        for name in devices
+    }
+    return Imported(formats=(SMI_TOPOLOGY,), routes=routes)
 
 
 def _columns(header: str) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from estimator.errors import ImportedFileError
 from estimator.machines.catalogue import load_profile
 from estimator.probe.imports.files import recognise
-from estimator.probe.imports.findings import Imported, add_imports, join, rings_of
+from estimator.probe.imports.findings import Imported, Route, add_imports, join, rings_of
 
 SAMPLES = Path(__file__).parent / "samples"
 AT = "2026-01-01T00:00:00Z"
@@ -133,12 +133,7 @@ def test_a_latency_test_completes_the_bandwidth_test_of_the_same_link() -> None:
 def test_the_nccl_topology_gives_nvlinks_nics_and_sockets() -> None:
     # github.com/trimagiccube/my_nccl, my_nccl_test/all_reduce_2proc/logs/aig-a100-topo.xml
     found = imported("nccl_topology_2x_a100.xml")
-    facts = found.device_facts[0]
-    assert facts["peer_links"] == "1:nvlink:device_switch:12"
-    assert facts["nics"] == "bnxt_re0:pcie:node"
-    assert (facts["compute_capability"], facts["nvlink_links"]) == ("8.0", 12)
-    assert (facts["pcie_generation"], facts["pcie_width"]) == (4, 16)
-    assert found.numa_nodes == {0: 0, 1: 0}
+    assert found.routes[0] == {1: Route("nvlink", "device_switch", 12)}
     # NCCL counts 20 GB/s for one NVLink of this generation (src/graph/topo.h).
     assert found.links[0].bandwidth_bytes_per_s == 12 * 20e9
     # 2500 Mbit/s on an Ethernet controller with a hardware address, less its headers: RoCE v2
@@ -183,22 +178,17 @@ def test_devices_that_are_joined_to_each_other_fill_their_nvlinks() -> None:
     assert rates == [(2, 4 * 20e9), (3, 8 * 20e9), (None, 12 * 20e9)]
 
 
-def test_the_matrix_of_nvidia_smi_gives_paths_of_devices_and_nics() -> None:
+def test_the_matrix_of_nvidia_smi_gives_paths_of_devices() -> None:
     # PLEIADES, University of Wuppertal, "Slurm: Using GPUs" (HGX A100)
     found = imported("topo_m_8x_a100.txt")
-    peers = str(found.device_facts[2]["peer_links"]).split()
-    assert len(peers) == 7
-    assert peers[0] == "0:nvlink:device_switch:12"
-    assert found.device_facts[2]["nics"] == "mlx5_0:pcie:device_switch"
-    assert found.device_facts[0]["nics"] == "mlx5_0:pcie:node"
-    assert [found.numa_nodes[index] for index in (0, 2, 4, 6)] == [3, 1, 7, 5]
+    others = [index for index in range(8) if index != 2]
+    assert found.routes[2] == dict.fromkeys(others, Route("nvlink", "device_switch", 12))
 
 
 def test_the_matrix_of_nvidia_smi_may_have_tabs_and_no_nvlink() -> None:
     # github.com/noonghunna/club-3090/issues/1229 (2 RTX 5090)
     found = imported("topo_m_2x_phb.txt")
-    assert found.device_facts[1]["peer_links"] == "0:pcie:socket"
-    assert found.numa_nodes == {0: 0, 1: 0}
+    assert found.routes == {0: {1: Route("pcie", "socket")}, 1: {0: Route("pcie", "socket")}}
 
 
 def test_a_topology_conf_is_a_tree_of_switches() -> None:
@@ -275,8 +265,7 @@ def test_a_matrix_keeps_its_meaning_in_a_terminals_colours() -> None:
     header, rest = plain.split("\n", 1)
     coloured = f"\t\x1b[4m{header.strip()}\x1b[0m\n{rest}"
     found = recognise(coloured, at=AT)
-    assert found.device_facts == imported("topo_m_2x_phb.txt").device_facts
-    assert found.numa_nodes == {0: 0, 1: 0}
+    assert found == imported("topo_m_2x_phb.txt")
 
 
 @pytest.mark.parametrize("label", ["{task}: ", "[1,{task}]<stdout>:", "[1,{task}]<stdout>: "])

@@ -101,12 +101,10 @@ def test_imports_fill_a_profile_and_never_replace_what_it_measured() -> None:
     found = Imported(
         formats=("nvbandwidth",),
         device_names={0: "NVIDIA H100 80GB HBM3"},
-        device_facts={0: {"peer_links": "1:nvlink:device_switch:18"}},
         links=(link(1, "imported", "2030-01-01"), link(60, "imported", kind="d2h")),
     )
     profile = add_imports(machine(links=(link(50),)), found)
     assert rates(profile) == {"h2d": 50, "d2h": 60}
-    assert profile.devices[0].details["peer_links"] == "1:nvlink:device_switch:18"
 
 
 @pytest.mark.parametrize(
