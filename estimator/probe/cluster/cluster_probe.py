@@ -92,7 +92,8 @@ def probe_cluster(
 ) -> MachineProfile:
     """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
-    Out of time, called off or with ranks lost it returns what it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
+    Out of time, called off or with ranks lost it returns what it has; `report(part, fraction of the
+    budget used)` is called as it goes, `say` with sentences.
     Raises KeyboardInterrupt when it `is_called_off` before all ranks have come. `probe_machine`
     measures this node alone where no profile of it is given.
     """
@@ -152,9 +153,7 @@ class _Keeper:
         self.tell_progress = tell_progress
         self.base = request.base
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.plan = ProbePlan(
-            findings=ClusterFindings(at=at), begin=self._begin, say=tell_people
-        )
+        self.plan = ProbePlan(findings=ClusterFindings(at=at), begin=self._begin, say=tell_people)
         # Everyone who came, and those of them who have fallen silent.
         self.world, self.lost = World(members=()), dict[int, Member]()
         self._doing, self._left = "waiting for all ranks", list[str]()
@@ -227,9 +226,13 @@ class _Keeper:
         for what, version in unequal_versions(self.world).items():
             package = what.split(" on ")[0]
             ours = self.world.home.versions.get(package, "none")
-            self.plan.remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
+            self.plan.remark(
+                f"{what} is {version}, on rank 0 it is {ours}; install the same on all"
+            )
         for host in self.world.unknown_hosts():
-            self.plan.remark(f"the cluster file does not name node {host}, so its rack is not known")
+            self.plan.remark(
+                f"the cluster file does not name node {host}, so its rack is not known"
+            )
         for sentence in other_machines(self.world):
             self.plan.remark(sentence)
 

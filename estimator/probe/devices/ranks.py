@@ -291,7 +291,7 @@ class DeviceProcesses:
         timeout_s: float,
         on_report: RankReport | None = None,
     ) -> list[Any]:
-        """Call ``function(rank, world_size, arguments)`` on every rank; the results in rank order."""
+        """Call ``function(rank, world_size, arguments)`` on every rank; results in rank order."""
         try:
             if not self.links:
                 self._start()

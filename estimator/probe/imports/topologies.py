@@ -57,7 +57,7 @@ class _Device:
 
 
 def read_nccl_topology(text: str) -> Imported:
-    """Paths between devices and line rates of one node; raises ImportedFileError if the XML is cut off."""
+    """Paths and line rates of one node; raises ImportedFileError if the XML is cut off."""
     if "<!" in text.replace("<!--", ""):
         raise ImportedFileError(
             "the XML defines entities or types of its own, which NCCL never does; let NCCL write "
