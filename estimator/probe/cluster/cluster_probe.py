@@ -93,9 +93,9 @@ def probe_cluster(
     """Take part as rank 0, and keep what all ranks measure; raises ProbeError.
 
     Out of time, called off or with ranks lost it returns what it has; `report(part, fraction of the
-    budget used)` is called as it goes, `say` with sentences.
-    Raises KeyboardInterrupt when it `is_called_off` before all ranks have come. `probe_machine`
-    measures this node alone where no profile of it is given.
+    budget used)` is called as it goes, `say` with sentences. Raises KeyboardInterrupt when it
+    `is_called_off` before all ranks have come. `probe_machine` measures this node alone where no
+    profile of it is given.
     """
     listener = None if place.has_store else listen(place)
     tcp_store = connect(

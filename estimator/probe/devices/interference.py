@@ -42,7 +42,8 @@ def default_patience_s(budget_s: float) -> float:
 def others_cpu_s(pid: int, threads: Sequence[int], root: Path = Path("/")) -> float | None:
     """CPU seconds since boot that hardware threads gave to others; None where none are told.
 
-    Others are all programs but `pid` and the processes below it. What a hypervisor gave to others (steal) counts as theirs; interrupts count for nobody.
+    Others are all programs but `pid` and the processes below it. What a hypervisor gave to others
+    (steal) counts as theirs; interrupts count for nobody.
     """
     try:
         lines = (root / "proc/stat").read_text().splitlines()
