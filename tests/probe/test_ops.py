@@ -241,7 +241,7 @@ def test_damaged_timings_are_named_with_what_to_do(
     keep_timings("one", {})
     (path,) = (tmp_path / "timings").iterdir()
     path.write_text(text)
-    with pytest.raises(StoreError, match="cannot read the timings in .*; delete the file"):
+    with pytest.raises(StoreError, match=r"cannot read the timings in .*; delete the file"):
         read_timings("one")
 
 

@@ -27,6 +27,7 @@ from estimator.machines.typical import architecture_of
 from estimator.placement.topology import Cluster
 from estimator.units import GIB
 
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """How two devices, or a device and a NIC, are joined within a node."""

@@ -83,7 +83,7 @@ def test_what_steps_lack_and_those_that_the_time_has_no_room_for_are_said(
 
     def measure(_group: Any, plan: steps.ProbePlan, seconds: float) -> str:
         given.append(seconds)
-        plan.findings.remarks.append("found")
+        plan.remark("found")
         return "a half of it" if len(given) == 2 else ""
 
     named = [
@@ -101,14 +101,15 @@ def test_what_steps_lack_and_those_that_the_time_has_no_room_for_are_said(
             return next(self.left_s)
 
     begun: list[list[str]] = []
-    kept: list[int] = []
-    plan = steps.ProbePlan(begin=begun.append, keep=lambda: kept.append(len(plan.findings.remarks)))
+    said: list[str] = []
+    plan = steps.ProbePlan(begin=begun.append, say=said.append)
     steps.run_steps(Alone(), plan, seconds=60.0, all_pairs=None)  # type: ignore[arg-type]
     # 60 s by shares of 0.3 in 0.6, then 30 s by 0.1 in 0.3.
     assert given == pytest.approx([30.0, 10.0])
     assert begun == [["a", "b", "c"], ["b", "c"]]
-    assert kept == [1, 2, 2]
     assert plan.findings.missing == ["b: a half of it", "c: the budget was over"]
+    missing = [f"not measured: {sentence}" for sentence in plan.findings.missing]
+    assert said == ["found", "found", *missing]
 
 
 @pytest.mark.parametrize(("hosts", "is_wanted"), [("ab", False), ("aabb", True), ("abc", True)])

@@ -146,9 +146,7 @@ def test_a_gpu_at_its_limit_of_power_is_not_disturbed_and_a_shared_one_is() -> N
     canaries_s = [1.0, 1.0, 1.4, 1.4, 1.4]
 
     def ratio(kind: DeviceKind, usual_canary_s: float | None = None) -> float:
-        watch = InterferenceWatch(
-            kind=kind, canaries_s=canaries_s, usual_canary_s=usual_canary_s
-        )
+        watch = InterferenceWatch(kind=kind, canaries_s=canaries_s, usual_canary_s=usual_canary_s)
         return watch.interference().canary_ratio
 
     assert ratio("cpu") == 1.4
