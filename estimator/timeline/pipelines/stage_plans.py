@@ -527,7 +527,14 @@ class _Planner(NamedTuple):
             self.schedule.rank_of(number_of_stage, self.mesh.pp)
             for number_of_stage in (number, number + 1)
         )
-        return _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
+        both_ways_s = _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
+        if self.schedule.name != "gpipe" or one == other:
+            return both_ways_s
+        # Of GPipe only one of the two sends at a time, which over TCP can be faster.
+        group, _ = _slowest_pair(self.mesh, one, other, self.cache)
+        if group.nodes == 1:
+            return both_ways_s
+        return min(both_ways_s, float(group.latency_s + size_bytes / group.bytes_per_s))
 
     def _tied_s(self, number: int, stages: Sequence[Stage], tied: frozenset[str]) -> float:
         """Seconds in which gradients of weights that ranks share are added up between them.
@@ -651,18 +658,10 @@ def _pair_s(
     """Seconds of a collective of the ranks of two pipeline ranks, pair by pair and all at once."""
     if one == other:
         return 0.0
-    placement, count = mesh.placement, mesh.pp
-
-    def slowest() -> tuple[ProcessGroup, NodeKind]:
-        rows: Indices = np.arange(placement.ranks).reshape(count, -1)
-        pairs = mesh.groups_along(rows[[one, other]].T)
-        return min(pairs, key=lambda pair: pair[0].bytes_per_s)
-
-    owners = placement.cluster, *placement.kinds
-    key = placement.allocation, mesh.link_ratio, count, one, other
+    placement = mesh.placement
 
     def seconds() -> float:
-        group, node = cache.get("pair", owners, slowest, *key)
+        group, node = _slowest_pair(mesh, one, other, cache)
         profile, cluster = node.profile, placement.cluster
         costs = CollectiveCosts((profile,), op, profile.kind, cluster, cache)
         model = costs.model(group)
@@ -671,4 +670,18 @@ def _pair_s(
         sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
         return float(sized.time_s(model))
 
-    return cache.get("pair seconds", owners, seconds, *key, op, size_bytes)
+    key = placement.allocation, mesh.link_ratio, mesh.pp, one, other, op, size_bytes
+    return cache.get("pair seconds", (placement.cluster, *placement.kinds), seconds, *key)
+
+
+def _slowest_pair(mesh: Mesh, one: int, other: int, cache: Cache) -> tuple[ProcessGroup, NodeKind]:
+    """Of the pairs that two pipeline ranks consist of."""
+    placement, count = mesh.placement, mesh.pp
+
+    def slowest() -> tuple[ProcessGroup, NodeKind]:
+        rows: Indices = np.arange(placement.ranks).reshape(count, -1)
+        pairs = mesh.groups_along(rows[[one, other]].T)
+        return min(pairs, key=lambda pair: pair[0].bytes_per_s)
+
+    key = placement.allocation, mesh.link_ratio, count, one, other
+    return cache.get("pair", (placement.cluster, *placement.kinds), slowest, *key)

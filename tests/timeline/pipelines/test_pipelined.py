@@ -24,6 +24,7 @@ from tests.synthetic import CHOSEN, Machine, with_every_collective
 
 PROFILE = with_every_collective(Machine(rank_jitter_ratio=0.0).profile())
 GRAPH = traced(8)
+SIZES = (1 << 10, 10 << 10, 1 << 20)
 
 
 def answer(allocation: str, layout: str | None, micro_batches: int = 8, **more: object) -> Estimate:
@@ -32,8 +33,7 @@ def answer(allocation: str, layout: str | None, micro_batches: int = 8, **more: 
         allocation,
         layout=layout,
         accumulation_steps=micro_batches,
-        profile=PROFILE,
-        **more,  # type: ignore[arg-type]
+        **{"profile": PROFILE, **more},  # type: ignore[arg-type]
     )
 
 
@@ -251,3 +251,22 @@ def test_stages_slow_each_other_only_while_both_compute() -> None:
     # Of one micro-batch a stage waits while the other computes.
     assert _passes_s(1, twice) == pytest.approx(_passes_s(1), rel=1e-9)
     assert _passes_s(1) < _passes_s(4, twice) < _passes_s(64, twice) < 2.0 * _passes_s(64)
+
+
+def test_only_gpipe_sends_one_way_at_a_time() -> None:
+    # Two nodes that send to each other at once take three times as long as one that sends.
+    both_ways = tuple(
+        replace(cost, nodes=2, points=tuple((size, 3 * (2e-4 + size / 2 / 1e8)) for size in SIZES))
+        for cost in PROFILE.collectives
+        if cost.op == "all_gather"
+    )
+    profile = replace(PROFILE, collectives=(*PROFILE.collectives, *both_ways))
+    sent_s = {}
+    for name in ("gpipe", "1f1b"):
+        found = answer("2x1:m", f"pp=2,schedule={name},dp=1", profile=profile)
+        assert found.pipeline is not None
+        sent_s[name] = found.pipeline.costs[0].sent_s
+    # 8 sequences of 10 tokens of 16 numbers over a link of 0.2 ms and 100 MB/s.
+    one_way_s = 2e-4 + 8 * 10 * 16 * 4 / 1e8
+    assert sent_s["gpipe"] == pytest.approx(one_way_s)
+    assert sent_s["1f1b"] == pytest.approx(3 * one_way_s, rel=0.02)
