@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,11 @@ class StageCosts(NamedTuple):
     def both_s(self) -> Any:
         """Seconds of a forward and a backward pass."""
         return self.forward_s + self.input_s + self.weight_s
+
+    def times(self, compute: float, sending: float) -> StageCosts:
+        """As many times as long: passes, and what is sent."""
+        ratios = compute, compute, compute, sending, sending, compute
+        return StageCosts(*map(mul, self, ratios))
 
     def of(self) -> tuple[Any, ...]:
         """Seconds of each of COSTS."""

@@ -69,21 +69,30 @@ _SEND: CollectiveName = "all_gather"
 class StagePlan:
     """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes.
 
-    `passes_s` are (forward, gradients of inputs, those of weights) of the slowest of its ranks in a
-    run of micro-batches, `apart_s` the same while no other stage computes on its nodes; each
-    micro-batch holds `kept_bytes` between its passes. Adding its gradients to those of the ones
-    before takes `added_s`.
+    `beside` are the costs of the slowest of its ranks while all of its nodes compute, `apart` the
+    same while no other stage does, which shortens its update by `relief_s`. Each micro-batch holds
+    `kept_bytes` between its passes.
     """
 
     stage: Stage
     plan: StepPlan
-    passes_s: tuple[float, float, float]
-    apart_s: tuple[float, float, float]
-    sent_s: float
-    returned_s: float
+    beside: StageCosts
+    apart: StageCosts
+    relief_s: float
     tied_s: float
     kept_bytes: int
-    added_s: float
+
+    def under(self, coefficients: Coefficients) -> StagePlan:
+        """The same under other coefficients."""
+        compute, sending = coefficients.compute_ratio, coefficients.communication_ratio
+        return replace(
+            self,
+            plan=self.plan.under(coefficients),
+            beside=self.beside.times(compute, sending),
+            apart=self.apart.times(compute, sending),
+            relief_s=self.relief_s * coefficients.update_ratio,
+            tied_s=self.tied_s * sending,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +189,9 @@ def pipeline_answer(
     peaks = {key: plan.memory()[0] for key, plan in distinct.items()}
     answers = [answered[id(stage.plan)] for stage in stages]
     passes = schedule.passes_of(micro_batches)
-    costs = _contended(schedule, ranks, micro_batches, stages)
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
-    tails = [_tail_s(answers, stages, own, passes) for own in held]
+    beside_s = [_tail_s(answers, stages, own, passes) for own in held]
+    costs, tails = contended(schedule, ranks, micro_batches, stages, beside_s)
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
         (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
@@ -193,7 +202,8 @@ def pipeline_answer(
         [answers[number].parts for number in held[last]],
         sum(costs[n].both_s for n in held[last]),
         passes,
-        relief_s=sum(_costs(stages[n]).both_s - costs[n].both_s for n in held[last]),
+        relief_s=sum(stages[n].beside.both_s - costs[n].both_s for n in held[last]),
+        update_relief_s=beside_s[last] - tails[last],
         added_s=(passes - 1) * sum(costs[number].added_s for number in held[last]),
         tied_s=sum(stages[number].tied_s for number in held[last]),
         moved_s=max(step_s - unsent_s, 0.0),
@@ -225,46 +235,44 @@ def pipeline_answer(
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
 
-def _contended(
-    schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StagePlan]
-) -> list[StageCosts]:
+def contended(
+    schedule: Schedule,
+    ranks: int,
+    micro_batches: int,
+    stages: Sequence[StagePlan],
+    tails_s: Sequence[float],
+) -> tuple[list[StageCosts], list[float]]:
     """What stages take on nodes where others compute beside them, as long as these do.
 
-    Two ranks that are busy for a and b of a step of T, in which always one is, are so together for
-    a + b - T; of more ranks each pair is taken to be together for as long.
+    `tails_s` is what ranks do after their last pass, beside others. Where the passes take T, ranks
+    that compute for B in all have B / T - 1 others beside them: always one computes. After its last
+    pass a rank has others beside it until the last of them is through.
     """
-    costs = [_costs(stage) for stage in stages]
-    if all(stage.apart_s == stage.passes_s for stage in stages):
-        return costs
+    beside, apart = [stage.beside for stage in stages], [stage.apart for stage in stages]
+    if beside == apart:
+        return beside, list(tails_s)
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
-    passes = schedule.passes_of(micro_batches)
-    # In a shorter step ranks overlap about as much.
-    for _ in range(2):
-        busy_s = [passes * sum(costs[number].both_s for number in own) for own in held]
-        step_s = max(last_ends_s(schedule, ranks, micro_batches, costs))
-        together_s = max(sum(busy_s) - step_s, 0.0) / (ranks - 1)
-        for own, rank_s in zip(held, busy_s, strict=True):
-            share = min(together_s / rank_s, 1.0) if rank_s else 1.0
-            for number in own:
-                costs[number] = _costs(stages[number], share)
-    return costs
-
-
-def _costs(stage: StagePlan, contended: float = 1.0) -> StageCosts:
-    """What a stage takes beside busy neighbours for a share of its time, and apart from them."""
-    ratio = stage.plan.coefficients.compute_ratio
-    forward_s, input_s, weight_s = (
-        ratio * (contended * beside_s + (1.0 - contended) * apart_s)
-        for beside_s, apart_s in zip(stage.passes_s, stage.apart_s, strict=True)
+    ends = last_ends_s(schedule, ranks, micro_batches, apart)
+    passes, passes_s = schedule.passes_of(micro_batches), max(ends)
+    relief = [sum(stages[number].relief_s for number in own) for own in held]
+    alone_s = [tail_s - less_s for tail_s, less_s in zip(tails_s, relief, strict=True)]
+    busy_s = sum(
+        sum(passes * apart[number].both_s + (passes - 1) * apart[number].added_s for number in own)
+        + min(tail_s, passes_s - end_s)
+        for own, tail_s, end_s in zip(held, alone_s, ends, strict=True)
     )
-    return StageCosts(
-        forward_s=forward_s,
-        input_s=input_s,
-        weight_s=weight_s,
-        sent_s=stage.sent_s,
-        returned_s=stage.returned_s,
-        added_s=ratio * stage.added_s,
-    )
+    share = min(max(busy_s / passes_s - 1.0, 0.0) / (ranks - 1), 1.0)
+    costs = [
+        StageCosts(*(share * busy + (1.0 - share) * alone for busy, alone in zip(*both)))
+        for both in zip(beside, apart, strict=True)
+    ]
+    through = [end_s + tail_s for end_s, tail_s in zip(ends, alone_s, strict=True)]
+    others = [max(through[:rank] + through[rank + 1 :]) for rank in range(ranks)]
+    tails = [
+        alone + less_s * min(max(other_s - end_s, 0.0) / alone, 1.0) if less_s else alone
+        for alone, less_s, other_s, end_s in zip(alone_s, relief, others, ends, strict=True)
+    ]
+    return costs, tails
 
 
 def _tail_s(
@@ -286,6 +294,7 @@ def _parts(
     passes: int,
     *,
     relief_s: float,
+    update_relief_s: float,
     added_s: float,
     tied_s: float,
     moved_s: float,
@@ -294,7 +303,8 @@ def _parts(
     """The parts of the rank that ends last: its stages' passes, each as often as they compute.
 
     What its passes take beyond kernels and the collectives among them is the host's. Kernels of a
-    pass take `relief_s` less than beside neighbours that are always busy.
+    pass take `relief_s` less than beside neighbours that are always busy, the update
+    `update_relief_s`.
     """
     total = {
         item.name: float(sum(getattr(parts, item.name) for parts in stage_parts))
@@ -305,6 +315,7 @@ def _parts(
         total[name] *= passes * (left if name in ("forward_s", "backward_s") else 1.0)
     kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
     total["host_exposed_s"] = max(passes_s * passes - kernels_s, 0.0)
+    total["update_s"] -= update_relief_s
     total["copies_exposed_s"] += added_s
     total["communication_exposed_s"] += tied_s + moved_s
     busy_s = sum(total.values())
@@ -430,17 +441,7 @@ def stage_plans(
     )
     if coefficients is UNCALIBRATED:
         return compiled
-    ratio = coefficients.communication_ratio
-    return tuple(
-        replace(
-            stage,
-            plan=stage.plan.under(coefficients),
-            sent_s=ratio * stage.sent_s,
-            returned_s=ratio * stage.returned_s,
-            tied_s=ratio * stage.tied_s,
-        )
-        for stage in compiled
-    )
+    return tuple(stage.under(coefficients) for stage in compiled)
 
 
 class _Planner(NamedTuple):
@@ -480,34 +481,41 @@ class _Planner(NamedTuple):
             if plan is None:
                 plan = plans[own] = step_plan(mesh, own, cache)
             slowest = slowest_kind(plan.kinds, plan.shards)
-            passes_s = _passes_s(slowest, stage, cache)
-            apart = self._apart(own, slowest)
             sent_s = self._passing_s(number, stage.sent_bytes(bound))
+            apart, each = self._apart(own, slowest) or (slowest, busy)
+            beside, alone = (
+                StageCosts(
+                    *_passes_s(kind, stage, cache),
+                    sent_s=sent_s,
+                    returned_s=returned_s,
+                    added_s=0.0 if mesh.layout.megatron else _added_s(kind, devices_busy, cache),
+                )
+                for kind, devices_busy in ((slowest, busy), (apart, each))
+            )
+            update_s, alone_s = (kind.update.update_s(plan.share) for kind in (slowest, apart))
             # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
             outputs = () if mesh.layout.megatron else stage.outputs
             planned.append(
                 StagePlan(
                     stage=stage,
                     plan=plan,
-                    passes_s=passes_s,
-                    apart_s=passes_s if apart is None else _passes_s(apart, stage, cache),
-                    sent_s=sent_s,
-                    returned_s=returned_s,
+                    beside=beside,
+                    apart=alone,
+                    relief_s=update_s - alone_s,
                     tied_s=self._tied_s(number, stages, tied),
                     kept_bytes=_kept_bytes(slowest.program.bound, outputs, cache),
-                    added_s=0.0 if mesh.layout.megatron else _added_s(slowest, busy, cache),
                 )
             )
             # What a stage sends on comes back as its gradient, over the same link.
             returned_s = sent_s
         return tuple(planned)
 
-    def _apart(self, members: Members, kind: RankClass) -> RankClass | None:
-        """The ranks of one stage while those of others on their nodes wait; None if none does."""
+    def _apart(self, members: Members, kind: RankClass) -> tuple[RankClass, int] | None:
+        """Ranks of a stage, and how many on a node, while others there wait; None: none does."""
         each = self.mesh.placement.ranks // self.mesh.pp
         for node in self.mesh.placement.kinds:
             if each < node.ranks_per_node and members.table[node] is kind:
-                return members.table.kind(node.profile, each, node.slowdown_ratio)
+                return members.table.kind(node.profile, each, node.slowdown_ratio), each
         return None
 
     def _stages(self) -> tuple[Stage, ...]:
