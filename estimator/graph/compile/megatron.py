@@ -5,7 +5,9 @@ embeddings are not. Attention is cuDNN's, which Transformer Engine prefers from 
 (attention/dot_product_attention/utils.py). In FP8 a tensor is cast once, where it is first
 multiplied, for both of the products that it is in: what the gradient of a weight needs is saved in
 FP8. Weights are held in FP8 and cast in the optimizer's step (Megatron-Core, --fp8-param-gather),
-so that no micro-batch casts them. How a cast is done:
+so that no micro-batch casts them. Of tokens that tensor-parallel ranks divide, each rank casts its
+own, and FP8 is gathered, what was kept of the forward pass for a gradient too (distributed.py of
+Transformer Engine, gather_along_first_dim). How a cast is done:
 
 - current scaling: norms give the largest of a tensor with their result, of any other one more
   pass finds it; a kernel casts and transposes (normalization.cpp of Transformer Engine).
@@ -34,7 +36,7 @@ from estimator.graph.compile.float8 import FACTORS, FLOAT8, MULTIPLE, scaled, wi
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
-from estimator.graph.ir.collectives import is_collective
+from estimator.graph.ir.collectives import collective_call, is_collective
 from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
 from estimator.graph.ir.ops import GraphColumns, Op, with_calls
 from estimator.graph.ir.structure import owners
@@ -46,6 +48,9 @@ QUANTIZE = "te.quantize"
 # FusedAdam of Transformer Engine, or of Apex, makes no tensors of its own.
 _FUSED_OPTIMIZERS = {"adam": "adam-fused", "adamw": "adamw-fused"}
 _FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+_GATHER = "_c10d_functional.all_gather.default"
+# Scalings of a tensor by one number, whose rows and columns are the same numbers.
+_BY_TENSOR = frozenset({"current", "delayed"})
 # Scalings by which a kernel that fuses a norm writes FP8 itself.
 _FUSED_NORMS = frozenset({"delayed"})
 # Scalings that need the largest of a whole tensor before its cast.
@@ -116,16 +121,19 @@ def _by_cudnn(op: Op, recipe: Recipe) -> Op:
 
 
 def _exchanged(op: Op, recipe: Recipe) -> Op:
-    """A tensor-parallel exchange in pieces beside products; FP8 is gathered as it is."""
+    """A tensor-parallel exchange in pieces beside products."""
     name = op.call.name
     is_ring = is_collective(op.call) and name in ("all_gather", "reduce_scatter")
     if not recipe.tp_overlap or not is_ring or op.call.arguments[1] != "tp":
         return op
     if not unit_path(op.module):
         return op
-    narrow = recipe.fp8 not in (None, "nvfp4") and name == "all_gather"
-    keywords = (("overlaps", "ring"), *((("share", 0.5),) if narrow else ()))
-    return with_calls(op, [replace(call, keywords=keywords) for call in op.calls])
+    return with_calls(op, [replace(call, keywords=(("overlaps", "ring"),)) for call in op.calls])
+
+
+def _is_view(op: Op) -> bool:
+    """Whether an operator gives what it reads in another shape, and no other rank's."""
+    return op.is_view and not is_collective(op.call)
 
 
 class _Cast(GraphChanges):
@@ -140,8 +148,13 @@ class _Cast(GraphChanges):
         self._applying = grouped if recipe.fused_grouped_mlp else set[str]()
         self._roots = owners(GraphColumns.of(graph).base).tolist()
         self._maker = {self._roots[v]: op for op in reversed(graph.ops) for v in op.outputs}
-        # Root → its values in FP8, by rows and by columns.
-        self._casts: dict[int, tuple[int, int]] = {}
+        # Root and whether by columns → its value in FP8.
+        self._casts: dict[tuple[int, bool], int] = {}
+        self._gathers = self._of_products()
+        self._views: dict[int, list[int]] = {root: [] for root in self._gathers}
+        for value, root in enumerate(self._roots):
+            if root in self._views:
+                self._views[root].append(value)
         for index, op in enumerate(graph.ops):
             held = tuple([self._saved(value) for value in op.holds])
             if self._is_cast(op):
@@ -149,9 +162,25 @@ class _Cast(GraphChanges):
             elif held != op.holds:
                 self.instead[index] = replace(op, holds=held)
 
+    def _of_products(self) -> dict[int, list[int]]:
+        """Root → its gather by tensor-parallel ranks and views of that, where products alone read.
+
+        They are the operators' numbers.
+        """
+        gathers: dict[int, list[int]] = {}
+        for index, op in enumerate(self._graph.ops):
+            if op.call.target == _GATHER and op.call.arguments[1] == "tp":
+                gathers[self._roots[op.outputs[0]]] = [index]
+            elif _is_view(op):
+                gathers.get(self._roots[op.inputs[0]] if op.inputs else -1, []).append(index)
+            elif not self._is_cast(op):
+                for value in op.inputs:
+                    gathers.pop(self._roots[value], None)
+        return gathers
+
     def _saved(self, value: int) -> int:
         """What is held for gradients instead of a tensor that was cast."""
-        return self._casts.get(self._roots[value], (value, value))[1]
+        return self._casts.get((self._roots[value], True), value)
 
     def _is_cast(self, op: Op) -> bool:
         if op.call.target not in FACTORS or not unit_path(op.module) or op.is_view:
@@ -176,29 +205,114 @@ class _Cast(GraphChanges):
         return with_calls(op, calls, inputs=(*factors, *rest))
 
     def _factor(self, op: Op, place: int, kernels: list[Op], *, by_columns: bool) -> int:
-        root = self._roots[op.inputs[place]]
+        value = op.inputs[place]
+        root = self._roots[value]
         narrow = [replace(call.arguments[place], dtype=self._narrow) for call in op.calls]
         if self._graph.values[root].kind == "parameter":
             return self.add(narrow, base=root, kind="parameter")
-        if root not in self._casts:
-            self._casts[root] = self._cast(op, op.inputs[place], narrow, kernels)
-        return self._casts[root][by_columns]
+        if (root, by_columns) not in self._casts:
+            if root in self._gathers:
+                self._gather(op, value, narrow, kernels, by_columns=by_columns)
+            else:
+                self._cast(op, value, narrow, kernels)
+        return self._casts[root, by_columns]
+
+    def _gather(
+        self, op: Op, value: int, narrow: list[TensorSpec], kernels: list[Op], *, by_columns: bool
+    ) -> None:
+        """Cast each rank's part of a factor and gather that.
+
+        With one scale for a tensor what was gathered by rows is turned, else columns are gathered.
+        """
+        root, turns = self._roots[value], self._scaling in _BY_TENSOR
+        index = self._gathers[root][0]
+        gather = self._graph.ops[index]
+        part = self._roots[gather.inputs[0]], by_columns and not turns
+        if part not in self._casts:
+            own = [replace(call.arguments[0], dtype=self._narrow) for call in gather.calls]
+            self._cast(gather, gather.inputs[0], own, self.before[index], is_part=True)
+        if (root, not by_columns) not in self._casts:
+            self._narrow_down(root, self._casts[part])
+            self._casts[root, part[1]] = value
+        elif not turns:
+            self._casts[root, by_columns] = self.add(narrow)
+            made = (self._casts[root, by_columns],)
+            calls = zip(gather.calls, self.values[self._casts[part]].specs, narrow, strict=True)
+            again = [
+                replace(call, arguments=(given, *call.arguments[1:]), outputs=(spec,))
+                for call, given, spec in calls
+            ]
+            kernels.append(with_calls(gather, again, inputs=(self._casts[part],), outputs=made))
+        if turns and by_columns:
+            self._casts[root, True] = self.add(narrow)
+            made = (self._casts[root, True],)
+            kernels.append(
+                self.kernel(op, f"{QUANTIZE}.default", (self._casts[root, False],), made)
+            )
+
+    def _narrow_down(self, root: int, given: int) -> None:
+        """Let a gather be of another value, in FP8, with all views of what it gives."""
+        for value in self._views[root]:
+            known = self._graph.values[value]
+            one, two = (replace(spec, dtype=self._narrow) for spec in known.specs)
+            self.values[value] = replace(known, spec=one, other_spec=two)
+        for index in self._gathers[root]:
+            op = self._graph.ops[index]
+            calls = [
+                replace(
+                    call,
+                    arguments=tuple(
+                        replace(each, dtype=self._narrow) if isinstance(each, TensorSpec) else each
+                        for each in call.arguments
+                    ),
+                    outputs=tuple(replace(spec, dtype=self._narrow) for spec in call.outputs),
+                )
+                for call in op.calls
+            ]
+            inputs = op.inputs if _is_view(op) else (given,)
+            self.instead[index] = with_calls(op, calls, inputs=inputs)
 
     def _cast(
-        self, op: Op, value: int, narrow: list[TensorSpec], kernels: list[Op]
-    ) -> tuple[int, int]:
-        """A tensor by rows and by columns in FP8, after the kernels that make them."""
-        maker = self._maker.get(self._roots[value])
+        self,
+        op: Op,
+        value: int,
+        narrow: list[TensorSpec],
+        kernels: list[Op],
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """A tensor, or a part of one, by rows and by columns in FP8, after what makes them."""
+        root = self._roots[value]
+        maker = self._maker.get(root)
         fused = maker.call.target.removeprefix(FUSED) if maker is not None else ""
         # Root mean squares that a model writes out are sums.
         is_norm = op.phase == "forward" and fused.startswith(("normalization", "reduction"))
         is_activation = fused.startswith("elementwise") and op.module in self._applying
-        if self._scaling in _NEEDS_LARGEST and not (is_norm and self._scaling == "current"):
-            largest = self.add([TensorSpec((1,), "float32")] * 2)
-            kernels.append(self.kernel(op, "aten.amax.default", (value,), (largest,)))
-        rows, columns = self.add(narrow), self.add(narrow)
+        if self._scaling in _NEEDS_LARGEST:
+            largest = value
+            if not (is_norm and self._scaling == "current"):
+                largest = self.add([TensorSpec((1,), "float32")] * 2)
+                kernels.append(self.kernel(op, "aten.amax.default", (value,), (largest,)))
+            if is_part:
+                kernels.append(self._largest_of_all(op, largest))
+        rows = self.add(narrow)
+        # What is turned when it has been gathered is cast by rows alone.
+        columns = rows if is_part and self._scaling in _BY_TENSOR else self.add(narrow)
         writes_itself = is_activation or (is_norm and self._scaling in _FUSED_NORMS)
         read = () if writes_itself else (value,)
-        made = ((rows,), (columns,)) if self._scaling == "nvfp4" else ((rows, columns),)
+        made = (
+            ((rows,), (columns,))
+            if self._scaling == "nvfp4"
+            else (tuple(dict.fromkeys((rows, columns))),)
+        )
         kernels += [self.kernel(op, f"{QUANTIZE}.default", read, some) for some in made]
-        return rows, columns
+        self._casts |= {(root, False): rows, (root, True): columns}
+
+    def _largest_of_all(self, op: Op, largest: int) -> Op:
+        """Among ranks, by which each casts its part; a norm gives it with its result."""
+        number = TensorSpec((1,), "float32")
+        call = collective_call("all_reduce", "tp", number, number)
+        made = (self.add((number, number)),)
+        return with_calls(
+            op, (call, call), inputs=(largest,), outputs=made, holds=(), is_view=False
+        )

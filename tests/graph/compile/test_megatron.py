@@ -13,14 +13,17 @@ from estimator import OpGraph, trace_model
 from estimator.api import with_recipe
 from estimator.errors import ModelError, StrategyError
 from estimator.graph.costs.matmuls import attention_arguments
+from estimator.graph.ir.collectives import collectives_of
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import optimizer_memory
 from estimator.graph.memory.step import memory_alone
+from estimator.graph.partition.layout import split_by_layout
 from estimator.graph.partition.stages import held_between_passes
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
 from estimator.tensors import OpCall, TensorSpec
+from estimator.workload.layouts import Layout
 from estimator.workload.recipe import Recipe
 
 TOKENS, WIDTH, INNER = 2 * 256, 128, 256
@@ -180,3 +183,70 @@ def test_a_precision_aware_optimizer_keeps_half_and_casts_no_gradients() -> None
     assert aware.state_bytes == 6 * weights + 3 * (2 * 2 * WIDTH + 512)
     # Gradients are cast to fp32 for the update.
     assert plain.together_bytes - aware.together_bytes == 4 * weights + 3 * 1024
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = (
+            nn.Linear(WIDTH, INNER, bias=False),
+            nn.Linear(INNER, WIDTH, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(512, WIDTH)
+        self.layers = nn.ModuleList(Mlp() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 512, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+PART, WHOLE = TOKENS // 2 * WIDTH, TOKENS * WIDTH
+# Of an activation, or its gradient: each of two ranks has half of its columns.
+INSIDE = TOKENS * INNER // 2
+
+
+@pytest.mark.parametrize(
+    ("scaling", "gathers", "read", "largest"),
+    [
+        # What is kept of the forward pass is gathered again; it and the gradient are then turned.
+        ("current", [1, 2], [[2 * PART, 2 * INSIDE], [2 * PART, WHOLE, WHOLE, 2 * INSIDE]], [1, 2]),
+        # By columns it is cast with the rows, and of the gradient both are gathered.
+        ("mxfp8", [1, 3], [[2 * PART, 2 * INSIDE], [2 * PART, 2 * INSIDE]], [0, 0]),
+    ],
+)
+def test_of_divided_tokens_each_rank_casts_its_own_before_they_are_gathered(
+    scaling: str, gathers: list[int], read: list[list[int]], largest: list[int]
+) -> None:
+    graph = trace_model(
+        Language(),
+        torch.zeros(2, 256, dtype=torch.long),
+        target="cuda",
+        precision="bf16",
+        recipe=f"megatron:fp8={scaling}",
+    )
+    local = split_by_layout(graph, Layout.parse("tp=2,sp,megatron,dp=1"))
+    exchanged = collectives_of(local.at())
+    for phase, count, sizes, passes in zip(
+        ("forward", "backward"), gathers, read, largest, strict=True
+    ):
+        own = [c for c in exchanged if c.module.startswith("layers.1") and c.phase == phase]
+        assert [c.size_bytes for c in own if c.op == "all_gather"] == [WHOLE] * count
+        casts = of_block(local, phase, "quantize")
+        found = [sum(spec.nbytes for spec in op.call.inputs) for op in casts]
+        assert sorted(found) == sorted(sizes)
+        assert len(of_block(local, phase, "amax")) == passes
+        # All ranks scale their parts by the largest of all.
+        numbers = [c for c in own if c.op == "all_reduce" and c.size_bytes == 4]
+        assert len(numbers) == (scaling == "current")
