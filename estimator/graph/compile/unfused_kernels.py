@@ -243,6 +243,10 @@ def with_unfused_rotary(graph: OpGraph) -> OpGraph:
     roots = value_roots(graph)
     maker = {value: index for index, op in enumerate(graph.ops) for value in op.outputs}
     for index, op in enumerate(graph.ops):
+        if _orders_heads(op):
+            changes.instead[index] = replace(op, is_view=True)
+            (made,) = op.outputs
+            changes.values[made] = replace(changes.values[made], base=roots[op.inputs[0]])
         turning = _turning(graph.ops, index, maker)
         if not turning:
             continue
@@ -251,6 +255,17 @@ def with_unfused_rotary(graph: OpGraph) -> OpGraph:
         half = next(value for value in read if maker.get(value) not in turning)
         changes.before[index] = _turned(op, roots[half], half, changes)
     return changes.graph()
+
+
+def _orders_heads(op: Op) -> bool:
+    """Whether an operator copies what attention reads or gives to have tokens before heads.
+
+    So they are throughout in Megatron-Core, whose attention gives them so as well.
+    """
+    if op.call.target != "aten.clone.default" or "attn" not in op.module:
+        return False
+    given, made = op.call.inputs[0], op.call.outputs[0]
+    return len(given.shape) == 4 and given.strides is not None and given.shape == made.shape
 
 
 def _scales(op: Op) -> bool:

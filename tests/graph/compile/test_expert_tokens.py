@@ -10,6 +10,7 @@ import pytest
 import estimator as est
 from estimator.api import with_recipe
 from estimator.graph.compile.expert_tokens import PERMUTE, UNPERMUTE
+from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import op_cost
 from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
@@ -278,6 +279,19 @@ def test_scaled_rotary_embeddings_turn_in_kernels_of_their_own() -> None:
     assert moved["backward"] == 34 * elements
     # Qwen's is not scaled: one kernel turns queries, one keys.
     assert not [op for op in GRAPH.ops if op.call.target.startswith("eager.")]
+
+
+def test_attention_has_tokens_before_heads_as_all_else_has_in_megatron() -> None:
+    eager = BIASED.eager
+    assert eager is not None
+    shape = (BATCH, TOKENS, 4, 4)
+    copies = [op.call.target == "aten.clone.default" and not op.is_view for op in eager.ops]
+    ordered = [op for op, is_copy in zip(eager.ops, copies, strict=True) if is_copy]
+    ordered = [op for op in ordered if op.call.outputs[0].shape == shape]
+    # Attention's result, and gradients of queries, keys and values.
+    assert len(ordered) >= LAYERS
+    views = {op.outputs: op for op in with_unfused_rotary(eager).ops if op.is_view}
+    assert all(op.outputs in views for op in ordered)
 
 
 def test_graphs_of_an_iteration_have_room_for_more_tokens_of_experts() -> None:
