@@ -1,4 +1,4 @@
-"""Compute how training scales: over devices, over sweeps of allocations, and over batches.
+"""Compute how training scales: against one device, over sweeps of allocations and of batches.
 
 A sweep estimates allocations, batches or strategies one by one; one without an answer keeps its
 reason.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import csv
 import io
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from estimator.errors import (
     AllocationError,
@@ -25,16 +24,13 @@ from estimator.errors import (
 )
 from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import Estimate
-from estimator.estimates.request import EstimateRequest, Options
 from estimator.estimates.table.table import map_shared
-from estimator.graph.ir.op_graph import OpGraph
-from estimator.machines.catalogue import named_profile
-from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationGrid
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate
 from estimator.units import parse_whole
-from estimator.workload import Strategy, check_count
+from estimator.workload import Strategy
 from estimator.workload.strategies import MOST_BATCH
 
 # The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
@@ -430,152 +426,3 @@ def sweep_csv(rows: Sequence[SweepRow]) -> str:
     writer.writeheader()
     writer.writerows(tables)
     return text.getvalue()
-
-
-# No step of any model on any device has more samples.
-_MOST = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestBatch:
-    """The most samples per device: those that surely fit, and those whose predicted peak does.
-
-    Between the two lies the margin that a prediction needs; 0 where not even one sample fits.
-    `answer` is the estimate of the first, None for 0.
-    """
-
-    batch_per_gpu: int
-    at_most: int
-    answer: Estimate | None
-
-
-def largest_batch(
-    graph: OpGraph, allocation: str | Allocation, **options: Unpack[Options]
-) -> LargestBatch:
-    """The largest batch per device and micro-batch on an allocation.
-
-    `options` are those of `estimate`; no batch among them counts. Raises WorkloadError for a graph
-    with a fixed batch or without known activations.
-    """
-    request = EstimateRequest.of(graph, allocation, **options)
-    if graph.batch is None:
-        raise WorkloadError(
-            f"{graph.name} has a fixed batch; trace it with a batch whose first dimension is the "
-            "sample"
-        )
-    if not graph.knows_activations:
-        raise WorkloadError(
-            f"{graph.name} says nothing of activations; give activation_bytes_per_sample or name "
-            "the model itself"
-        )
-
-    def answer_of(batch: int) -> Estimate:
-        return DEFAULT.estimate(request.changed(batch_per_gpu=batch, global_batch=None))
-
-    sure = _largest(lambda batch: answer_of(batch).fits == "yes", start=graph.batch)
-    most = _largest(lambda batch: answer_of(batch).plan.memory()[1] <= 1, start=max(sure, 1))
-    return LargestBatch(batch_per_gpu=sure, at_most=most, answer=answer_of(sure) if sure else None)
-
-
-def _largest(fits: Callable[[int], bool], *, start: int) -> int:
-    """The largest number that fits, where all smaller ones do too; 0 for none."""
-    low, high = 0, start
-    while high <= _MOST and fits(high):
-        low, high = high, 2 * high
-    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextGpu:
-    """An allocation with one device more, and what that adds to the samples a second."""
-
-    allocation: str
-    answer: Estimate
-    gain_samples_per_s: float
-
-    @property
-    def gain_ratio(self) -> float:
-        """Over the throughput of one device of the allocation, on average: 1 scales linearly."""
-        total = self.answer.samples_per_s or 0.0
-        before = (total - self.gain_samples_per_s) / (self.answer.ranks - 1)
-        return self.gain_samples_per_s / before
-
-
-def next_gpu(
-    graph: OpGraph,
-    allocation: str | Allocation,
-    *,
-    machines: Sequence[str] = (),
-    **options: Unpack[Options],
-) -> list[NextGpu]:
-    """Where one more device helps most: on the last node, on another, or of other machines.
-
-    The most gained first; `options` are those of `estimate`, as `batch_per_gpu` and `strategy`.
-    Raises AllocationError where there is no such device.
-    """
-    if isinstance(machines, str):
-        raise AllocationError(f"machines are the text {quoted(machines)}; give a list of names")
-    held = Allocation.parse(allocation)
-    request = EstimateRequest.of(graph, held, **options)
-    now = DEFAULT.estimate(request).samples_per_s or 0.0
-    rows = []
-    refusal: AllocationError | None = None
-    for more in _with_one_more(held, machines):
-        try:
-            answer = DEFAULT.estimate(request.changed(allocation=more))
-        except AllocationError as error:
-            refusal = error
-            continue
-        rows.append(
-            NextGpu(
-                allocation=str(more),
-                answer=answer,
-                gain_samples_per_s=(answer.samples_per_s or 0.0) - now,
-            )
-        )
-    if not rows:
-        raise refusal or AllocationError(
-            f"'{held}' names hosts, which have no next device; name its machine type"
-        )
-    return sorted(rows, key=lambda row: -row.gain_samples_per_s)
-
-
-def _with_one_more(held: Allocation, machines: Sequence[str]) -> Iterator[Allocation]:
-    last = held.groups[-1]
-    if last.machine is not None and last.devices_per_node < len(
-        named_profile(last.machine).devices
-    ):
-        one, others = replace(last, nodes=1, devices_per_node=last.devices_per_node + 1), last.nodes
-        before = (replace(last, nodes=others - 1),) if others > 1 else ()
-        yield Allocation((*held.groups[:-1], *before, one))
-    own = [group.machine for group in held.groups if group.machine is not None]
-    for machine in dict.fromkeys([*own, *machines]):
-        node = DeviceGroup(nodes=1, devices_per_node=1, machine=machine)
-        yield Allocation((*held.groups, node))
-
-
-def best_batch(
-    graph: OpGraph,
-    allocation: str | Allocation,
-    *,
-    most_per_gpu: int | None = None,
-    **options: Unpack[Options],
-) -> Estimate:
-    """The batch per device and micro-batch with most samples a second that surely fits.
-
-    Tried are 1, 2, 4, … samples up to the largest that fits (see `largest_batch`), or
-    `most_per_gpu`. Raises WorkloadError.
-    """
-    if most_per_gpu is not None:
-        check_count(most_per_gpu, "most_per_gpu")
-    limit = largest_batch(graph, allocation, **options)
-    most = min(limit.batch_per_gpu, most_per_gpu or limit.batch_per_gpu)
-    if not most:
-        raise AllocationError(
-            f"not even one sample of {graph.name} fits on '{allocation}'; give devices with more "
-            "memory, or another strategy"
-        )
-    tried = {1 << power for power in range(most.bit_length())} | {most}
-    request = EstimateRequest.of(graph, allocation, **options)
-    answers = [DEFAULT.estimate(request.changed(batch_per_gpu=batch)) for batch in sorted(tried)]
-    return max(answers, key=lambda answer: answer.samples_per_s or 0.0)

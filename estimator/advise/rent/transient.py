@@ -26,11 +26,9 @@ from estimator.advise.rent.revocations import (
     check_from,
     presence,
 )
-from estimator.elementwise import expected_maximum
 from estimator.errors import WorkloadError, quoted
 from estimator.placement.allocation import Allocation
 from estimator.units import format_seconds
-from estimator.workload import check_count
 
 
 def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -74,38 +72,6 @@ def expected_time_s(
     except OverflowError:
         return math.inf
     return mtbf_s * tries * work_s / interval_s
-
-
-def goodput_ratio(
-    *,
-    checkpoint_s: float,
-    restart_s: float,
-    mtbf_s: float,
-    ranks: int = 1,
-    jitter_ratio: float = 0.0,
-) -> float:
-    """The share of time that is training which counts, at the best interval.
-
-    Every step waits for the slowest of its ranks, whose times have a standard deviation of
-    `jitter_ratio` (a profile's `rank_jitter_ratio`). Raises WorkloadError.
-
-    >>> round(goodput_ratio(checkpoint_s=60, restart_s=600, mtbf_s=10800), 3)
-    0.85
-    >>> costs = {"checkpoint_s": 60, "restart_s": 600, "mtbf_s": 10800}
-    >>> round(goodput_ratio(ranks=1000, jitter_ratio=0.013, **costs), 3)
-    0.816
-    """
-    check_count(ranks, "ranks", most=10**9)
-    if not 0 <= jitter_ratio < math.inf:
-        raise WorkloadError(f"jitter_ratio is {jitter_ratio:g}; give a number from 0 on")
-    waits = 1 + jitter_ratio * expected_maximum(ranks)
-    interval_s = best_interval_s(checkpoint_s, mtbf_s)
-    if math.isinf(interval_s):
-        return 1 / waits
-    expected_s = expected_time_s(
-        interval_s, interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf_s=mtbf_s
-    )
-    return interval_s / expected_s / waits
 
 
 def check_times(**values: float) -> None:

@@ -19,7 +19,6 @@ from estimator.advise.rent.transient import (
     best_interval_s,
     checkpoint_s,
     expected_time_s,
-    goodput_ratio,
     pareto_front,
     server_steps_per_s,
 )
@@ -38,20 +37,9 @@ def test_expected_time_by_hand() -> None:
     assert found == pytest.approx(1200)
 
 
-def test_goodput_waits_for_the_slowest_rank() -> None:
-    # The largest of 1,000 normal draws is 3.241 on average, half of the mean range of so many
-    # (Tippett, Biometrika 17, 1925).
-    without = goodput_ratio(mtbf_s=10_000, **COSTS)
-    found = goodput_ratio(mtbf_s=10_000, ranks=1000, jitter_ratio=0.013, **COSTS)
-    assert found == pytest.approx(without / (1 + 0.013 * 3.241), rel=5e-4)
-    never = goodput_ratio(mtbf_s=math.inf, ranks=1000, jitter_ratio=0.013, **COSTS)
-    assert never == pytest.approx(1 / (1 + 0.013 * 3.241), rel=5e-4)
-
-
 def test_without_failures_only_checkpoints_are_added() -> None:
     found = expected_time_s(1000, 100, checkpoint_s=5, restart_s=50, mtbf_s=math.inf)
     assert found == pytest.approx(1050)
-    assert goodput_ratio(checkpoint_s=5, restart_s=50, mtbf_s=math.inf) == 1
 
 
 @given(cost=st.floats(1e-3, 1e4), mtbf=st.floats(10, 1e7), factor=st.floats(0.2, 5).filter(bool))
@@ -197,8 +185,6 @@ CLUSTER = {"workers": WORKERS, "replace_s": 90.0, "checkpoint_s": 5.0}
         (lambda: cluster_of(checkpoint_s=math.nan), "checkpoint_s is nan"),
         (lambda: cluster_of(most_steps_per_s=0), "most_steps_per_s is 0; give a number above 0"),
         (lambda: cluster_of().asynchronous_s(-1), "steps is -1; give a number from 0 on"),
-        (lambda: goodput_ratio(mtbf_s=1e4, jitter_ratio=-1.0, **COSTS), "jitter_ratio is -1"),
-        (lambda: goodput_ratio(mtbf_s=1e4, ranks=0, **COSTS), "ranks must be at least 1"),
     ],
 )
 def test_what_no_training_has_is_refused(asked: Callable[[], object], said: str) -> None:

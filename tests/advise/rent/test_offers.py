@@ -14,8 +14,7 @@ import estimator as est
 from estimator.advise.rent.offers import Choice, Offer, allocations_of, choose, offers
 from estimator.advise.rent.revocations import Revocations
 from estimator.advise.rent.transient import Spot, best_interval_s, pareto_front
-from estimator.advise.scaling import best_batch, largest_batch, next_gpu
-from estimator.errors import AllocationError, PriceError, WorkloadError
+from estimator.errors import PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
@@ -69,8 +68,9 @@ def test_the_fastest_strategy_is_offered() -> None:
 
 
 def test_ranks_share_a_global_batch_in_the_fewest_micro_batches_that_fit() -> None:
-    most = largest_batch(GRAPH, "1x1:t4-g4dn").at_most
-    global_batch = 4 * (1 << most.bit_length())
+    powers = [1 << power for power in range(30)]
+    alone = est.estimate_many(GRAPH, ["1x1:t4-g4dn"] * len(powers), batch_per_gpu=powers)
+    global_batch = 4 * powers[alone.fits.tolist().index("no")]
     (one, four, three) = offered(
         "1x1:t4-g4dn", "1x4:t4-g4dn", "1x3:t4-g4dn", global_batch=global_batch, strategies=("ddp",)
     )
@@ -261,36 +261,6 @@ def test_what_has_no_price_is_refused() -> None:
         offered("1x1:t4-g4dn", samples=None)
 
 
-def test_next_gpu_says_what_one_more_device_adds() -> None:
-    rows = next_gpu(GRAPH, "1x3:t4-g4dn", machines=["v100-p3-8xlarge"])
-    assert {row.allocation for row in rows} == {
-        "1x4:t4-g4dn",
-        "1x3:t4-g4dn+1x1:t4-g4dn",
-        "1x3:t4-g4dn+1x1:v100-p3-8xlarge",
-    }
-    now = est.estimate(GRAPH, "1x3:t4-g4dn").samples_per_s or 0.0
-    for row in rows:
-        rate = est.estimate(GRAPH, row.allocation).samples_per_s or 0.0
-        assert row.gain_samples_per_s == pytest.approx(rate - now)
-        assert row.gain_ratio == pytest.approx((rate - now) / (now / 3))
-    gains = [row.gain_samples_per_s for row in rows]
-    assert gains == sorted(gains, reverse=True)
-    # A node that is full has no next device.
-    full = next_gpu(GRAPH, "1x4:t4-g4dn")
-    assert [row.allocation for row in full] == ["1x4:t4-g4dn+1x1:t4-g4dn"]
-    with pytest.raises(AllocationError, match="network"):
-        next_gpu(GRAPH, "1x8:a100-pcie-40gb")
-
-
-def test_the_best_batch_is_that_of_a_look_at_all_powers_of_two() -> None:
-    found = best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=100)
-    rates = {
-        batch: est.estimate(GRAPH, "1x2:t4-g4dn", batch_per_gpu=batch).samples_per_s or 0.0
-        for batch in (1, 2, 4, 8, 16, 32, 64, 100)
-    }
-    assert found.batch_per_gpu == max(rates, key=rates.__getitem__)
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -322,12 +292,6 @@ def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
         Spot(revocations=Revocations(), **costs)
 
-
-def test_other_wrong_questions_are_refused() -> None:
-    with pytest.raises(WorkloadError, match="most_per_gpu must be at least 1"):
-        best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
-    with pytest.raises(AllocationError, match="are the text 'a100-p4d'; give a list"):
-        next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
 
 
 def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:
