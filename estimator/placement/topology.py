@@ -8,11 +8,11 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
-from estimator.errors import TopologyError, printable, quoted
+from estimator.errors import TopologyError, first_fault, printable, quoted, unprintable
 from estimator.files import read_text
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_bytes_per_s
@@ -163,29 +163,36 @@ class Cluster:
                 )
         return tuple(path)
 
+
     @classmethod
     def from_dict(cls, data: Any, *, origin: str = "cluster file") -> Cluster:
         """Build a cluster from the values of its file; raises TopologyError naming `origin`."""
-        if not isinstance(data, Mapping):
-            raise TopologyError(f"{origin} is not a table; write [nodes.a1] and [switches.r1]")
-        _check_keys(data, {"nodes", "switches", "transport"}, origin, "the top level")
-        transport = data.get("transport", "tcp")
-        if not isinstance(transport, str) or transport not in PAYLOAD_RATIOS:
-            raise TopologyError(
-                f"{origin}: transport {quoted(transport)} is unknown; use "
-                f"{', '.join(PAYLOAD_RATIOS)}"
-            )
-        try:
-            switches = {
-                name: Switch(parent=entry.get("parent"), uplink_bytes_per_s=_rate(entry))
-                for name, entry in _entries(data, "switches", {"parent", "uplink"}, origin)
-            }
-            known = {"machine", "switch", "uplink", "slowdown"}
-            nodes = {name: _node(entry) for name, entry in _entries(data, "nodes", known, origin)}
-            return cls(nodes=nodes, switches=switches, transport=transport)
-        except TopologyError as error:
-            raise TopologyError(f"{origin}: {error}") from None
+        from pydantic import ValidationError  # commands start without it
 
+        if (text := unprintable(data)) is not None:
+            raise TopologyError(f"{origin}: {quoted(text)} has unprintable characters; correct it")
+        try:
+            content = _cluster_file().model_validate(data)
+            return cls(
+                nodes={
+                    name: Node(
+                        machine=node.machine,
+                        switch=node.switch,
+                        uplink_bytes_per_s=_rate(node.uplink),
+                        slowdown_ratio=node.slowdown,
+                    )
+                    for name, node in _described(content.nodes)
+                },
+                switches={
+                    name: Switch(parent=switch.parent, uplink_bytes_per_s=_rate(switch.uplink))
+                    for name, switch in _described(content.switches)
+                },
+                transport=content.transport,
+            )
+        except ValidationError as error:
+            raise TopologyError(f"{origin}: {first_fault(error)[0]}; correct it") from None
+        except ValueError as error:
+            raise TopologyError(f"{origin}: {error}") from None
     @classmethod
     def given(cls, cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
         """A cluster, or that of a file; raises TopologyError."""
@@ -212,66 +219,40 @@ class Cluster:
         return cls.from_dict(data, origin=str(path))
 
 
-def _node(entry: Mapping[str, Any]) -> Node:
-    machine = entry.get("machine")
-    if not isinstance(machine, str) or not machine.isprintable():
-        raise TopologyError('a node has no machine; write machine = "h100-sxm"')
-    slowdown = entry.get("slowdown", 1.0)
-    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)):
-        raise TopologyError(f"a node's slowdown must be a number, found {quoted(slowdown)}")
-    if isinstance(slowdown, int):
-        slowdown = min(slowdown, 2**63)
-    return Node(
-        machine=machine,
-        switch=entry.get("switch"),
-        uplink_bytes_per_s=_rate(entry),
-        slowdown_ratio=float(slowdown),
+@lru_cache(maxsize=1)
+def _cluster_file() -> Any:
+    """What a cluster file may hold; host lists stand for several nodes or switches alike."""
+    from pydantic import ConfigDict, create_model
+
+    def table(name: str, **known: Any) -> Any:
+        return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **known)
+
+    text = (str | None, None)
+    switch = table("SwitchTable", parent=text, uplink=text)
+    node = table("NodeTable", machine=(str, ...), switch=text, uplink=text, slowdown=(float, 1.0))
+    return table(
+        "ClusterFile",
+        nodes=(dict[str, node], {}),
+        switches=(dict[str, switch], {}),
+        transport=(Transport, "tcp"),
     )
 
 
-def _rate(entry: Mapping[str, Any]) -> float | None:
-    text = entry.get("uplink")
-    if text is None:
-        return None
-    try:
-        return parse_bandwidth_bytes_per_s(text if isinstance(text, str) else quoted(text))
-    except ValueError as error:
-        raise TopologyError(str(error)) from None
+def _rate(text: str | None) -> float | None:
+    return None if text is None else parse_bandwidth_bytes_per_s(text)
 
 
-def _entries(
-    data: Mapping[str, Any], section: str, known: set[str], origin: str
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    table = data.get(section, {})
-    if not isinstance(table, Mapping):
-        raise TopologyError(f"'{section}' is not a table; write [{section}.NAME]")
+def _described(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every name of the host lists with its table; raises TopologyError."""
     seen: set[str] = set()
-    for pattern, entry in table.items():
-        if not isinstance(entry, Mapping):
-            raise TopologyError(
-                f"{quoted(f'{section}.{pattern}')} is not a table; write [{section}.NAME]"
-            )
-        _check_keys(entry, known, origin, f"{section}.{pattern}")
-        for key in ("machine", "switch", "parent"):
-            if key in entry and not isinstance(entry[key], str):
-                raise TopologyError(
-                    f"{key} of {quoted(pattern)} must be text, found {quoted(entry[key])}"
-                )
-        if len(seen) > MOST_NODES:
-            raise TopologyError(f"there are more than {MOST_NODES} of them in '{section}'")
+    for pattern, table in tables.items():
         for name in expand_hosts(pattern):
             if name in seen:
                 raise TopologyError(f"'{name}' is described twice; describe each once")
             seen.add(name)
-            yield name, entry
-
-
-def _check_keys(entry: Mapping[str, Any], known: set[str], origin: str, where: str) -> None:
-    unknown = sorted(set(entry) - known)
-    if unknown:
-        raise TopologyError(
-            f"{origin}: {quoted(unknown[0])} is no key of {where}; use {', '.join(sorted(known))}"
-        )
+            yield name, table
+        if len(seen) > MOST_NODES:
+            raise TopologyError(f"more than {MOST_NODES} nodes or switches; no cluster has as many")
 
 
 def expand_hosts(pattern: str) -> Iterator[str]:
