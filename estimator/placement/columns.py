@@ -17,7 +17,6 @@ from estimator.elementwise import Integers, Sizes
 from estimator.errors import AllocationError, quoted
 from estimator.placement.allocation import Allocation, DeviceGroup
 
-HOST_MARK = "[]"
 # Texts read at once, groups laid out at once, distinct groups remembered: these bound the memory.
 _TEXTS_AT_ONCE = 1 << 16
 _MOST_CELLS = 1 << 22
@@ -31,12 +30,11 @@ class AllocationColumns:
 
     `machine` is an index into `machines`, −1 where a row has no further group; `nodes` and
     `devices` say how many nodes, and how many devices on each. All have the shape (rows, groups).
-    A machine is a type, or with ``[]`` behind its name a host of a cluster file, of which a group
-    takes one node, whose devices it has in order.
+    A machine is a type, or what a group of one host of a cluster file is written as.
 
     >>> columns = AllocationColumns.from_texts(["1x8:v100+2x4:t4", "a1[0,1]"])
     >>> columns.machines, columns.machine.tolist()
-    (('v100', 't4', 'a1[]'), [[0, 1], [2, -1]])
+    (('v100', 't4', 'a1[0,1]'), [[0, 1], [2, -1]])
     """
 
     machines: tuple[str, ...]
@@ -67,24 +65,17 @@ class AllocationColumns:
         )
 
     def allocation(self, row: int) -> Allocation:
-        """A row as an allocation; a host gives its devices in order. Raises AllocationError."""
+        """A row as an allocation; raises AllocationError."""
         groups: list[DeviceGroup] = []
-        given: dict[str, int] = {}
         columns = (self.machine[row].tolist(), self.nodes[row].tolist(), self.devices[row].tolist())
         for machine, nodes, devices in zip(*columns, strict=True):
             if machine < 0:
                 break
             name = self.machines[machine]
-            if not name.endswith(HOST_MARK):
+            if "[" in name:
+                groups.append(Allocation.parse(name).groups[0])
+            else:
                 groups.append(DeviceGroup(nodes=nodes, devices_per_node=devices, machine=name))
-                continue
-            host = name.removesuffix(HOST_MARK)
-            if nodes != 1:
-                raise AllocationError(f"host '{host}' is one node, found {nodes}; write 1 node")
-            first = given.get(host, 0)
-            given[host] = first + devices
-            listed = tuple(range(first, first + devices))
-            groups.append(DeviceGroup(nodes=1, devices_per_node=devices, host=host, devices=listed))
         return Allocation(tuple(groups))
 
     @classmethod
@@ -224,12 +215,8 @@ class _GroupNumbers(dict[str, int]):
 
     def __missing__(self, text: str) -> int:
         group = Allocation.parse(text).groups[0]
-        if group.host is None:
-            name = group.machine or ""
-        else:
-            name = group.host + HOST_MARK
-            self.any_host = True
-        return self._number(text, name, group.nodes, group.devices_per_node)
+        self.any_host |= group.host is not None
+        return self._number(text, str(group.machine or group), group.nodes, group.devices_per_node)
 
     def _number(self, text: str, name: str, nodes: int, devices: int) -> int:
         machine = self.machines.setdefault(name, len(self.machines))

@@ -16,7 +16,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import MOST_RANKS
-from estimator.placement.columns import HOST_MARK, AllocationColumns
+from estimator.placement.columns import AllocationColumns
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.placement import hop_latency_s, hop_locality
 from estimator.placement.topology import network_of, rates_by_ranks
@@ -83,7 +83,7 @@ class MachineTable:
             return self._numbers[name]
         number = _UNKNOWN
         # Nothing tells what a host is.
-        if not name.endswith(HOST_MARK):
+        if "[" not in name:
             with suppress(EstimatorError):
                 profile = self.profile or named_profile(name)
                 number = self._of_profile.setdefault(id(profile), len(self.profiles))
