@@ -152,7 +152,7 @@ def first_fault(error: Any) -> tuple[str, BaseException | None]:
 
 
 _IN_WORDS_OF_FILES = {
-    r"a dictionary or an instance of \w+|a valid dictionary( or instance of \w+)?": "a table of names and values",
+    r"a (valid )?dictionary( or (an )?instance of \w+)?": "a table of names and values",
     "a valid tuple": "a list",
     "a valid string": "a text",
     "a valid integer.*": "a whole number",

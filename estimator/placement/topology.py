@@ -163,7 +163,6 @@ class Cluster:
                 )
         return tuple(path)
 
-
     @classmethod
     def from_dict(cls, data: Any, *, origin: str = "cluster file") -> Cluster:
         """Build a cluster from the values of its file; raises TopologyError naming `origin`."""
@@ -193,6 +192,7 @@ class Cluster:
             raise TopologyError(f"{origin}: {first_fault(error)[0]}; correct it") from None
         except ValueError as error:
             raise TopologyError(f"{origin}: {error}") from None
+
     @classmethod
     def given(cls, cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
         """A cluster, or that of a file; raises TopologyError."""
@@ -232,8 +232,8 @@ def _cluster_file() -> Any:
     node = table("NodeTable", machine=(str, ...), switch=text, uplink=text, slowdown=(float, 1.0))
     return table(
         "ClusterFile",
-        nodes=(dict[str, node], {}),
-        switches=(dict[str, switch], {}),
+        nodes=(dict[str, node], {}),  # type: ignore[valid-type]
+        switches=(dict[str, switch], {}),  # type: ignore[valid-type]
         transport=(Transport, "tcp"),
     )
 

@@ -293,7 +293,6 @@ def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
         Spot(revocations=Revocations(), **costs)
 
 
-
 def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:
     two_hours = Price(
         machine="t4-g4dn", instance_type="a", devices=4, usd_per_hour=3.0, least_billed_s=7200.0
