@@ -15,7 +15,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.sizes import StorageSizes, block_bytes, rounded_bytes, trained_tensors
+from estimator.graph.memory.sizes import StepTensors, block_bytes, rounded_bytes, trained_tensors
 from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.rank.program import StepProgram
 from estimator.workload.optimizers import RULES, state_sizes
@@ -201,7 +201,7 @@ class _Builder:
         self.links = d2h, h2d
         self.structure = GraphStructure.of(self.graph)
         threads = program.profile.devices[0].threads
-        self.sizes = StorageSizes.of(self.bound, self.structure, threads)
+        self.held = StepTensors(self.bound, self.structure, threads)
         ends_s = program.lanes.ends_s(0)
         self.op_s = np.diff(ends_s, prepend=0.0)
         self.update_s = update_s
@@ -228,7 +228,7 @@ class _Builder:
             for op, update in order
         ]
         workspace = [
-            self._temporary(update.size_bytes) if update else int(self.sizes.workspaces[op])
+            self._temporary(update.size_bytes) if update else int(self.held.workspaces[op])
             for op, update in order
         ]
         tensors = self._tensors(place)
@@ -251,9 +251,8 @@ class _Builder:
             writes=tuple(tuple(storages) for storages in writes),
             repeatable=tuple(op >= 0 and is_repeatable(graph.ops[op]) for op, _ in order),
             workspace_bytes=np.array(workspace, dtype=np.int64),
-            fixed_bytes=self.sizes.inputs_bytes
-            + graph.buffer_bytes
-            + self.sizes.constants_bytes
+            fixed_bytes=self.held.inputs_bytes
+            + self.held.buffers_bytes
             + graph.frozen_parameter_bytes,
             d2h=d2h,
             h2d=h2d,
@@ -284,8 +283,8 @@ class _Builder:
             for number, p in enumerate(graph.parameters)
             if p.gradient is not None
         }
-        for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
-            if not self.sizes.size_bytes[storage]:
+        for storage in (*self.held.gradient_storages.tolist(), *self.held.activations.tolist()):
+            if not self.held.size_bytes[storage]:
                 continue
             parameter = gradient_of.get(storage)
             own = [] if parameter is None else [index for index, _ in updates[parameter]]
@@ -343,7 +342,7 @@ class _Builder:
         return PlannedTensor(
             number=number,
             kind="activation",
-            size_bytes=int(self.sizes.size_bytes[storage]),
+            size_bytes=int(self.held.size_bytes[storage]),
             born=born,
             dies=updates[-1] if updates else place.get(dies, len(self.order)),
             accesses=tuple(sorted(touched)),

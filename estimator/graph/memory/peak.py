@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -9,10 +10,10 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from estimator.elementwise import Flags, Indices, Sizes
+from estimator.elementwise import Flags, Sizes
 from estimator.graph.ir.op_graph import BoundGraph
 from estimator.graph.ir.structure import GraphStructure
-from estimator.graph.memory.sizes import StorageSizes, block_bytes, rounded_bytes
+from estimator.graph.memory.sizes import StepTensors, block_bytes, rounded_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,19 +221,14 @@ def live_tensors(tensors: Iterable[LiveTensor], place: int) -> tuple[LiveTensor,
     return tuple(sorted(alive, key=lambda tensor: (-tensor.size_bytes, tensor.born)))
 
 
-def tensors_of(
-    bound: BoundGraph, *, threads: int = 1, structure: GraphStructure | None = None
-) -> tuple[LiveTensor, ...]:
+def tensors_of(bound: BoundGraph) -> tuple[LiveTensor, ...]:
     """Parameters, gradients and activations of a step.
 
     Optimizer state and buffers of collectives are not among them, nor what a strategy gathers or
     shards.
     """
-    known = structure or GraphStructure.of(bound.graph)
-    graph = bound.graph
-    sizes = StorageSizes.of(bound, known, threads)
-    saved = is_saved(known)
-    block = block_bytes(graph)
+    graph, structure = bound.graph, GraphStructure.of(bound.graph)
+    held, saved, block = StepTensors(bound, structure), is_saved(structure), block_bytes(graph)
     tensors = [
         LiveTensor(
             kind="parameters",
@@ -244,24 +240,20 @@ def tensors_of(
         )
         for parameter in graph.parameters
     ]
-    of_kind: dict[MemoryKind, Indices] = {
-        "activations": sizes.activations,
-        "gradients": sizes.gradients,
-    }
-    for kind, numbers in of_kind.items():
-        for number in numbers.tolist():
-            born = int(known.born[number])
-            op = graph.ops[born] if born >= 0 else None
-            tensors.append(
-                LiveTensor(
-                    kind="temporaries" if kind == "activations" and not saved[number] else kind,
-                    op=op.call.target if op else "",
-                    module=op.module if op else "",
-                    size_bytes=int(sizes.size_bytes[number]),
-                    born=born,
-                    dies=int(known.dies[number]),
-                )
+    for number in (*held.activations.tolist(), *held.gradient_storages.tolist()):
+        kind: MemoryKind = "activations" if saved[number] else "temporaries"
+        born = int(structure.born[number])
+        op = graph.ops[born] if born >= 0 else None
+        tensors.append(
+            LiveTensor(
+                kind="gradients" if structure.kinds[number] == "gradient" else kind,
+                op=op.call.target if op else "",
+                module=op.module if op else "",
+                size_bytes=int(held.size_bytes[number]),
+                born=born,
+                dies=int(structure.dies[number]),
             )
+        )
     return tuple(tensors)
 
 
@@ -271,11 +263,10 @@ def by_module(tensors: Sequence[LiveTensor], depth: int = 2) -> dict[str, int]:
     >>> by_module([], depth=1)
     {}
     """
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for tensor in tensors:
-        path = module_path(tensor.module, depth)
-        totals[path] = totals.get(path, 0) + tensor.size_bytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        totals[module_path(tensor.module, depth)] += tensor.size_bytes
+    return dict(totals.most_common())
 
 
 def module_path(path: str, depth: int) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from estimator.elementwise import Array, Indices, Sizes
+from estimator.elementwise import Array, Sizes
 from estimator.graph.costs.registry import argument, item_bytes
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph, parameter_unit
 from estimator.graph.ir.ops import Parameter
@@ -120,26 +120,21 @@ def trained_tensors(
 
     With `sharded`, those of all ranks that shard a model: experts that they divide come whole.
     """
-    block = block_bytes(graph)
-    blocks = [parameter_unit(parameter) for parameter in graph.parameters]
-    return [
-        _optimized(parameter, ratio, block, parts, in_block=bool(unit) or not any(blocks))
-        for parameter, unit in zip(graph.parameters, blocks, strict=True)
-        if parameter.gradient is not None
-        for parts in (parameter.sharded_parts if sharded else 1,)
-    ]
-
-
-def _optimized(
-    parameter: Parameter, ratio: int, block: int, parts: int, *, in_block: bool
-) -> OptimizedTensor:
-    first, *rest = parameter.spec.shape or (1,)
-    return OptimizedTensor(
-        shape=(first * parts, *rest) if parameter.spec.shape else (),
-        elements=parameter.spec.numel * parts,
-        size_bytes=ratio * rounded_bytes(parameter.spec.nbytes, block) * parts,
-        in_block=in_block,
-    )
+    block, units = block_bytes(graph), [parameter_unit(p) for p in graph.parameters]
+    tensors = []
+    for parameter, unit in zip(graph.parameters, units, strict=True):
+        if parameter.gradient is None:
+            continue
+        shape, parts = parameter.spec.shape, parameter.sharded_parts if sharded else 1
+        tensors.append(
+            OptimizedTensor(
+                shape=(shape[0] * parts, *shape[1:]) if shape else (),
+                elements=parameter.spec.numel * parts,
+                size_bytes=ratio * rounded_bytes(parameter.spec.nbytes, block) * parts,
+                in_block=bool(unit) or not any(units),
+            )
+        )
+    return tensors
 
 
 def block_bytes(graph: OpGraph) -> int:
@@ -150,44 +145,6 @@ def block_bytes(graph: OpGraph) -> int:
 def rounded_bytes(size_bytes: int, block: int) -> int:
     """A size in whole blocks of an allocator."""
     return -(-size_bytes // block) * block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageSizes:
-    """What each storage of a graph takes at one batch size, in blocks of the device's allocator.
-
-    `activations` and `gradients` are the numbers of the storages that are one, `workspaces` what
-    each op takes beside its tensors.
-    """
-
-    size_bytes: Sizes
-    activations: Indices
-    gradients: Indices
-    inputs_bytes: int
-    constants_bytes: int
-    workspaces: Sizes
-
-    @classmethod
-    def of(cls, bound: BoundGraph, structure: GraphStructure, threads: int) -> StorageSizes:
-        """`threads` are those that one rank has on a CPU."""
-        block = block_bytes(bound.graph)
-        wanted = structure.storage_bytes(bound) * _expert_slack(bound, structure)
-        sizes: Sizes = -(-wanted.astype(np.int64) // block) * block
-        kinds = structure.kinds
-        workspaces = np.zeros(len(bound.calls), dtype=np.int64)
-        if bound.graph.target == "cpu" and len(bound.calls):
-            of_call = [
-                workspace_bytes(call, threads=threads) for call in structure.distinct_calls(bound)
-            ]
-            workspaces = np.array(of_call, dtype=np.int64)[structure.columns.call_of]
-        return cls(
-            size_bytes=sizes,
-            activations=np.flatnonzero(kinds == "activation"),
-            gradients=np.flatnonzero(kinds == "gradient"),
-            inputs_bytes=int(sizes[kinds == "input"].sum()),
-            constants_bytes=int(sizes[kinds == "constant"].sum()),
-            workspaces=workspaces,
-        )
 
 
 # A CUDA graph of the whole iteration knows no counts of tokens: buffers of experts have room for so
@@ -228,14 +185,29 @@ class Gradient(NamedTuple):
 
 
 class StepTensors:
-    """What there is to hold in a step of one batch size: a strategy says for how long."""
+    """What there is to hold in a step of one batch size: a strategy says for how long.
+
+    Sizes are in blocks of the device's allocator. `activations` and `gradient_storages` are the
+    numbers of the storages that are one, `workspaces` what each op takes beside its tensors;
+    `threads` are those that one rank has on a CPU.
+    """
 
     def __init__(self, bound: BoundGraph, structure: GraphStructure, threads: int = 1) -> None:
-        self.graph, self.structure = bound.graph, structure
-        self.ops = len(bound.graph.ops)
-        self.sizes = StorageSizes.of(bound, structure, threads)
-        self.inputs_bytes = self.sizes.inputs_bytes
-        self.buffers_bytes = bound.graph.buffer_bytes + self.sizes.constants_bytes
+        graph, kinds, block = bound.graph, structure.kinds, block_bytes(bound.graph)
+        self.graph, self.structure, self.ops = graph, structure, len(graph.ops)
+        wanted = structure.storage_bytes(bound) * _expert_slack(bound, structure)
+        sizes: Sizes = -(-wanted.astype(np.int64) // block) * block
+        self.size_bytes = sizes
+        self.activations = np.flatnonzero(kinds == "activation")
+        self.gradient_storages = np.flatnonzero(kinds == "gradient")
+        self.inputs_bytes = int(sizes[kinds == "input"].sum())
+        self.buffers_bytes = graph.buffer_bytes + int(sizes[kinds == "constant"].sum())
+        self.workspaces = np.zeros(self.ops, dtype=np.int64)
+        if graph.target == "cpu" and self.ops:
+            of_call = [
+                workspace_bytes(call, threads=threads) for call in structure.distinct_calls(bound)
+            ]
+            self.workspaces = np.array(of_call, dtype=np.int64)[structure.columns.call_of]
 
     def parameters_bytes(self, stored_ratio: int = 1, *, sharded: bool = False) -> int:
         """All parameters, `stored_ratio` times as wide as they were traced.
@@ -261,20 +233,19 @@ class StepTensors:
     @cached_property
     def gradients(self) -> tuple[Gradient, ...]:
         """The storages of gradients: until when each is made, and for which unit."""
-        return tuple(self._gradients())
-
-    def _gradients(self) -> Iterator[Gradient]:
-        graph, structure = self.graph, self.structure
-        of_gradient = {p.gradient: p for p in graph.parameters if p.gradient is not None}
+        structure = self.structure
+        of_gradient = {p.gradient: p for p in self.graph.parameters if p.gradient is not None}
         owners_of: dict[int, list[Parameter]] = {}
         for value, parameter in sorted(of_gradient.items()):
             owners_of.setdefault(int(structure.storage_of[value]), []).append(parameter)
-        for number in self.sizes.gradients.tolist():
+        gradients = []
+        for number in self.gradient_storages.tolist():
             owners = owners_of[number]
             ready = [self.ops - 1 if p.ready_after is None else p.ready_after for p in owners]
-            size, born = int(self.sizes.size_bytes[number]), int(structure.born[number])
+            size, born = int(self.size_bytes[number]), int(structure.born[number])
             unit, parts = parameter_unit(owners[0]), owners[0].sharded_parts
-            yield Gradient(born, max(ready), size, unit, parts)
+            gradients.append(Gradient(born, max(ready), size, unit, parts))
+        return tuple(gradients)
 
 
 # oneDNN works on channels in blocks of 16 where the CPU has AVX-512 (8 with AVX2): tensors are
@@ -309,7 +280,7 @@ def _forward(call: OpCall, threads: int) -> float:
     image, weight, output = call.arguments[0], call.arguments[1], call.outputs[0]
     if _is_matmul(image, weight, argument(call, 3, "stride", ()), threads):
         return _copies(image, weight, image)
-    blocked = _blocked_weight(weight, image)
+    blocked = _filled_weight(weight, image)
     if _channels_last(image) or _channels_last(weight):
         return blocked
     blocked_output = _blocked(output)
@@ -335,7 +306,7 @@ def _backward(call: OpCall, threads: int) -> float:
     if not transposed and _is_matmul(image, weight, argument(call, 4, "stride", ()), threads):
         return _copies(image, weight, gradient, image)
     copied = _contiguous_copy(gradient) + _contiguous_copy(image)
-    blocked = _filled_weight(weight) if transposed else _blocked_weight(weight, image)
+    blocked = _filled_weight(weight, None if transposed else image)
     depthwise = weight.shape[1] == 1 and image.shape[1] > 1
     grouped = int(argument(call, 9, "groups", 1)) > 1
     dilated = grouped and max(argument(call, 6, "dilation", (1,))) > 1
@@ -451,17 +422,11 @@ def _blocked_image(image: TensorSpec) -> float:
     return _blocked(image) if image.shape[1] >= BLOCK else 0.0
 
 
-def _filled_weight(weight: TensorSpec) -> float:
-    """Both channels filled up, as where the gradient of an image is made."""
-    if not weight.numel:
-        return 0.0
-    kernel = weight.nbytes / (weight.shape[0] * weight.shape[1])
-    return kernel * _filled(weight.shape[0]) * _filled(weight.shape[1])
-
-
-def _blocked_weight(weight: TensorSpec, image: TensorSpec) -> float:
-    if not weight.numel or weight.shape[1] != image.shape[1]:
+def _filled_weight(weight: TensorSpec, image: TensorSpec | None = None) -> float:
+    """Both channels filled up, but the few of a first layer's image or those of groups."""
+    is_grouped = image is not None and weight.shape[1] != image.shape[1]
+    if is_grouped or not weight.numel:
         return float(weight.nbytes)
-    per_kernel = weight.nbytes / (weight.shape[0] * weight.shape[1])
-    inputs = _filled(weight.shape[1]) if weight.shape[1] >= BLOCK else weight.shape[1]
-    return per_kernel * _filled(weight.shape[0]) * inputs
+    few = image is not None and weight.shape[1] < BLOCK
+    inputs = weight.shape[1] if few else _filled(weight.shape[1])
+    return weight.nbytes / (weight.shape[0] * weight.shape[1]) * _filled(weight.shape[0]) * inputs

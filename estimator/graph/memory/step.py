@@ -131,10 +131,10 @@ def held_whole(
     Gradients are released before a step (`zero_grad(set_to_none=True)`, the default). Buckets are
     always there; where gradients live `in_buckets`, they are copied there as they get ready.
     """
-    structure, own = tensors.structure, tensors.sizes.gradients
+    structure, own = tensors.structure, tensors.gradient_storages
     ledger = Ledger(tensors.ops)
     dies = structure.ready[own] if in_buckets else structure.dies[own]
-    ledger.hold_each(structure.born[own], dies, tensors.sizes.size_bytes[own])
+    ledger.hold_each(structure.born[own], dies, tensors.size_bytes[own])
     levels, buckets = ledger.levels(), Bytes(bucket_bytes)
     holding = Holding(parameters=Bytes(tensors.parameters_bytes()), updates=updates)
     if in_buckets:
@@ -157,11 +157,11 @@ class MemoryOverStep:
 
     def __init__(self, tensors: StepTensors, holding: Holding) -> None:
         self.tensors, self.holding, self.ops = tensors, holding, tensors.ops
-        sizes, structure = tensors.sizes, tensors.structure
-        activations, own = Ledger(self.ops), sizes.activations
-        activations.hold_each(structure.born[own], structure.dies[own], sizes.size_bytes[own])
-        inside = np.flatnonzero(sizes.workspaces)
-        activations.hold_each(inside, inside, sizes.workspaces[inside])
+        structure = tensors.structure
+        activations, own = Ledger(self.ops), tensors.activations
+        activations.hold_each(structure.born[own], structure.dies[own], tensors.size_bytes[own])
+        inside = np.flatnonzero(tensors.workspaces)
+        activations.hold_each(inside, inside, tensors.workspaces[inside])
         self._activations = activations.levels()
         self._standing_bytes = tensors.inputs_bytes + tensors.buffers_bytes
 
@@ -263,10 +263,10 @@ class MemoryOverStep:
 
     def _saved_levels(self) -> Sizes:
         """What the forward pass leaves for the backward pass, during each op."""
-        structure, sizes = self.tensors.structure, self.tensors.sizes
-        own = sizes.activations[is_saved(structure)[sizes.activations]]
+        tensors, structure = self.tensors, self.tensors.structure
+        own = tensors.activations[is_saved(structure)[tensors.activations]]
         saved = Ledger(self.ops)
-        saved.hold_each(structure.born[own], structure.dies[own], sizes.size_bytes[own])
+        saved.hold_each(structure.born[own], structure.dies[own], tensors.size_bytes[own])
         return saved.levels()[at(np.arange(self.ops), RUN)]
 
     def _highest_instants(self, levels: Sizes) -> Indices:
@@ -278,11 +278,9 @@ class MemoryOverStep:
         return places
 
 
-def memory_alone(
-    bound: BoundGraph, *, threads: int = 1, structure: GraphStructure | None = None
-) -> MemoryOverStep:
-    """The memory of a rank that trains by itself; `threads` are those that it has on a CPU."""
-    tensors = StepTensors(bound, structure or GraphStructure.of(bound.graph), threads)
+def memory_alone(bound: BoundGraph) -> MemoryOverStep:
+    """The memory of a rank that trains by itself."""
+    tensors = StepTensors(bound, GraphStructure.of(bound.graph))
     return MemoryOverStep(tensors, held_alone(tensors))
 
 

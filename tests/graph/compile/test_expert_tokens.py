@@ -16,7 +16,7 @@ from estimator.graph.ir.collectives import Collective, collectives_of
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure, value_roots
-from estimator.graph.memory.sizes import StorageSizes
+from estimator.graph.memory.sizes import StepTensors
 from estimator.graph.models import load_model
 from estimator.graph.partition.layout import split_by_layout
 from estimator.kernels.host import awaited_ops, compiled_host_seconds
@@ -299,7 +299,7 @@ def test_graphs_of_an_iteration_have_room_for_more_tokens_of_experts() -> None:
     for recipe in ("megatron:dispatch=hybridep", "megatron:dispatch=hybridep,graphs=iteration"):
         bound = with_recipe(GRAPH, recipe=recipe).at(BATCH * 64)
         structure = GraphStructure.of(bound.graph)
-        found = StorageSizes.of(bound, structure, 1).size_bytes
+        found = StepTensors(bound, structure).size_bytes
         first, last = (
             op.outputs[0] for op in of_first(bound.graph, "forward", "aten._grouped_mm.default")
         )
