@@ -155,9 +155,6 @@ class SlowdownCurve(NamedTuple):
         return SlowdownCurve((math.log(cached_bytes), *self.log_bytes), (1.0, *self.ratios))
 
 
-NOTHING_BUSY = SlowdownCurve((), ())
-
-
 def slowdown_curve(profile: MachineProfile, bound: str, devices_busy: int) -> SlowdownCurve:
     """What was measured of work bound by `bound` with the nearest number of busy devices.
 
@@ -169,7 +166,7 @@ def slowdown_curve(profile: MachineProfile, bound: str, devices_busy: int) -> Sl
         if item.bound == bound and item.points and (item.devices_busy == 1 or devices_busy > 1)
     ]
     if not measured:
-        return NOTHING_BUSY
+        return SlowdownCurve((), ())
     nearest = min(measured, key=lambda item: abs(item.devices_busy - devices_busy))
     from scipy.optimize import isotonic_regression
 

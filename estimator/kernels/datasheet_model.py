@@ -265,18 +265,14 @@ def matmul_seconds(
     partial = np.where(_TILE_PIECES > 1, _PARTIAL_SUM_BYTES * count * m * n * _TILE_PIECES, 0.0)
     bytes_per_s = _column(chip.memory_bytes_per_s) * model.memory_ratio * cached
     memory_s = (moved + partial) / bytes_per_s
-    return np.asarray(_longer(compute_s, memory_s).min(axis=1))
+    # A soft roofline: the longer of two, a little more where they are equal.
+    longest = np.maximum(np.maximum(compute_s, memory_s), _LEAST_S)
+    share = (np.minimum(compute_s, memory_s) / longest) ** _SHARPNESS
+    return np.asarray((longest * (1.0 + share) ** (1.0 / _SHARPNESS)).min(axis=1))
 
 
 def _column(values: ArrayLike) -> Array:
     return np.atleast_1d(np.asarray(values))[:, None]
-
-
-def _longer(compute_s: Array, memory_s: Array) -> Array:
-    """The longer of two, a little more where they are equal: a soft roofline."""
-    longest = np.maximum(np.maximum(compute_s, memory_s), _LEAST_S)
-    shortest = np.minimum(compute_s, memory_s)
-    return np.asarray(longest * (1.0 + (shortest / longest) ** _SHARPNESS) ** (1.0 / _SHARPNESS))
 
 
 def memory_classes(device: Device) -> tuple[str, ...]:
@@ -341,24 +337,6 @@ class AttentionModel:
     start_s: float
     waiting_ratio: float = 1.0
     overlapping_ratio: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvolutionModel:
-    """Convolutions: seconds over those of their compute, plus those of the bytes streamed.
-
-    Compute is that of `implicit_matmuls` on tensor cores, else flops at the peak. `times` are the
-    two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own: libraries copy
-    images into the layout that their kernels want, and sums over all positions (gradients of
-    filters) go through memory, so bytes cost more than those of a plain kernel.
-    """
-
-    times: Mapping[str, tuple[float, float]]
-
-    def factors(self, kind: str, phase: str, layout: str) -> tuple[float, float]:
-        """(times the flops' seconds, times the bytes') of a kind of convolution."""
-        own = self.times.get(f"{kind}.{phase}.{layout}")
-        return own if own is not None else self.times[f"{kind}.{phase}"]
 
 
 # Depthwise kernels of cuDNN and torch are written for filters of up to 5 × 5.
@@ -457,12 +435,18 @@ def attention_seconds(
 class KernelModel:
     """The fitted coefficients, and how far each family's calls are off on chips not fitted to.
 
+    Convolutions take the seconds of their compute and those of the bytes that they stream, each
+    times a factor by "kind.phase", or by "kind.phase.layout" of its layout. Compute is that
+    of `implicit_matmuls` on tensor cores, else flops at the peak; libraries copy images into the
+    layout that their kernels want, and sums over all positions (gradients of filters) go through
+    memory, so that bytes cost more than those of a plain kernel.
+
     `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
     "model" is one standard deviation of what the kernels of a whole step are off together.
     """
 
     matmuls: MatmulModel
-    convolutions: ConvolutionModel
+    convolutions: Mapping[str, tuple[float, float]]
     memory_bound: MemoryBoundModel
     attention: AttentionModel
     errors: Mapping[str, float]
@@ -470,17 +454,10 @@ class KernelModel:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> KernelModel:
         """The coefficients of a fitted file (`data/fits/kernels.json`)."""
-        memory_bound = plain["memory_bound"]
-        shares = {
-            key: value if isinstance(value, float | int) else tuple(map(tuple, value))
-            for key, value in memory_bound["shares"].items()
-        }
         return cls(
             matmuls=MatmulModel(**plain["matmuls"]),
-            convolutions=ConvolutionModel(
-                times={key: (flops, moved) for key, (flops, moved) in plain["convolutions"].items()}
-            ),
-            memory_bound=MemoryBoundModel(**{**memory_bound, "shares": shares}),
+            convolutions=plain["convolutions"],
+            memory_bound=MemoryBoundModel(**plain["memory_bound"]),
             attention=AttentionModel(**plain["attention"]),
             errors=plain["errors"],
         )

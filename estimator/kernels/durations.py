@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ from estimator.graph.costs.call_costs import Features, StepPart, family_of, feat
 from estimator.graph.ir.op_graph import BLOCK_TENSORS, BoundGraph, OpGraph
 from estimator.graph.ir.ops import GraphColumns, Numbered, OpTiming, by_first, first_places
 from estimator.graph.ir.structure import GraphStructure
-from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve, slowdown_ratio
-from estimator.kernels.fits import KernelFits, ProbedKernels
+from estimator.kernels.contention import Eviction, cold_ratios, slowdown_curve
+from estimator.kernels.fits import KernelFits
 from estimator.kernels.host import (
     awaited_ops,
     compiled_host_seconds,
@@ -28,7 +29,7 @@ from estimator.kernels.roofline import KernelPrediction, Roofline
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 # torch/_inductor/exc.py, GPUTooOldForTriton: its compiler serves NVIDIA's chips from there on.
 _COMPILED_CAPABILITY = 7.0
@@ -167,14 +168,13 @@ def kernel_fits(
     """The fits of a profile; they depend on the `precision` of the graph, fp32 or tf32 matmuls, and
     on whether a compiler pads their factors.
     """
-
-    def made() -> KernelFits | Roofline:
-        if is_known_by_datasheet(profile):
-            return Roofline(profile, precision=precision, pads_matmuls=compiled)
-        probed = cache.get("probed kernels", (profile,), lambda: ProbedKernels(profile))
-        return KernelFits(profile, precision=precision, probed=probed)
-
-    return cache.get("kernels", (profile,), made, precision == "tf32", compiled)
+    is_tf32 = precision == "tf32"
+    if is_known_by_datasheet(profile):
+        chip = partial(Roofline, profile, precision=precision, pads_matmuls=compiled)
+        return cache.get("kernels", (profile,), chip, is_tf32, compiled)
+    return cache.get(
+        "kernels", (profile,), lambda: KernelFits(profile, precision=precision), is_tf32
+    )
 
 
 def op_durations(
@@ -224,18 +224,12 @@ def op_durations(
 
 
 def least_device_s(
-    bound: BoundGraph,
-    profile: MachineProfile,
-    *,
-    blocks: Indices,
-    devices_busy: int,
-    cache: Cache,
+    bound: BoundGraph, profile: MachineProfile, *, blocks: Indices, cache: Cache
 ) -> Array:
-    """What the device seconds of each op are at least in a graph of any of its `blocks`."""
+    """What each op takes at least on one busy device in a graph of any of its `blocks`."""
     structure = structure_of(bound.graph, cache)
     kernels = _kernel_seconds(bound, profile, cache, blocks)
-    costs = _call_costs(bound, structure, cache)
-    slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
+    slowdown = _slowdowns(_call_costs(bound, structure, cache), profile, 1, kernels.cached_bytes)
     return np.asarray(kernels.alone_s * slowdown[structure.columns.call_of])
 
 
@@ -426,7 +420,10 @@ def part_durations(
     elif line.low_batch <= batch <= line.high_batch:
         source = "measured"
     shares = np.array([part.share_ratio for part in parts])
-    slowdown = np.array([_slowdown_ratio(call, profile, devices_busy) for call in bound.calls])
+    # Half of a part is arithmetic, half memory.
+    moved = np.array([_moved_bytes(call) for call in bound.calls])
+    curves = [slowdown_curve(profile, by, devices_busy) for by in ("compute", "memory")]
+    slowdown = sum(curve.at(moved) for curve in curves) / 2
     return Durations(
         host_s=np.zeros(len(parts)),
         device_s=shares * slowdown * max(step_s - update_s, 0.0),
@@ -450,13 +447,6 @@ def _peak_ratio(graph: OpGraph, profile: MachineProfile) -> float:
             f"'{profile.name}', or flops_per_sample alone"
         )
     return timed / own
-
-
-def _slowdown_ratio(call: OpCall, profile: MachineProfile, devices_busy: int) -> float:
-    """How much longer a part takes beside busy neighbours: half of it arithmetic, half memory."""
-    moved_bytes = _moved_bytes(call)
-    bounds = ("compute", "memory")
-    return sum(slowdown_ratio(profile, by, devices_busy, moved_bytes) for by in bounds) / 2
 
 
 def summary_assumptions(

@@ -10,11 +10,9 @@ and the alignment of rows.
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -201,16 +199,6 @@ def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], Indices]:
     return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
 
 
-class _Pair(NamedTuple):
-    """Something of calls with their inputs in cache, and the same with inputs from memory.
-
-    Rows of terms, or a form: what a unit of each term takes.
-    """
-
-    warm: Array
-    cold: Array
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedCall:
     """One probed call with what its time depends on."""
@@ -228,7 +216,11 @@ def _wider(kind: str) -> str:
 
 
 class FamilyFit:
-    """All probed calls of one family in one dtype; of very many, some drawn at random."""
+    """All probed calls of one family in one dtype; of very many, some drawn at random.
+
+    Rows of terms, forms (what a unit of each term takes) and seconds are those with inputs in cache
+    first, then those with inputs from memory.
+    """
 
     def __init__(self, points: Sequence[ProbedCall], roofline: Roofline | None = None) -> None:
         self._roofline = roofline
@@ -236,8 +228,7 @@ class FamilyFit:
             drawn = np.random.default_rng(0).choice(len(points), _MOST_POINTS, replace=False)
             points = [points[index] for index in np.sort(drawn)]
         self.points = points
-        self.warm = np.array([point.warm_s for point in points])
-        self.cold = np.array([max(point.cold_s, point.warm_s) for point in points])
+        self.seconds = np.array([(p.warm_s, max(p.cold_s, p.warm_s)) for p in points]).T
         self.coordinates = np.array([coordinates(point.features) for point in points])
         self.targets = np.array([point.features.target for point in points])
         self.variants = np.array([point.variant for point in points])
@@ -246,7 +237,7 @@ class FamilyFit:
         self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
         self.rows = self._rows([p.features for p in points], [p.variant for p in points])
         self.whole = self._fit(np.ones(len(points), dtype=bool))
-        self.forms: dict[tuple[str, str], _Pair] = {}
+        self.forms: dict[tuple[str, str], Array] = {}
         wider_of = np.array([_wider(kind) for kind in self.variants.tolist()])
         for target in sorted(set(self.targets.tolist())):
             same = self.targets == target
@@ -254,64 +245,46 @@ class FamilyFit:
                 mine = same & ((self.variants == kind) | (wider_of == kind)) if kind else same
                 # As many points as terms meet any form, and tell nothing of calls beyond them.
                 # So few say by how much all calls are longer.
-                if mine.sum() > self.rows.warm.shape[1]:
+                if mine.sum() > self.rows.shape[2]:
                     self.forms[target, kind] = self._fit(mine)
                 else:
                     wider = self._form(target, _wider(kind)) if kind else self.whole
                     self.forms[target, kind] = self._scaled(wider, mine)
-        warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
-        self.warm_residual = np.log(self.warm / warm)
-        self.cold_residual = np.log(self.cold / cold)
-        self.relative_error = self._leave_one_out_error(warm)
+        by_form_s = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
+        self.residual = np.log(self.seconds / by_form_s)
+        self.relative_error = self._leave_one_out_error(by_form_s[0])
 
-    def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> _Pair:
-        """The terms of calls with inputs in cache and from memory."""
+    def _rows(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
         rows = np.array([terms(features, kind) for features, kind in zip(some, kinds, strict=True)])
         if self._roofline is None or some[0].family not in COMPUTED_FAMILIES:
-            return _Pair(rows, rows)
+            return np.stack([rows, rows])
         given = [(f.cost.flops, f.cost.read_bytes, f.cost.written_bytes) for f in some]
         by_datasheet = self._roofline.predict_features(some)
-        warm, cold = (
-            np.column_stack([rows[:, 0], [getattr(one, name) for one in by_datasheet], given])
-            for name in ("warm_s", "cold_s")
-        )
-        return _Pair(warm, cold)
+        seconds = np.array([(one.warm_s, one.cold_s) for one in by_datasheet]).T
+        return np.stack([np.column_stack([rows[:, 0], own_s, given]) for own_s in seconds])
 
-    def _form(self, target: str, kind: str) -> _Pair:
+    def _form(self, target: str, kind: str) -> Array:
         """The form of an operator's variant: its own, else the closest wider one."""
         while kind and (target, kind) not in self.forms:
             kind = _wider(kind)
         return self.forms.get((target, kind), self.whole)
 
-    def _fit(self, mine: Flags) -> _Pair:
-        def fitted(rows: Array, seconds: Array) -> Array:
-            # What one call alone has takes up all that is odd about it, and grows without bound.
-            rows = np.where((rows != 0.0).sum(axis=0) > 1, rows, 0.0)
-            return nonnegative_fit(rows, seconds)
+    def _fit(self, mine: Flags) -> Array:
+        rows = self.rows[:, mine]
+        # What one call alone has takes up all that is odd about it, and grows without bound.
+        rows = np.where((rows != 0.0).sum(axis=1, keepdims=True) > 1, rows, 0.0)
+        return np.stack(list(map(nonnegative_fit, rows, self.seconds[:, mine])))
 
-        return _Pair(*(fitted(rows[mine], seconds[mine]) for rows, seconds in self._timed()))
-
-    def _scaled(self, form: _Pair, mine: Flags) -> _Pair:
+    def _scaled(self, form: Array, mine: Flags) -> Array:
         """The form times what some points are longer than it, in the geometric mean with a 1."""
-        weight = mine.sum() + 1
+        by_form_s = np.maximum((self.rows[:, mine] * form[:, None]).sum(axis=2), _SHORTEST_S)
+        log_ratios = np.log(self.seconds[:, mine] / by_form_s)
+        return np.asarray(form * np.exp(log_ratios.sum(axis=1, keepdims=True) / (mine.sum() + 1)))
 
-        def scaled(unit_s: Array, rows: Array, seconds: Array) -> Array:
-            by_form_s = np.maximum(rows @ unit_s, _SHORTEST_S)
-            return np.asarray(unit_s * np.exp(np.log(seconds / by_form_s).sum() / weight))
-
-        pairs = zip(form, self._timed(), strict=True)
-        return _Pair(*(scaled(unit_s, rows[mine], s[mine]) for unit_s, (rows, s) in pairs))
-
-    def _timed(self) -> Iterator[tuple[Array, Array]]:
-        """(rows of terms, seconds) of the points, in cache and from memory."""
-        return zip(self.rows, (self.warm, self.cold), strict=True)
-
-    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: _Pair) -> tuple[Array, Array]:
-        """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
-        forms = [self._form(*kind) for kind in kinds]
-        warm = (rows.warm * np.array([form.warm for form in forms])).sum(axis=1)
-        cold = (rows.cold * np.array([form.cold for form in forms])).sum(axis=1)
-        return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> Array:
+        """Seconds of calls of these (operator, variant) by their forms alone."""
+        forms = np.stack([self._form(*kind) for kind in kinds], axis=1)
+        return np.asarray(np.maximum((rows * forms).sum(axis=2), _SHORTEST_S))
 
     def _weights(self, places: Array, targets: Indices, variants: Indices) -> Array:
         """How close calls at some places (rows) stand to each probed point (column)."""
@@ -329,11 +302,9 @@ class FamilyFit:
             np.array([self._number_of_target.get(target, -1) for target in targets]),
             np.array([self._number_of_variant.get(kind, -1) for kind in kinds]),
         )
-        rows = self._rows(some, kinds)
-        warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
-        total = weights.sum(axis=1) + _PRIOR_WEIGHT
-        warm = warm * np.exp(weights @ self.warm_residual / total)
-        cold = cold * np.exp(weights @ self.cold_residual / total)
+        by_form_s = self._by_form(list(zip(targets, kinds, strict=True)), self._rows(some, kinds))
+        residual = self.residual @ weights.T / (weights.sum(axis=1) + _PRIOR_WEIGHT)
+        warm, cold = by_form_s * np.exp(residual)
         return warm, np.maximum(cold, warm)
 
     def _leave_one_out_error(self, by_form_s: Array) -> float:
@@ -342,13 +313,8 @@ class FamilyFit:
             return _UNJUDGED_ERROR
         weights = self._weights(self.coordinates, self._target_of, self._variant_of)
         np.fill_diagonal(weights, 0.0)
-        residual = weights @ self.warm_residual / (weights.sum(axis=1) + _PRIOR_WEIGHT)
-        return float(np.median(np.abs(np.log(by_form_s * np.exp(residual) / self.warm))))
-
-
-def _alike(dtype: str, other: str) -> bool:
-    """Whether two dtypes have elements of one size."""
-    return ITEM_BYTES.get(dtype) == ITEM_BYTES.get(other)
+        residual = weights @ self.residual[0] / (weights.sum(axis=1) + _PRIOR_WEIGHT)
+        return float(np.median(np.abs(np.log(by_form_s * np.exp(residual) / self.seconds[0]))))
 
 
 def _attention_here(device: Device) -> dict[str, str]:
@@ -364,34 +330,53 @@ def _attention_here(device: Device) -> dict[str, str]:
     }
 
 
-class ProbedKernels:
-    """The probed calls of a machine by family and dtype, and the fits of those asked for.
+def _cold_s(point: KernelPoint) -> float:
+    return point.cold_s if point.cold_s is not None else point.warm_s
 
-    `exact` are the seconds of probed calls, `exact_tf32` of those timed again on tensor cores.
+
+class KernelFits:
+    """Every family of a profile; predicts any call whose cost is known.
+
+    Under `precision` tf32, float32 matmuls are those that the probe timed on tensor cores. `exact`
+    are the seconds of probed calls.
     """
 
-    def __init__(self, profile: MachineProfile) -> None:
-        self.threads = profile.devices[0].threads
-        self.exact: dict[OpCall, tuple[float, float]] = {}
-        self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
+    def __init__(self, profile: MachineProfile, *, precision: str = "fp32") -> None:
         device, memory = profile.devices[0], profile.memory
+        self.threads = device.threads
+        self.cache_bytes = self.shared_error = 0.0
+        self._name = profile.name
+        self._implementations = _attention_here(device)
         is_described = device.kind == "cuda" and device.memory_bandwidth_bytes_per_s
         self._roofline = Roofline(profile) if is_described else None
         self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
-        self.groups: dict[tuple[str, str], list[tuple[OpCall, KernelPoint]]] = {}
-        self._name = profile.name
+        self._groups: defaultdict[tuple[str, str], list[tuple[OpCall, KernelPoint]]]
+        self._groups = defaultdict(list)
         self._fits: dict[tuple[str, str], FamilyFit] = {}
-        self._lock = threading.Lock()
+        plain: dict[OpCall, tuple[float, float]] = {}
+        rounded: dict[OpCall, tuple[float, float]] = {}
         for kernel in profile.kernels:
             is_tf32 = kernel.dtype == _TF32
-            exact = self.exact_tf32 if is_tf32 else self.exact
+            if is_tf32 and precision != "tf32":
+                continue
             for point in kernel.points:
                 call = OpCall.decode(dict(point.call))
-                cold = point.cold_s if point.cold_s is not None else point.warm_s
-                exact[call] = (point.warm_s, max(cold, point.warm_s))
+                seconds = point.warm_s, max(_cold_s(point), point.warm_s)
+                (rounded if is_tf32 else plain)[call] = seconds
                 if formula_of(call.target) is not None:
-                    key = family_of(call.target), _TF32 if is_tf32 else call.dtype
-                    self.groups.setdefault(key, []).append((call, point))
+                    dtype = _TF32 if is_tf32 else call.dtype
+                    self._groups[family_of(call.target), dtype].append((call, point))
+        # What tf32 takes replaces the same calls in float32.
+        self.exact = plain | rounded
+        self._tf32_families = {family for family, dtype in self._groups if dtype == _TF32}
+
+    def fit(self, family: str, dtype: str) -> FamilyFit:
+        """The fit of a family in a dtype that were probed."""
+        key = family, dtype
+        if key not in self._fits:
+            probed = [self._probed(call, point, dtype) for call, point in self._groups[key]]
+            self._fits[key] = FamilyFit(probed, self._roofline)
+        return self._fits[key]
 
     def _probed(self, call: OpCall, point: KernelPoint, dtype: str) -> ProbedCall:
         try:
@@ -406,45 +391,11 @@ class ProbedKernels:
                 f"the profile of '{self._name}' has a probed call of {printable(call.target)} with "
                 "arguments that it cannot have; run 'estimator probe' to write a new one"
             ) from None
-        cold = point.cold_s if point.cold_s is not None else point.warm_s
+        cold = _cold_s(point)
         if features.family in _WITH_SCRATCH:
             most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
             cold = min(cold, point.warm_s + most)
         return ProbedCall(features=features, variant=kind, warm_s=point.warm_s, cold_s=cold)
-
-    def fit(self, key: tuple[str, str]) -> FamilyFit:
-        """The fit of a family in a dtype that were probed."""
-        with self._lock:
-            if key not in self._fits:
-                probed = [self._probed(call, point, key[1]) for call, point in self.groups[key]]
-                self._fits[key] = FamilyFit(probed, self._roofline)
-            return self._fits[key]
-
-
-class KernelFits:
-    """Every family of a profile; predicts any call whose cost is known.
-
-    Under `precision` tf32, float32 matmuls are those that the probe timed on tensor cores.
-    `probed` are the kernels of the profile where they are at hand.
-    """
-
-    def __init__(
-        self,
-        profile: MachineProfile,
-        *,
-        precision: str = "fp32",
-        probed: ProbedKernels | None = None,
-    ) -> None:
-        self._probed = probed or ProbedKernels(profile)
-        self.threads = self._probed.threads
-        self._implementations = _attention_here(profile.devices[0])
-        self.cache_bytes = 0.0
-        self.shared_error = 0.0
-        is_tf32 = precision == "tf32"
-        # What tf32 takes replaces the same calls in float32.
-        self.exact = self._probed.exact | (self._probed.exact_tf32 if is_tf32 else {})
-        self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
-        self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
 
     def predict(self, call: OpCall) -> KernelPrediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""
@@ -491,15 +442,14 @@ class KernelFits:
     def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:
         """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
         key, error = (family, dtype), 1.0
-        if key not in self._keys:
-            families = {known for known, _ in self._keys}
-            family = family if family in families else _STAND_INS.get(family, family)
-            same_family = [known for known in self._keys if known[0] == family]
+        if key not in self._groups:
+            stand_in = _STAND_INS.get(family)
+            same_family = [known for known in self._groups if known[0] == family]
+            same_family = same_family or [known for known in self._groups if known[0] == stand_in]
             if not same_family:
                 return None, 1.0
             # Halves compute and move like each other, not like float32.
-            key, error = (
-                max(same_family, key=lambda known: _alike(known[1], dtype)),
-                _OTHER_DTYPE_ERROR_RATIO,
-            )
-        return self._probed.fit(key), error
+            size = ITEM_BYTES.get(dtype)
+            key = max(same_family, key=lambda known: ITEM_BYTES.get(known[1]) == size)
+            error = _OTHER_DTYPE_ERROR_RATIO
+        return self.fit(*key), error

@@ -270,20 +270,12 @@ def _waits(call: OpCall) -> bool:
     if name == "repeat_interleave":
         return overload == "Tensor" and not dict(call.keywords).get("output_size")
     if name in _INDEXING:
-        by_mask = any(spec.dtype in _MASKS for spec in _indices(call))
-        return by_mask and not _fills(call)
+        indices, value, adds = (*call.arguments[1:4], (), None, None)[:3]
+        by_mask = any(isinstance(i, TensorSpec) and i.dtype in _MASKS for i in indices)
+        # Where one number is put where a mask says, torch has masked_fill_ do that.
+        fills = isinstance(value, TensorSpec) and value.numel == 1 and not adds
+        return by_mask and not fills
     return name in _WAITING
-
-
-def _fills(call: OpCall) -> bool:
-    """Whether one number is put where a mask says: torch has masked_fill_ do that."""
-    value = call.arguments[2] if len(call.arguments) > 2 else None
-    return isinstance(value, TensorSpec) and value.numel == 1 and not any(call.arguments[3:4])
-
-
-def _indices(call: OpCall) -> list[TensorSpec]:
-    given = call.arguments[1] if len(call.arguments) > 1 else ()
-    return [spec for spec in given if isinstance(spec, TensorSpec)]
 
 
 def described(graph: OpGraph, awaited: Sequence[int]) -> str:

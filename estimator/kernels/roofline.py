@@ -245,12 +245,12 @@ class Roofline:
         return seconds_each
 
     def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
-        start_s, seconds = self.kernel_model.memory_bound.start_s, []
+        start_s, factors = self.kernel_model.memory_bound.start_s, self.kernel_model.convolutions
+        seconds = []
         for features in some:
             kind, compute_s = self.convolution(features)
-            compute, moved = self.kernel_model.convolutions.factors(
-                kind, phase_of(features), features.layout
-            )
+            name = f"{kind}.{phase_of(features)}"
+            compute, moved = factors.get(f"{name}.{features.layout}") or factors[name]
             bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
             seconds.append(start_s + compute * compute_s + moved * bytes_s)
         return seconds

@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import nnls
 
 from estimator.graph.costs.call_costs import features_of, nonnegative_fit
-from estimator.kernels.fits import KernelFits, ProbedKernels, terms, variant
+from estimator.kernels.fits import KernelFits, terms, variant
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
@@ -271,8 +271,8 @@ def test_a_fit_that_is_not_negative_is_scipys(seed: int) -> None:
 def test_rows_that_tensor_cores_read_unaligned_are_a_variant_of_their_own() -> None:
     profile = _profile([(_mm(64, 64, columns), 1e-5) for columns in (50257, 50304)])
     on_tensor_cores = replace(profile.kernels[0], dtype="tfloat32")
-    probed = ProbedKernels(replace(profile, kernels=(on_tensor_cores,)))
-    variants = probed.fit(("matmul", "tfloat32")).variants.tolist()
+    fits = KernelFits(replace(profile, kernels=(on_tensor_cores,)), precision="tf32")
+    variants = fits.fit("matmul", "tfloat32").variants.tolist()
     assert [variant.endswith("unaligned") for variant in variants] == [True, False]
 
 

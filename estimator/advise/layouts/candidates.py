@@ -32,10 +32,10 @@ from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.timeline.rank.rules import DP_REPLICATE, Ranks, StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.ddp import BucketedRules
-from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer, state_sizes
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
+from estimator.workload.strategies import DDP, FSDP, Strategy
 
 
 class Candidate(NamedTuple):
@@ -122,7 +122,7 @@ def _strategies(
                 yield Strategy.parse(beside)
             continue
         yield strategy
-        if not 1 < in_node < dp or dp % in_node or strategy.shard_ranks is not None:
+        if not 1 < in_node < dp or dp % in_node or strategy.shard is not None:
             continue
         over = strategy.sharded_over(in_node)
         if over != strategy:
@@ -396,7 +396,7 @@ class LayoutBounds:
         held = self._held.get(id(part))
         if held is None:
             held = self._held[id(part)] = _held(part)
-        shards = _shards(strategy, strategy.shard_ranks or dp)
+        shards = _shards(strategy, strategy.shard or dp)
         of_states: float = dp if strategy.keeps.state == "shard" else 1
         gradients = held.gradients / (shards if strategy.keeps.gradients == "shard" else 1)
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
@@ -540,7 +540,7 @@ class LayoutBounds:
         cache = self._engine.cache
         profile, blocks = costed(node.profile, cache), blocks_of(bound.graph, cache).owner
         # In a bubble of the others a stage computes alone.
-        least_s = least_device_s(bound, profile, blocks=blocks, devices_busy=1, cache=cache)
+        least_s = least_device_s(bound, profile, blocks=blocks, cache=cache)
         return np.asarray(node.slowdown_ratio * least_s)
 
 
@@ -558,7 +558,7 @@ class _MicroBatch(NamedTuple):
 
 def _shards(strategy: Strategy, ranks: int) -> float:
     """How many share what is sharded; without end where the host holds it, and no device."""
-    return math.inf if strategy.updates_on_host else ranks
+    return math.inf if strategy.offload else ranks
 
 
 def _held(graph: OpGraph) -> Held:

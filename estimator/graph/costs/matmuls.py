@@ -86,15 +86,12 @@ def _matmul(call: OpCall) -> OpCost:
 
 def matmul_layout(call: OpCall) -> str:
     """ "n" for a matrix stored by rows, "t" for one stored by columns, of both factors."""
-    return "".join(_orientation(spec) for spec in factors(call))
-
-
-def _orientation(spec: TensorSpec) -> str:
-    if spec.strides is None or len(spec.shape) < 2:
-        return "n"
-    rows, columns = spec.strides[-2:]
-    # A dimension of size 1 has no order of its own.
-    return "t" if rows == 1 and columns != 1 and spec.shape[-1] > 1 else "n"
+    layout = ""
+    for spec in factors(call):
+        rows, columns = (0, 1) if spec.strides is None or len(spec.shape) < 2 else spec.strides[-2:]
+        # A dimension of size 1 has no order of its own.
+        layout += "t" if rows == 1 and columns != 1 and spec.shape[-1] > 1 else "n"
+    return layout
 
 
 @cost_of("aten.linear_backward", "aten.mkldnn_linear_backward", family="matmul")

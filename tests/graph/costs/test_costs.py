@@ -364,7 +364,7 @@ def test_innermost_run_is_what_all_tensors_have_side_by_side(other: TensorSpec, 
     big = spec(4, 6, 8)
     features = features_of(OpCall("aten.add.Tensor", (big, other), (), (big,)))
     assert features.innermost_run == run
-    assert features.contiguous == (run == big.numel)
+    assert (features.layout == "contiguous") == (run == big.numel)
 
 
 def test_tensors_permuted_alike_are_contiguous() -> None:
