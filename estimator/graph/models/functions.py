@@ -156,7 +156,9 @@ def _call_lightly(
 
 def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
-        more = "; the optimizer is for --optimizer" if _has_optimizer(result) else ""
+        given = result if isinstance(result, (tuple, list)) else ()
+        has_optimizer = any(hasattr(part, "param_groups") for part in given)
+        more = "; the optimizer is for --optimizer" if has_optimizer else ""
         raise ModelError(
             f"{text} returned {_kind(result)}; return (model, batch) or (model, batch, loss){more}"
         )
@@ -173,11 +175,6 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
             f"{text} returned {_kind(loss)} as the loss; return a function of (output, targets)"
         )
     return model, example, loss
-
-
-def _has_optimizer(result: Any) -> bool:
-    parts = result if isinstance(result, (tuple, list)) else ()
-    return any(hasattr(part, "param_groups") for part in parts)
 
 
 def _kind(value: Any) -> str:

@@ -83,7 +83,10 @@ class _Maker:
             open_ended = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is inspect.Parameter.empty and not open_ended:
                 names.append(name)
-        made = {name: self._value(name) for name in dict.fromkeys(names)}
+        makers = self._makers()
+        if unknown := [name for name in names if name not in makers]:
+            raise ValueError(f"its argument '{unknown[0]}' is unknown")
+        made = {name: makers[name]() for name in dict.fromkeys(names)}
         made.update(self._labels(accepted))
         features = getattr(self.model, "get_image_features", None)
         if self.head in _TEXT_AND_IMAGE and features is not None:
@@ -135,12 +138,6 @@ class _Maker:
             always += ("input_features",)
         return always
 
-    def _value(self, name: str) -> Any:
-        maker = self._makers().get(name)
-        if maker is None:
-            raise ValueError(f"its argument '{name}' is unknown")
-        return maker()
-
     def _makers(self) -> dict[str, Callable[[], Any]]:
         return {
             "input_ids": self._tokens,
@@ -149,10 +146,10 @@ class _Maker:
             "task_inputs": lambda: self._token_ids((self.batch, self.config.task_seq_len)),
             "qformer_input_ids": self._tokens,
             "pixel_values": self._pixels,
-            "pixel_values_videos": lambda: self._normal(
-                self.batch, self.frames, 3, *self.image_size
+            "pixel_values_videos": lambda: self._normal(self.frames, 3, *self.image_size),
+            "flattened_patches": lambda: self._normal(
+                256, self.config.vision_config.patch_embed_hidden_size + 2
             ),
-            "flattened_patches": self._patches,
             "input_values": self._audio,
             "input_features": self._features,
             "mm_token_type_ids": lambda: torch.zeros(self.batch, self.length, dtype=torch.int64),
@@ -162,16 +159,18 @@ class _Maker:
             "pixel_attention_mask": self._pixel_mask,
             "spatial_shapes": lambda: PATCHES_PER_SIDE * self._all(2),
             "return_loss": lambda: True,
-            "past_values": lambda: self._normal(self.batch, self.length),
+            "past_values": lambda: self._normal(self.length),
             "attention_mask": lambda: self._all(
                 self.length if self.visual_labels else FEATURE_FRAMES
             ),
             "visual_attention_mask": lambda: self._all(DETECTED_OBJECTS),
             # Every token lasts one frame, so that the spectrogram is as long as the text.
             "duration_labels": lambda: self._all(self.length),
-            "pitch_labels": lambda: self._normal(self.batch, self.length, 1),
-            "energy_labels": lambda: self._normal(self.batch, self.length, 1),
-            "spectrogram_labels": self._spectrogram,
+            "pitch_labels": lambda: self._normal(self.length, 1),
+            "energy_labels": lambda: self._normal(self.length, 1),
+            "spectrogram_labels": lambda: self._normal(
+                self.length, getattr(self.config, "model_config", self.config).num_mel_bins
+            ),
             "visual_feats": lambda: self._objects(self.config.visual_feat_dim),
             "visual_pos": lambda: self._objects(self.config.visual_pos_dim),
             "visual_embeds": lambda: self._objects(self.config.visual_embedding_dim),
@@ -244,54 +243,46 @@ class _Maker:
         return places
 
     def _objects(self, width: int) -> Tensor:
-        return self._normal(self.batch, DETECTED_OBJECTS, width)
+        return self._normal(DETECTED_OBJECTS, width)
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random)
+        return torch.randn((self.batch, *shape), generator=self.random)
 
     def _pixels(self) -> Tensor:
         channels = int(_setting((self.vision,), "num_channels") or 3)
         accepted = inspect.signature(self.model.forward).parameters
         if "spatial_shapes" in accepted:
             size = int(self.vision.patch_size)
-            return self._normal(self.batch, PATCHES_PER_SIDE**2, channels * size * size)
+            return self._normal(PATCHES_PER_SIDE**2, channels * size * size)
         # A model that makes features of videos, but takes no other pixels, takes frames.
         filmed = hasattr(self.model, "get_video_features") and not any(
             "video" in name for name in accepted
         )
         if self.head == "VideoClassification" or filmed:
-            return self._normal(self.batch, self.frames, channels, *self.image_size)
+            return self._normal(self.frames, channels, *self.image_size)
         if "image_attention_mask" in accepted:
-            return self._normal(self.batch, 1, channels, *self.image_size)
-        return self._normal(self.batch, channels, *self.image_size)
-
-    def _patches(self) -> Tensor:
-        vision = self.config.vision_config
-        return self._normal(self.batch, 256, vision.patch_embed_hidden_size + 2)
+            return self._normal(1, channels, *self.image_size)
+        return self._normal(channels, *self.image_size)
 
     def _audio(self) -> Tensor:
         if hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_length"):
-            return self._normal(self.batch, self.config.max_length, self.config.num_mel_bins)
-        return self._normal(self.batch, AUDIO_SAMPLES)
+            return self._normal(self.config.max_length, self.config.num_mel_bins)
+        return self._normal(AUDIO_SAMPLES)
 
     def _features(self) -> Tensor:
         layers = self.model.named_modules()
         linear = next((layer for name, layer in layers if name.endswith("input_linear")), None)
         if linear is not None:
-            return self._normal(self.batch, FEATURE_FRAMES, linear.in_features)
+            return self._normal(FEATURE_FRAMES, linear.in_features)
         encoder = getattr(self.config, "encoder_config", self.config)
         if self.frames_per_token:
             mel = self.config.audio_config.num_mel_bins
-            return self._normal(self.batch, mel, self.frames_per_token * self.length)
+            return self._normal(mel, self.frames_per_token * self.length)
         names = "num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim"
         mel = int(_setting((self.config, encoder), *names) or 80)
         if self.config.model_type == "whisper":
-            return self._normal(self.batch, mel, 2 * self.config.max_source_positions)
-        return self._normal(self.batch, FEATURE_FRAMES, mel)
-
-    def _spectrogram(self) -> Tensor:
-        model = getattr(self.config, "model_config", self.config)
-        return self._normal(self.batch, self.length, model.num_mel_bins)
+            return self._normal(mel, 2 * self.config.max_source_positions)
+        return self._normal(FEATURE_FRAMES, mel)
 
     # Labels
 
@@ -299,7 +290,9 @@ class _Maker:
         if "start_positions" in accepted:
             return {name: self._classes(2) for name in ("start_positions", "end_positions")}
         if "mask_labels" in accepted and "class_labels" in accepted:
-            return self._segment_labels()
+            kinds = [self._kinds() for _ in range(self.batch)]
+            masks = [torch.zeros(OBJECTS_PER_IMAGE, *self.image_size) for _ in range(self.batch)]
+            return {"mask_labels": masks, "class_labels": kinds}
         if "labels" not in accepted:
             return {}
         return {"labels": self._label()}
@@ -314,11 +307,11 @@ class _Maker:
         if self.head == "SemanticSegmentation":
             return self._classes(classes, *self.image_size)
         if self.head in ("DepthEstimation", "ImageToImage"):
-            return self._normal(self.batch, *self.image_size).abs()
+            return self._normal(*self.image_size).abs()
         if self.head == "TokenClassification":
             return self._classes(classes, self.length)
         if self.latents:
-            return self._normal(self.batch, self.latents, self.config.latent_dim)
+            return self._normal(self.latents, self.config.latent_dim)
         if self.head == "TextToWaveform":
             decoder = getattr(self.config, "decoder", None)
             if books := self.streams or getattr(decoder, "num_codebooks", 0):
@@ -350,11 +343,6 @@ class _Maker:
             boxes = torch.rand(OBJECTS_PER_IMAGE, 4, generator=self.random) * 0.4 + 0.1
             labels.append({"class_labels": self._kinds(), "boxes": boxes})
         return labels
-
-    def _segment_labels(self) -> dict[str, Any]:
-        kinds = [self._kinds() for _ in range(self.batch)]
-        masks = [torch.zeros(OBJECTS_PER_IMAGE, *self.image_size) for _ in range(self.batch)]
-        return {"mask_labels": masks, "class_labels": kinds}
 
     # Sizes
 
@@ -509,7 +497,7 @@ def _features_per_sample(model: nn.Module, pictures: Mapping[str, Tensor], sampl
         return fake
 
     with kept_as_it_was(model), quiet_fakes(), fake_mode, torch.no_grad():
-        fakes = put_fake_tensors(model, dtype=None, device="cpu")
+        fakes = put_fake_tensors(model, dtype=None)
         for name, buffer in fakes.buffers.items():
             recorder.place(buffer, "buffer")
             recorder.constants.give(buffer, fakes.real_buffers[name])

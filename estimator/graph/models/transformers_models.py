@@ -59,18 +59,7 @@ def read_configuration(named: str) -> tuple[str, dict[str, Any]]:
         raise ModelError(
             f"{path} has no 'model_type', which a transformers config.json has; name such a file"
         )
-    settings = _without_notes(content)
-    _check_sizes(kind, settings)
-    return kind, settings
-
-
-def check_no_hub_id(kind: str) -> None:
-    """Raise ModelError, with the file that is needed, where a model of the hub is named."""
-    if "/" in kind:
-        raise ModelError(
-            f"'{kind}' is a model of the Hugging Face hub, which is never asked here; save its "
-            "config.json (no weights are needed) and write hf:PATH/config.json"
-        )
+    return kind, _settings(kind, content)
 
 
 def check_size(kind: str, key: str, value: Any) -> None:
@@ -84,20 +73,18 @@ def check_size(kind: str, key: str, value: Any) -> None:
         )
 
 
-def _without_notes(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_notes(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key not in _NOT_SETTINGS
-    }
-
-
-def _check_sizes(kind: str, settings: dict[str, Any]) -> None:
-    for key, value in settings.items():
+def _settings(kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of the model itself; raises ModelError for sizes that no model has."""
+    settings = {}
+    for key, value in content.items():
+        if key in _NOT_SETTINGS:
+            continue
         if isinstance(value, dict):
-            _check_sizes(kind, value)
+            value = _settings(kind, value)
         elif value != -1:  # "none" of many older files
             check_size(kind, key, value)
+        settings[key] = value
+    return settings
 
 
 Settings = dict[str, Any]
@@ -135,7 +122,10 @@ def fill_gaps(config: Any, error: BaseException | None) -> Settings:
         name, holder = error.name, error.obj
         return _apply(config, lambda part: {name: _ABSENT[name](part)} if part is holder else {})
     if isinstance(error, TypeError) and "can only concatenate list" in str(error):
-        return _apply(config, _lists_for_tuples)
+        return _apply(
+            config,
+            lambda part: {n: list(v) for n, v in vars(part).items() if isinstance(v, tuple)},
+        )
     if missing is not None:
         return _apply(config, lambda part: _rotate_layer_type(part, missing))
     missing_values = _apply(config, partial(_fill_missing, _FILLERS))
@@ -188,17 +178,14 @@ def _fill_missing(fillers: Mapping[str, Callable[[Any], Any]], part: Any) -> Set
     return settings
 
 
-def _experts_of_routed(part: Any) -> int | None:
-    return _EXPERTS_PER_TOKEN if _number(part, "n_routed_experts") else None
-
-
-def _first_language(part: Any) -> Any:
-    return next(iter(_read(part, "languages") or ()), None)
-
-
 # The same where a model can be built without them, but no step be run: experts of which none is
 # chosen, one adapter per language of which none is the default.
-_CHOSEN = {"num_experts_per_tok": _experts_of_routed, "default_language": _first_language}
+_CHOSEN: dict[str, Callable[[Any], Any]] = {
+    "num_experts_per_tok": lambda part: (
+        _EXPERTS_PER_TOKEN if _number(part, "n_routed_experts") else None
+    ),
+    "default_language": lambda part: next(iter(_read(part, "languages") or ()), None),
+}
 
 
 def _head_size(part: Any) -> int | None:
@@ -208,10 +195,6 @@ def _head_size(part: Any) -> int | None:
 
 def _per_layer(kind: str) -> Callable[[Any], list[str] | None]:
     return lambda part: [kind] * (_number(part, "num_hidden_layers") or 0) or None
-
-
-def _expert_size(part: Any) -> int | None:
-    return (_number(part, "intermediate_size") or 0) // 4 or None
 
 
 # What a setting without a value becomes; most types have such values by default.
@@ -228,7 +211,7 @@ _FILLERS: dict[str, Callable[[Any], Any]] = {
     "n_shared_experts": lambda _: 1,
     "n_group": lambda _: 1,
     "topk_group": lambda _: 1,
-    "moe_intermediate_size": _expert_size,
+    "moe_intermediate_size": lambda part: (_number(part, "intermediate_size") or 0) // 4 or None,
     "deepstack_layer_map": lambda _: [],
     "vocabulary_map": lambda part: {"<image>": part.get_text_config().vocab_size - 1},
 }
@@ -240,10 +223,6 @@ _ABSENT: dict[str, Callable[[Any], Any]] = {
     "num_key_value_heads": lambda part: _number(part, "num_attention_heads"),
     "shared_expert_intermediate_size": lambda part: _number(part, "moe_intermediate_size"),
 }
-
-
-def _lists_for_tuples(part: Any) -> Settings:
-    return {name: list(value) for name, value in vars(part).items() if isinstance(value, tuple)}
 
 
 def _divide_width_by_heads(part: Any) -> Settings:
@@ -358,7 +337,10 @@ def build_transformers_model(
         if checkpointing:
             advice = "leave gradient_checkpointing out"
             with UserCode(f"'{kind}' has no checkpoints", advice=advice, error=ModelError):
-                _enable_checkpointing(model)
+                # The method's name since transformers 5, and before.
+                built: Any = model
+                enable = getattr(built, "activation_checkpointing_enable", None)
+                (enable or built.gradient_checkpointing_enable)()
         with UserCode(
             f"no batch is known for {text}", advice="write a function for it", error=ModelError
         ):
@@ -427,12 +409,6 @@ def _fused_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _enable_checkpointing(model: Any) -> None:
-    # The method's name since transformers 5, and before.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()
-
-
 def _name(text: str, set_here: Settings) -> str:
     """The text after ``hf:``, with what had to be set beside it, written as a user would."""
     settings = (f"{key}={_shown(value)}" for key, value in set_here.items())
@@ -489,7 +465,11 @@ def _configuration(
     """The type's configuration: its defaults, then what a file says, then what the text says."""
     from transformers.models.auto import configuration_auto
 
-    check_no_hub_id(kind)
+    if "/" in kind:
+        raise ModelError(
+            f"'{kind}' is a model of the Hugging Face hub, which is never asked here; save its "
+            "config.json (no weights are needed) and write hf:PATH/config.json"
+        )
     known = list(vars(configuration_auto)["CONFIG_MAPPING_NAMES"])
     if kind not in known:
         raise ModelError(f"transformers has no type '{kind}'; {suggestion(kind, known)}")

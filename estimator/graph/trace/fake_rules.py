@@ -218,7 +218,9 @@ def _real(leaf: Any, func: Any, constants: Constants, module: str) -> Any:
     value = constants.read(leaf)
     if value is None and func in _SELECTIONS and leaf.dtype is torch.bool:
         shape = tuple(leaf.shape)
-        constants.assume(leaf, lambda: _every_second(shape), _HALF)
+        constants.assume(
+            leaf, lambda: (torch.arange(math.prod(shape)) % 2 == 0).reshape(shape), _HALF
+        )
         value = constants.read(leaf)
     is_read = func is aten._local_scalar_dense.default
     if value is None and is_read and constants.reads_are_logs and leaf.is_floating_point():
@@ -236,10 +238,6 @@ def _real(leaf: Any, func: Any, constants: Constants, module: str) -> Any:
             f"depends on weights, which a trace does not have; {change}"
         )
     return value
-
-
-def _every_second(shape: tuple[int, ...]) -> Tensor:
-    return (torch.arange(math.prod(shape)) % 2 == 0).reshape(shape)
 
 
 def _boolean_index(func: Any, args: Any, constants: Constants, fake_mode: Any, module: str) -> Any:

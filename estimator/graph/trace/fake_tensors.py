@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,7 +144,7 @@ def seed_all(seed: int) -> None:
 
 
 def put_fake_tensors(
-    model: nn.Module, *, dtype: torch.dtype | None, device: str, channels_last: bool = False
+    model: nn.Module, *, dtype: torch.dtype | None, channels_last: bool = False
 ) -> FakeTensors:
     """Replace every parameter and buffer by a fake, inside a fake mode; `dtype` casts floats.
 
@@ -156,7 +156,7 @@ def put_fake_tensors(
     def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
         fake = made.get(id(real))
         if fake is None:
-            fake = _fake(real, dtype, device, channels_last)
+            fake = _fake(real, dtype, channels_last)
             if is_parameter:
                 fake = nn.Parameter(fake, requires_grad=real.requires_grad)
                 fakes.parameters[name] = fake
@@ -177,7 +177,7 @@ def put_fake_tensors(
     return fakes
 
 
-def _fake(real: Tensor, dtype: torch.dtype | None, device: str, channels_last: bool) -> Tensor:
+def _fake(real: Tensor, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
     if isinstance(real, (UninitializedParameter, UninitializedBuffer)):
         raise ModelError(
             "the model has lazy parameters without a shape; call it once on a real batch first"
@@ -185,22 +185,20 @@ def _fake(real: Tensor, dtype: torch.dtype | None, device: str, channels_last: b
     if type(real).__name__ == "DTensor":
         from estimator.graph.trace.parallel_modules import fake_part
 
-        return fake_part(real, lambda part: _fake(part, dtype, device, channels_last))
+        return fake_part(real, lambda part: _fake(part, dtype, channels_last))
     wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
     if real.layout is not torch.strided:
         raise ModelError(
             f"the model has a {real.layout} parameter or buffer; only dense tensors can be traced"
         )
-    return laid_out(real, wanted, device, channels_last)
+    return laid_out(real, wanted, channels_last)
 
 
-def laid_out(real: Tensor, dtype: torch.dtype, device: str, channels_last: bool) -> Tensor:
+def laid_out(real: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
     """An empty tensor like a real one; images and filters with their channels last if asked."""
     if channels_last and real.dim() == 4:
-        return torch.empty(
-            real.shape, dtype=dtype, device=device, memory_format=torch.channels_last
-        )
-    return torch.empty_strided(real.shape, real.stride(), dtype=dtype, device=device)
+        return torch.empty(real.shape, dtype=dtype, device="cpu", memory_format=torch.channels_last)
+    return torch.empty_strided(real.shape, real.stride(), dtype=dtype, device="cpu")
 
 
 def _replace_references(attributes: dict[str, Any], made: Mapping[int, Tensor]) -> None:
@@ -280,22 +278,17 @@ def check_batch(batch: Any) -> None:
             left += [(inner, depth + 1) for inner in item.values()]
         elif isinstance(item, (list, tuple)):
             left += [(inner, depth + 1) for inner in item]
-        elif isinstance(item, Tensor):
-            _check_tensor(item)
-
-
-def _check_tensor(tensor: Tensor) -> None:
-    kind = None
-    if tensor.is_quantized:
-        kind = "a quantised tensor"
-    elif tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "a sparse or nested tensor"
-    if kind is not None:
-        raise ModelError(f"the batch holds {kind}, which cannot be traced; give a dense one")
+        elif isinstance(item, Tensor) and (
+            item.is_quantized or item.is_nested or item.layout is not torch.strided
+        ):
+            kind = "a quantised tensor" if item.is_quantized else "a sparse or nested tensor"
+            raise ModelError(f"the batch holds {kind}, which cannot be traced; give a dense one")
 
 
 def _sizes(batch: Any, dim: int) -> Iterator[int]:
-    for item in _arguments(batch):
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    for item in batch if isinstance(batch, (tuple, list)) else (batch,):
         if isinstance(item, Tensor):
             if item.dim() > dim:
                 yield item.shape[dim]
@@ -303,12 +296,6 @@ def _sizes(batch: Any, dim: int) -> Iterator[int]:
             yield from _sizes(item, dim)
         elif isinstance(item, (list, tuple)) and item:
             yield len(item)
-
-
-def _arguments(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    return batch if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def with_samples(batch: Any, dim: int, samples: int, *, packed: bool = False) -> Any:

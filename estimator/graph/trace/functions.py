@@ -11,9 +11,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,15 +27,9 @@ from estimator.errors import TraceError
 from estimator.graph.trace.constant_propagation import Constants
 
 
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> AbstractContextManager[Any]:
     """torch logs the traceback of an operator that a batch does not fit; we raise a sentence."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
 
 
 @contextmanager
@@ -45,23 +40,18 @@ def unlike_tracing() -> Iterator[None]:
     training skips; the recorder knows the values that its eager branches ask for. A module moved to
     its own device in forward (losses of detection models) keeps its fakes, which torch cannot swap.
     """
+    swap_tensors = torch.utils.swap_tensors
 
     def swap(one: Tensor, two: Tensor) -> None:
         if one.dtype != two.dtype or one.shape != two.shape:
             swap_tensors(one, two)
 
-    swap_tensors = torch.utils.swap_tensors
-    imports: Any = sys.modules.get("transformers.utils.import_utils")
-    is_fake_tensor = getattr(imports, "is_fake_tensor", None)
-    torch.utils.swap_tensors = swap
-    if is_fake_tensor is not None:
-        imports.is_fake_tensor = lambda _tensor: False
-    try:
+    imports = sys.modules.get("transformers.utils.import_utils")
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.utils, "swap_tensors", swap))
+        if hasattr(imports, "is_fake_tensor"):
+            stack.enter_context(patch.object(imports, "is_fake_tensor", lambda _tensor: False))
         yield
-    finally:
-        torch.utils.swap_tensors = swap_tensors
-        if is_fake_tensor is not None:
-            imports.is_fake_tensor = is_fake_tensor
 
 
 # Losses of object detection match boxes by scipy, on costs that depend on weights.
@@ -318,12 +308,9 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor, *, padded: bool = False) -> 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     """Its own Python calls attention and dropout by the names of its module."""
-    kept = functional.scaled_dot_product_attention, functional.dropout
-    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout  # type: ignore[assignment]
-    try:
+    replaced = patch.multiple(functional, scaled_dot_product_attention=_attention, dropout=_dropout)
+    with replaced:
         return functional.multi_head_attention_forward(*args, **kwargs)
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = kept
 
 
 def _batch_norm(

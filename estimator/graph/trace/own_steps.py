@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +121,7 @@ class RecordedStep:
                 (torch.autograd, "backward", self._own_backward),
                 (Optimizer, "zero_grad", self._own_zero_grad()),
             ):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, made)
+                stack.enter_context(patch.object(owner, name, made))
             stack.callback(self._give_back)
             yield
 
@@ -350,18 +350,6 @@ def _read(configured: Any) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
     return tuple(optimizers), tuple(schedulers)
 
 
-class _Silent:
-    """A logger that takes every call."""
-
-    def __getattr__(self, name: str) -> _Silent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_args: Any, **_options: Any) -> _Silent:
-        return self
-
-
 @dataclass(frozen=True, slots=True)
 class _StandIn:
     """What a module asks its trainer in a step; `parameter_of` is as in `standing_in`."""
@@ -412,15 +400,12 @@ class _StandIn:
             "toggle_optimizer": self.toggle,
             "untoggle_optimizer": self.untoggle,
             "clip_gradients": self.clip,
-            **dict.fromkeys(("log", "log_dict", "print"), _nothing),
+            **dict.fromkeys(("log", "log_dict", "print"), lambda *_args, **_options: None),
         }
 
 
-def _nothing(*_args: Any, **_options: Any) -> None: ...
-
-
 def _trainer(configured: Configured) -> SimpleNamespace:
-    logger = _Silent()
+    logger = MagicMock()
     return SimpleNamespace(
         logger=logger,
         loggers=[logger],

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -41,7 +42,7 @@ from estimator.graph.ir.ops import ValueKind
 from estimator.graph.trace.record import RecordedOp, Recorder
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
-from estimator.workload import FSDP, Strategy
+from estimator.workload.strategies import FSDP, Strategy
 
 # By each of their names: `*_tensor` is deprecated since torch 2.13.
 _FUNCTIONS: dict[str, CollectiveName] = {
@@ -80,9 +81,7 @@ class RankRecorder(Recorder):
 
     def _replace(self, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
         """Put what is made of a function of torch in its place, until the recording ends."""
-        original = getattr(owner, name)
-        setattr(owner, name, made(original))
-        self._patches.callback(setattr, owner, name, original)
+        self._patches.enter_context(patch.object(owner, name, made(getattr(owner, name))))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -253,25 +252,6 @@ def _sharding(
     return strategies.pop(), meshes
 
 
-def unshard(model: nn.Module) -> None:
-    """Put whole parameters in place of shards, and take the hooks away; the caller puts both back.
-
-    Within a fake mode: what is put there holds no data.
-    """
-    made: dict[int, nn.Parameter] = {}
-    for _, group in _groups(model):
-        for sharded in group.fsdp_params:
-            made[id(sharded.sharded_param)] = _whole(sharded)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-        for key, parameter in module._parameters.items():
-            if id(parameter) in made:
-                module._parameters[key] = made[id(parameter)]
-
-
 def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path of its module, group of parameters that are gathered together), in order."""
     for path, module in model.named_modules():
@@ -334,15 +314,6 @@ def _spec_of(parameter: Any) -> Any:
     return None
 
 
-def _whole(parameter: Any) -> nn.Parameter:
-    shard: Tensor = parameter.sharded_param
-    local = torch.empty(parameter._orig_size, dtype=shard.dtype)
-    spec = _spec_of(parameter)
-    if spec is not None:
-        local = _divided(local, spec.mesh, spec.placements, spec.shape, spec.stride)
-    return nn.Parameter(local, requires_grad=shard.requires_grad)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """How a module is divided, and sharded by a strategy, over ranks.
@@ -362,9 +333,27 @@ class Division:
         return gathered if gathered is not None and wanted == "fp32" else wanted
 
     def gather(self, model: nn.Module) -> None:
-        """Have a model that is sharded hold whole parameters; the caller puts it back."""
-        if self.strategy is not None:
-            unshard(model)
+        """Have a model that is sharded hold whole parameters, without hooks; the caller undoes it.
+
+        Within a fake mode: what is put in place of shards holds no data.
+        """
+        made: dict[int, nn.Parameter] = {}
+        for _, group in _groups(model):
+            for parameter in group.fsdp_params:
+                shard: Tensor = parameter.sharded_param
+                local = torch.empty(parameter._orig_size, dtype=shard.dtype)
+                spec = _spec_of(parameter)
+                if spec is not None:
+                    local = _divided(local, spec.mesh, spec.placements, spec.shape, spec.stride)
+                made[id(shard)] = nn.Parameter(local, requires_grad=shard.requires_grad)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                state._pre_forward_hook_handle.remove()
+                state._post_forward_hook_handle.remove()
+            for key, held in module._parameters.items():
+                if id(held) in made:
+                    module._parameters[key] = made[id(held)]
 
     def recorder(self, model: nn.Module, fake_mode: Any, target: DeviceKind) -> Recorder:
         """A recorder of what one rank does."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import Op, with_calls
 from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.tensors import OpCall
-from estimator.workload import check_count
+from estimator.workload.strategies import check_count
 
 # Of each operator of torch's process groups: the collective, and the places of the argument that a
 # rank gives and of the one that it gets (torch/csrc/distributed/c10d/Ops.cpp).
@@ -84,7 +84,7 @@ def _asks_noted() -> Iterator[list[str]]:
             asked.append(module)
         return original()
 
-    with _replaced(is_initialized=is_initialized):
+    with patch.object(dist, "is_initialized", is_initialized):
         yield asked
 
 
@@ -98,22 +98,10 @@ def _fake_ranks(count: int, target: DeviceKind) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
-        with _replaced(get_backend=lambda group=None: _BACKENDS[target]):
+        with patch.object(dist, "get_backend", lambda group=None: _BACKENDS[target]):
             yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
-    originals = {name: getattr(dist, name) for name in functions}
-    for name, function in functions.items():
-        setattr(dist, name, function)
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
 
 
 def _as_collective(op: Op, ranks: int) -> Op:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -300,6 +301,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _encode(self, argument: Any, tensors: list[Tensor]) -> Any:
+        """An argument as a number, text, None, tensor's spec or a tuple of these.
+
+        dtypes, layouts and memory formats become their torch names (``torch.float32``).
+        """
         if isinstance(argument, Tensor):
             index, spec = self._seen(argument)
             self._used.append(index)
@@ -307,9 +312,12 @@ class Recorder(TorchDispatchMode):
             return spec
         if isinstance(argument, (list, tuple)):
             return tuple([self._encode(item, tensors) for item in argument])
+        if argument is None or isinstance(argument, (bool, int, float, str)):
+            return argument
         if isinstance(argument, torch.device):
             return self.target if argument.type == "cpu" else str(argument)
-        return encode_argument(argument)
+        # A repeated call draws from the default generator.
+        return None if isinstance(argument, torch.Generator) else str(argument)
 
     def _pass_through(self, func: Any, args: Any, kwargs: Any) -> Any:
         result, source = func(*args, **kwargs), args[0]
@@ -415,29 +423,9 @@ def _traits_of(func: Any) -> _Traits:
     return _Traits(shared=tuple(shared), written=tuple(written), is_view=is_view)
 
 
-def encode_argument(argument: Any) -> Any:
-    """A non-tensor argument as a number, string, None or tuple of them.
-
-    dtypes, layouts and memory formats become their torch names (``torch.float32``), devices their
-    own (``cpu``), generators None: a repeated call draws from the default generator.
-
-    >>> encode_argument([torch.bfloat16, torch.strided, 2])
-    ('torch.bfloat16', 'torch.strided', 2)
-    """
-    if argument is None or isinstance(argument, (bool, int, float, str)):
-        return argument
-    if isinstance(argument, (list, tuple)):
-        return tuple(encode_argument(item) for item in argument)
-    if isinstance(argument, torch.Generator):
-        return None
-    return str(argument)
-
-
 @contextmanager
 def watched_calls(recorder: Recorder) -> Iterator[None]:
     """Note calls of modules, and in the forward pass those of autograd functions in Python."""
-    before = register_module_forward_pre_hook(recorder.enter_module)
-    after = register_module_forward_hook(recorder.leave_module, always_call=True)
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -447,13 +435,12 @@ def watched_calls(recorder: Recorder) -> Iterator[None]:
         recorder.function_calls += recorder.phase == "forward" and own
         return original.__func__(cls, *args, **kwargs)
 
-    function.apply = classmethod(apply)
-    try:
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(recorder.enter_module).remove)
+        after = register_module_forward_hook(recorder.leave_module, always_call=True)
+        stack.callback(after.remove)
+        stack.enter_context(patch.object(function, "apply", classmethod(apply)))
         yield
-    finally:
-        function.apply = original
-        before.remove()
-        after.remove()
 
 
 def unknown_ops(ops: Sequence[Op]) -> tuple[str, ...]:

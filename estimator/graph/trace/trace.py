@@ -123,7 +123,7 @@ def _traced(tracer: _Tracer, dim: int, *, optimizer: str | None, unusual: str | 
     fixed_because = fixed_because or difference
     optimizer, parameters, recorded = _updated(tracer, first, values, optimizer)
     assumptions = [
-        *tracer.assumptions,
+        *((CUDA_ASSUMPTION,) if tracer.target == "cuda" else ()),
         *tracer.call.assumptions,
         *recorded,
         *first.recorder.constants.assumptions,
@@ -239,10 +239,6 @@ class _Tracer:
     name: str
     division: Division | None = None
 
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        return (CUDA_ASSUMPTION,) if self.target == "cuda" else ()
-
     def run(self, batch: Any) -> _RecordedRun:
         """One step at one batch size; the model is put back by the caller and between runs."""
         dtype = _CAST_DTYPES.get(self.precision)
@@ -259,11 +255,13 @@ class _Tracer:
             seed_all(0)
             if self.division is not None:
                 self.division.gather(self.model)
-            fakes = put_fake_tensors(
-                self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
-            )
+            fakes = put_fake_tensors(self.model, dtype=dtype, channels_last=self.channels_last)
             run = _RecordedRun(recorder, fakes, RecordedStep(recorder, fakes))
-            self._place_model(run)
+            for parameter in fakes.parameters.values():
+                recorder.place(parameter, "parameter")
+            for name, buffer in fakes.buffers.items():
+                recorder.place(buffer, "buffer")
+                recorder.constants.give(buffer, fakes.real_buffers[name])
             fake_batch = self._place_batch(run, batch, dtype)
             with run.recorded.watching(), watched_calls(recorder), torch.enable_grad():
                 self._step(run, fake_batch)
@@ -284,19 +282,12 @@ class _Tracer:
         except EstimatorError:
             return None, f"twice that fails ({failed})"
 
-    def _place_model(self, run: _RecordedRun) -> None:
-        for parameter in run.fakes.parameters.values():
-            run.recorder.place(parameter, "parameter")
-        for name, buffer in run.fakes.buffers.items():
-            run.recorder.place(buffer, "buffer")
-            run.recorder.constants.give(buffer, run.fakes.real_buffers[name])
-
     def _place_batch(self, run: _RecordedRun, batch: Any, dtype: torch.dtype | None) -> Any:
         inputs: list[GraphInput] = []
 
         def change(path: str, real: Tensor) -> Tensor:
             wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
-            fake = laid_out(real, wanted, "cpu", self.channels_last)
+            fake = laid_out(real, wanted, self.channels_last)
             fake.requires_grad_(real.requires_grad)
             index = run.recorder.place(fake, "input")
             # Token ids and masks decide by what they are; samples by what they happen to be.

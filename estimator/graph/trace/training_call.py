@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -76,14 +77,12 @@ PADDED_ASSUMPTION = "packed sequences are computed at the length that they are p
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-@contextmanager
-def packed_as_padded(assumptions: MutableMapping[str, None]) -> Iterator[None]:
+def packed_as_padded(assumptions: MutableMapping[str, None]) -> AbstractContextManager[Any]:
     """Let every sequence that is packed have the full length; `assumptions` gets a line if one is.
 
     torch.nn.utils.rnn packs, and recurrent modules run, by functions of `torch._VF`.
     """
     functions: Any = torch._C._VariableFunctions
-    place: Any = torch._VF
 
     def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         assumptions[PADDED_ASSUMPTION] = None
@@ -113,14 +112,8 @@ def packed_as_padded(assumptions: MutableMapping[str, None]) -> Iterator[None]:
 
         return ran
 
-    place._pack_padded_sequence, place._pad_packed_sequence = pack, pad
-    for name in _RECURRENT:
-        setattr(place, name, recurrent(name))
-    try:
-        yield
-    finally:
-        for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_RECURRENT):
-            delattr(place, name)
+    made: dict[str, Any] = {name: recurrent(name) for name in _RECURRENT}
+    return patch.multiple(torch._VF, _pack_padded_sequence=pack, _pad_packed_sequence=pad, **made)
 
 
 def _padded(data: Tensor, batch_sizes: Tensor) -> Tensor:
@@ -189,7 +182,9 @@ class TrainingCall:
         if isinstance(batch, Mapping):
             names, as_one = _target_names(model, batch, loss)
             return call(batch=batch, target_names=names, as_one=as_one)
-        if isinstance(batch, (tuple, list)) and len(batch) > 1 and _has_target(model, batch, loss):
+        # Where forward() would take the last part, losses of torch.nn decide: they have a target.
+        several = isinstance(batch, (tuple, list)) and len(batch) > 1
+        if several and (isinstance(loss, nn.Module) or not _binds(model, *batch)):
             inputs = batch[0] if len(batch) == 2 else batch[:-1]
             as_one = isinstance(inputs, Mapping) and _is_one_argument(model, inputs)
             are_several = isinstance(inputs, (tuple, list)) and _binds(model, *inputs)
@@ -260,7 +255,10 @@ class TrainingCall:
     def loss_of(self, model: Any, output: Any, batch: Any) -> Any:
         """The loss of what was `called` on a batch."""
         if self.by_step:
-            return _step_loss(output)
+            # It alone, or first, as in (loss, outputs).
+            if isinstance(output, Mapping):
+                return loss_of(output)
+            return output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(model, Phases):
             return model.sum_of(output)
         if self.loss is None:
@@ -330,10 +328,7 @@ def loss_of(output: Any) -> Tensor:
         raise ModelError(
             "the model returns no floating tensor that depends on its parameters; give loss="
         )
-    total = means[0]
-    for mean in means[1:]:
-        total = total + mean
-    return total
+    return sum(means[1:], means[0])
 
 
 def _own_loss(output: Any) -> Any:
@@ -360,14 +355,6 @@ def _drawn(loader: DataLoader[Any], what: str) -> Any:
         for batch in loader:
             return batch
     raise ModelError(f"the {what} is empty; give a batch instead of it")
-
-
-def _has_target(model: nn.Module, batch: Any, loss: Loss) -> bool:
-    """Whether the last part of a batch is for the loss: the model has no place for it.
-
-    Where forward() would take it, the losses of torch.nn decide: they compare with a target.
-    """
-    return isinstance(loss, nn.Module) or not _binds(model, *batch)
 
 
 def _binds(function: Any, *arguments: Any, **named: Any) -> bool:
@@ -402,13 +389,6 @@ def _is_step(loss: Loss) -> bool:
     except (TypeError, ValueError):
         return False
     return len(names) > 1 and names[0] in _MODEL_WORDS
-
-
-def _step_loss(loss: Any) -> Any:
-    """The loss of what a step returned: it alone, or first, as in (loss, outputs)."""
-    if isinstance(loss, Mapping):
-        return loss_of(loss)
-    return loss[0] if isinstance(loss, (tuple, list)) and loss else loss
 
 
 def _unaccepted(model: nn.Module, batch: Mapping[Any, Any]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def real_arguments(
 
 
 def decode_argument(value: Any) -> Any:
-    """The inverse of `estimator.graph.trace.record.encode_argument`; lists for tuples.
+    """The inverse of how a trace writes arguments down (`graph.trace.record`); lists for tuples.
 
     >>> decode_argument(("torch.float32", 2))
     [torch.float32, 2]
