@@ -88,7 +88,8 @@ class _Changed(GraphChanges):
         """The float8 value of a factor, cast before the product unless it is there already."""
         value = op.inputs[place]
         specs = [call.arguments[place] for call in op.calls]
-        is_turned, base = _is_transposed(specs[0]), self.values[value].base
+        strides, base = specs[0].strides, self.values[value].base
+        is_turned = strides is not None and strides[0] == 1 != strides[1]
         is_whole = base is not None and self.values[base].spec.numel == specs[0].numel
         tensor = base if base is not None and is_whole else value
         # Products read rows of the left factor and columns of the right one: others are written
@@ -123,7 +124,3 @@ def _is_linear(op: Op) -> bool:
         spec.dtype == "bfloat16" and not any(size % MULTIPLE for size in spec.shape)
         for spec in factors
     )
-
-
-def _is_transposed(spec: TensorSpec) -> bool:
-    return spec.strides is not None and spec.strides[0] == 1 and spec.strides[1] != 1

@@ -247,7 +247,13 @@ class Grouping:
             return
         for root in sorted(kernel.writes - kernel.again - self._kept):
             readers = [other for other in self.readers[root] if other != number]
-            if not readers or not self._take_inlined(kernel, readers):
+            take_it = all(
+                other.kind != "whole"
+                and (other.phase, other.block) == (kernel.phase, kernel.block)
+                and len(other.placed) < _MOST_PARTS
+                for other in map(self.kernels.__getitem__, readers)
+            )
+            if not readers or not take_it:
                 continue
             chain = self._chain(kernel, root)
             if not self._can_inline(chain, root, readers):
@@ -270,15 +276,6 @@ class Grouping:
     def _outside(self, chain: dict[int, KernelPart]) -> set[int]:
         made = {written for part in chain.values() for written in self.split.writes(part)}
         return {read for part in chain.values() for read in self.split.reads(part)} - made
-
-    def _take_inlined(self, kernel: Kernel, readers: Sequence[int]) -> bool:
-        others = [self.kernels[reader] for reader in readers]
-        return all(
-            other.kind != "whole"
-            and (other.phase, other.block) == (kernel.phase, kernel.block)
-            and len(other.placed) < _MOST_PARTS
-            for other in others
-        )
 
     def _can_inline(self, chain: dict[int, KernelPart], root: int, readers: Sequence[int]) -> bool:
         if len(chain) > (_MOST_INLINED_PARTS if self._uses[root] > 1 else _MOST_PARTS):

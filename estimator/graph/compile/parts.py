@@ -69,12 +69,6 @@ class KernelPart:
     ends_fusion: bool = False
     block: str = ""
 
-    def reading(self, instead: Mapping[int, int]) -> KernelPart:
-        """The part with some of the values it reads replaced."""
-        reads = tuple(instead.get(value, value) for value in self.reads)
-        looked_up = tuple((instead.get(value, value), size) for value, size in self.looked_up)
-        return replace(self, reads=reads, looked_up=looked_up)
-
 
 @dataclass(slots=True)
 class SplitGraph:
@@ -412,7 +406,10 @@ def _repeated(split: SplitGraph, part: KernelPart, again: dict[int, int]) -> Ker
 
 
 def _reading_again(split: SplitGraph, part: KernelPart, again: Mapping[int, int]) -> KernelPart:
-    return part.reading({value: again.get(split.roots[value], value) for value in part.reads})
+    instead = {value: again.get(split.roots[value], value) for value in part.reads}
+    looked_up = tuple((instead.get(value, value), size) for value, size in part.looked_up)
+    reads = tuple(instead[value] for value in part.reads)
+    return replace(part, reads=reads, looked_up=looked_up)
 
 
 class _Uses:

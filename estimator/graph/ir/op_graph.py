@@ -125,16 +125,17 @@ class OpGraph:
     @property
     def mode(self) -> str:
         """How a step is run, in words: its precision and what differs from plain eager training."""
-        more = (
-            () if self.execution == "eager" else (self.execution,),
-            ("channels last",) if self.channels_last else (),
-            ("gradient scaler",) if self.grad_scaler else (),
-            ("gradients clipped",) if self.clip_grad_norm else (),
-            (f"checkpoint {self.checkpoint}",) if self.checkpoint else (),
-            (f"float8 {self.float8}",) if self.float8 else (),
-            (self.recipe,) if self.recipe else (),
+        words = (
+            self.precision,
+            "" if self.execution == "eager" else self.execution,
+            "channels last" * self.channels_last,
+            "gradient scaler" * self.grad_scaler,
+            "gradients clipped" * self.clip_grad_norm,
+            f"checkpoint {self.checkpoint}" if self.checkpoint else "",
+            f"float8 {self.float8}" if self.float8 else "",
+            self.recipe,
         )
-        return ", ".join((self.precision, *(word for words in more for word in words)))
+        return ", ".join(filter(None, words))
 
     @property
     def workload(self) -> str:

@@ -56,13 +56,6 @@ def value_roots(graph: OpGraph) -> list[int]:
     return roots
 
 
-def _roots(graph: OpGraph, columns: GraphColumns) -> Indices:
-    """For each value, the value that owns its storage."""
-    is_view, keeps_base = _view_ops(columns)
-    bases = _bases(columns, is_view)
-    return owners(_with_sums(graph, columns, bases, keeps_base))
-
-
 def _view_ops(columns: GraphColumns) -> tuple[Flags, Flags]:
     """Whether each op gives views, and whether these hold the tensor which they are of.
 
@@ -116,7 +109,11 @@ def _with_sums(graph: OpGraph, columns: GraphColumns, base: Indices, keeps_base:
         return root
 
     held = {int(owner[p.gradient]) for p in graph.parameters if p.gradient is not None}
-    for index in np.flatnonzero(_sums(columns)).tolist():
+    # Ops of the backward pass that add two tensors up.
+    reads_two = columns.made_begins - columns.begins[:-1] == 2
+    is_sum = columns.of_calls(call.target == _ADD for call, _ in columns.calls)
+    is_sum = is_sum & ~columns.is_forward & reads_two & (columns.begins[1:] > columns.made_begins)
+    for index in np.flatnonzero(is_sum).tolist():
         one, other = columns.touched[columns.begins[index] :][:2].tolist()
         total = int(columns.touched[columns.made_begins[index]])
         if is_view[one] or not _accumulates(columns, one, other, total):
@@ -131,14 +128,6 @@ def _with_sums(graph: OpGraph, columns: GraphColumns, base: Indices, keeps_base:
             if total in held:
                 held.add(old)
     return base
-
-
-def _sums(columns: GraphColumns) -> Flags:
-    """Which ops of the backward pass add two tensors up."""
-    reads = columns.made_begins - columns.begins[:-1]
-    makes = columns.begins[1:] - columns.made_begins
-    adds = columns.of_calls(call.target == _ADD for call, _ in columns.calls)
-    return np.asarray(adds & ~columns.is_forward & (reads == 2) & (makes > 0))
 
 
 def _accumulates(columns: GraphColumns, one: int, other: int, total: int) -> bool:
@@ -226,7 +215,9 @@ class GraphStructure:
     def of(cls, graph: OpGraph, columns: GraphColumns | None = None) -> GraphStructure:
         """That of a graph; `columns` are its own where they are at hand."""
         columns = columns or GraphColumns.of(graph)
-        root, ops = _roots(graph, columns), len(graph.ops)
+        is_view, keeps_base = _view_ops(columns)
+        bases = _bases(columns, is_view)
+        root = owners(_with_sums(graph, columns, bases, keeps_base))
         kinds = np.array(_KINDS)[columns.kind]
         trained = [p.gradient for p in graph.parameters if p.gradient is not None]
         of_gradients = root[trained]
@@ -234,6 +225,7 @@ class GraphStructure:
         born, last_use = _uses(columns, root)
         is_activation = kinds == "activation"
         start = np.where(is_activation, born, BEFORE_STEP)
+        ops = len(graph.ops)
         end = np.where(is_activation, np.maximum(start, last_use), ops)
         kinds[of_gradients], end[of_gradients] = "gradient", ops
         roots = np.flatnonzero(root == np.arange(len(root)))
@@ -241,7 +233,9 @@ class GraphStructure:
         number = np.zeros(len(root), dtype=np.intp)
         number[roots] = np.arange(len(roots))
         storage_of, dies = number[root], end[roots]
-        is_run_again = _is_run_again(columns)
+        # Those that a checkpoint calls again; gradients need forward work of their own, too.
+        call = columns.module_of * len(columns.calls) + columns.call_of
+        is_run_again = columns.is_repeated & np.isin(call, call[columns.is_forward])
         return cls(
             graph=graph,
             columns=columns,
@@ -279,12 +273,6 @@ class GraphStructure:
         sizes = np.zeros(len(self.roots), dtype=np.int64)
         np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[columns.spec_of])
         return sizes
-
-
-def _is_run_again(columns: GraphColumns) -> Flags:
-    """Whether a checkpoint calls an op again; gradients need forward work of their own, too."""
-    call = columns.module_of * len(columns.calls) + columns.call_of
-    return np.asarray(columns.is_repeated & np.isin(call, call[columns.is_forward]))
 
 
 def _checkpoints(columns: GraphColumns, runs_again: Flags) -> Indices:

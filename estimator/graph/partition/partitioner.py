@@ -200,7 +200,8 @@ class Partitioner(ABC):
     def _met(self, value: int, want: Placement, op: Op) -> int:
         """A value where an operator wants it: what every rank holds whole is cut for nothing."""
         have = self.at[value]
-        if have == want or have is None or self._alike(have, want):
+        is_there = isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
+        if have == want or have is None or is_there:
             return value
         if have == PARTIAL:
             kind: CollectiveName = "all_reduce" if want is None else "reduce_scatter"
@@ -213,10 +214,6 @@ class Partitioner(ABC):
             kind = "all_gather" if want is None else "all_to_all"
             exchanged = self.gathered[scope, value] = self._exchanged(kind, value, want, op)
         return exchanged
-
-    @staticmethod
-    def _alike(have: Placement, want: Placement) -> bool:
-        return isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
 
     def _exchanged(self, kind: CollectiveName, value: int, want: Placement, op: Op) -> int:
         """What a collective makes of a value.

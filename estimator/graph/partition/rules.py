@@ -288,13 +288,9 @@ def _parts_backward(given: Given, shard: Shard) -> Placed:
 def _packed(given: Given) -> Placed:
     """Parts side by side along a divided dimension are divided each, as of a fused projection."""
     shards = [at for at in given.at if isinstance(at, Shard)]
-    if not shards:
+    if len({shard.dim for shard in shards}) != 1:
         return given.whole()
-    dims = {shard.dim for shard in shards}
-    name = given.call.name
-    (dim,) = (dims.pop(),) if len(dims) == 1 else (-1,)
-    if dim < 0:
-        return given.whole()
+    dim, name = shards[0].dim, given.call.name
     out = given.call.outputs[0]
     if name == "stack":
         along = argument(given.call, 1, "dim", 0) % len(out.shape)
@@ -402,33 +398,21 @@ def _along(given: Given) -> Placed:
     if name == "histc" or not isinstance(dim, int):
         return given.whole(is_known=False)
     if dim % rank == shard.dim:
-        if name in _OF_LOSS and given.axis == "tp":
-            return _vocabulary(given, shard, name)
+        if name.startswith("_log_softmax") and given.axis == "tp":
+            # Of divided classes, the maximum and the sum of every row are reduced; backward needs
+            # neither (torch/distributed/tensor/parallel/loss.py, _log_softmax).
+            source = given.inputs[0]
+            shape = (*source.shape[: shard.dim], 1, *source.shape[shard.dim + 1 :])
+            row = TensorSpec(shape, source.dtype)
+            reduced = (row, row) if name == "_log_softmax" else ()
+            return Placed((shard,) * len(given.at), (shard,), reduced)
         return given.whole()
-    return _with_shapes(given, shard)
-
-
-_OF_LOSS = ("_log_softmax", "_log_softmax_backward_data")
-
-
-def _vocabulary(given: Given, shard: Shard, name: str) -> Placed:
-    """Of divided classes, the maximum and the sum of every row are reduced.
-
-    torch/distributed/tensor/parallel/loss.py, _log_softmax; the backward pass needs neither.
-    """
-    source = given.inputs[0]
-    row = TensorSpec((*source.shape[: shard.dim], 1, *source.shape[shard.dim + 1 :]), source.dtype)
-    reduced = (row, row) if name == "_log_softmax" else ()
-    return Placed((shard,) * len(given.at), (shard,), reduced)
-
-
-def _with_shapes(given: Given, shard: Shard) -> Placed:
-    """Every tensor of that many dimensions is divided alike."""
-    rank = max(len(spec.shape) for spec in given.inputs)
+    # Every tensor of that many dimensions is divided alike.
+    rank, divided = max(len(spec.shape) for spec in given.inputs), shard.dim
 
     def at(spec: TensorSpec) -> Placement:
-        fits = len(spec.shape) == rank and spec.shape[shard.dim] % given.degree == 0
-        return shard if fits and spec.shape[shard.dim] > 1 else None
+        fits = len(spec.shape) == rank and spec.shape[divided] % given.degree == 0
+        return shard if fits and spec.shape[divided] > 1 else None
 
     return Placed(tuple(map(at, given.inputs)), tuple(map(at, given.call.outputs)))
 
