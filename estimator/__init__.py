@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from estimator.placement.topology import Cluster
     from estimator.timeline.plan import Breakdown
     from estimator.waits.loaders import measure_loader, watch_loader
-    from estimator.workload import Strategy
     from estimator.workload.layouts import Layout
     from estimator.workload.loader import Loader
     from estimator.workload.recipe import Recipe
+    from estimator.workload.strategies import Strategy
 
 __version__ = "0.2.0"
 
@@ -51,7 +51,7 @@ _HOMES = {
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.ir.op_graph",
     "Recipe": "estimator.workload.recipe",
-    "Strategy": "estimator.workload",
+    "Strategy": "estimator.workload.strategies",
     "MemoryPlan": "estimator.integrations.swap.apply_plan",
     "apply_plan": "estimator.integrations.swap.apply_plan",
     "best_layouts": "estimator.advise.layouts.search",

@@ -24,8 +24,8 @@ from estimator.graph.partition.plan import read_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
-from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
+from estimator.workload.strategies import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from estimator.errors import WorkloadError, quoted
 from estimator.placement.allocation import Allocation
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 # The stated intervals hold the truth in 8 of 10 cases: that many normal deviations to either side.
 INTERVAL_ALPHA = 0.2

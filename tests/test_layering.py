@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "estimator").rglob("*.py"))

@@ -13,8 +13,8 @@ from typing import Literal
 import estimator as est
 from estimator.calibrate.observation_files import Row
 from estimator.machines.profile import MachineProfile
-from estimator.workload import DDP
 from estimator.workload.layouts import Layout
+from estimator.workload.strategies import DDP
 from published import benchmark_sources, language_sources, layout_sources, scheduler_sources
 from published.graphs import GraphStore
 from published.machines import machine_of

@@ -16,8 +16,8 @@ from control_groups import control_group, join
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
 from estimator.validate.training import Training, time_steps, transformers_modules
-from estimator.workload import Strategy
 from estimator.workload.optimizers import check_optimizer
+from estimator.workload.strategies import Strategy
 
 from .launch import MASTER_PORT, place
 from .network import Testbed

@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from estimator.units import MIB
-from estimator.workload import DDP, Strategy
-from estimator.workload.strategies import ParameterServers, ZeRO1
+from estimator.workload.strategies import DDP, ParameterServers, Strategy, ZeRO1
 
 from .launch import place
 from .network import Testbed

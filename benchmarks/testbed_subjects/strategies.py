@@ -27,8 +27,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.placement.topology import Cluster
 from estimator.units import parse_bandwidth_bytes_per_s
-from estimator.workload import Strategy
-from estimator.workload.strategies import ParameterServers
+from estimator.workload.strategies import ParameterServers, Strategy
 
 WORKERS, SERVERS = ("n0", "n1", "n2", "n3"), ("n4", "n5")
 ALLOCATION = "+".join(f"{node}[0]" for node in WORKERS)

@@ -30,8 +30,7 @@ from estimator.placement.columns import AllocationGrid
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate
 from estimator.units import parse_whole
-from estimator.workload import Strategy
-from estimator.workload.strategies import MOST_BATCH
+from estimator.workload.strategies import MOST_BATCH, Strategy
 
 # The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9

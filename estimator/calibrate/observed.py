@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from estimator.errors import ObservationError, quoted
 from estimator.placement.allocation import Allocation
-from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
+from estimator.workload.strategies import Strategy
 
 if TYPE_CHECKING:
     from estimator.graph.ir.op_graph import OpGraph

@@ -26,7 +26,7 @@ from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.store import ObservationStore
 from estimator.errors import ObservationError, StoreError
 from estimator.units import parse_whole
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 if TYPE_CHECKING:
     from estimator.graph.ir.op_graph import OpGraph

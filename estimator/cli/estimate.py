@@ -297,7 +297,7 @@ def _by_strategy(
     request: Request, patterns: Sequence[str], strategies: Sequence[str]
 ) -> list[SweepRow]:
     from estimator.advise.scaling import PLACES
-    from estimator.workload import Strategy
+    from estimator.workload.strategies import Strategy
 
     wanted = [text if text == PLACES else Strategy.parse(text) for text in strategies]
     allocations, graph, counting = _swept(request, patterns, request)

@@ -11,7 +11,7 @@ from estimator.cli.console import remark, waiting
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError, quoted
 from estimator.placement.topology import Cluster
 from estimator.units import parse_bandwidth_bytes_per_s
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 if TYPE_CHECKING:
     from estimator.advise.scaling import SweepRow

@@ -20,7 +20,7 @@ from estimator.errors import WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.estimates.request import EstimateRequest
-from estimator.workload import MOST_GLOBAL_BATCH, check_count
+from estimator.workload.strategies import MOST_GLOBAL_BATCH, check_count
 
 Split = tuple[int, ...]
 

@@ -51,9 +51,9 @@ from estimator.timeline.plan import (
 )
 from estimator.timeline.rank.layer_collectives import layer_collectives_of, ranks_of_own
 from estimator.timeline.rank.rules import StepShape
-from estimator.workload import Strategy, check_count
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import Strategy, check_count
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
 CACHE_BYTES = 512 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -57,7 +57,7 @@ def _remedy(loader: Loader, kind: RankClass, plan: StepPlan, without_s: float) -
     profile = kind.program.profile
 
     def own_s(workers: int) -> float:
-        changed = loader.with_workers(workers)
+        changed = replace(loader, workers=workers)
         costs = input_costs(
             changed, profile, samples=samples, batches=batches, ranks_per_node=ranks
         )

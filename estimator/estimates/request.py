@@ -14,9 +14,9 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement, check_kinds
 from estimator.placement.topology import Cluster
-from estimator.workload import DDP, MOST_ACCUMULATION, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import DDP, MOST_ACCUMULATION, Strategy, check_count
 
 _DDP = Strategy.parse("ddp")
 

@@ -23,8 +23,8 @@ from estimator.machines.profile import (
 )
 from estimator.placement.placement import NodeGroup, NodeKind, Placement
 from estimator.placement.topology import Cluster, network_in_cluster, network_of
-from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import DATA_PARALLEL, Layout
+from estimator.workload.strategies import MOST_GLOBAL_BATCH, Strategy, check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

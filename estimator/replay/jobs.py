@@ -8,9 +8,9 @@ from functools import cached_property
 
 from estimator.errors import EstimatorError, WorkloadError, quoted
 from estimator.graph.ir.op_graph import OpGraph
-from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import Strategy
 
 # Of which 0 is one.
 _FROM_0 = ("arrival_s", "restart_s", "checkpoint_s")

@@ -22,10 +22,9 @@ from estimator.probe.devices.ranks import run_on_devices
 from estimator.probe.devices.updates import optimizer_of
 from estimator.probe.grid.kernels import noise_ratio
 from estimator.units import MIB
-from estimator.workload import DDP, FSDP, Strategy
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.recipe import check_precision
-from estimator.workload.strategies import ZeRO1
+from estimator.workload.strategies import DDP, FSDP, Strategy, ZeRO1
 
 if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate

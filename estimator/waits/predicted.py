@@ -250,7 +250,7 @@ def _rates(loader: Loader, answer: Estimate) -> tuple[float, float]:
 
 def _changes(loader: Loader) -> Iterator[tuple[str, Loader]]:
     more = max(2 * loader.workers, 1)
-    yield f"{more} workers", loader.with_workers(more)
+    yield f"{more} workers", replace(loader, workers=more)
     disk = loader.disk_bytes_per_s
     if disk is not None:
         faster = f"a disk of {format_bandwidth(2 * disk)}"
@@ -267,7 +267,7 @@ def _workers_needed(
     """By bisection, since more workers never wait longer; None where the most of them still do."""
 
     def waits_s(workers: int) -> float:
-        return stall_s(loader.with_workers(workers))
+        return stall_s(replace(loader, workers=workers))
 
     alone_s, least_s = waits_s(0), waits_s(MOST_WORKERS)
     if alone_s <= hidden_s:

@@ -18,10 +18,6 @@ _MOST_LAID_OUT = 10**4
 _ranks = partial(parse_whole, least=1, most=_MOST_RANKS)
 
 
-def _rest_or_ranks(text: str) -> int | None:
-    return None if text == "*" else _ranks(text)
-
-
 def _imbalance(text: str) -> float:
     ratio = parse_number(text)
     if not 1.0 <= ratio <= _MOST_IMBALANCE:
@@ -96,7 +92,11 @@ class Layout:
     vocabulary: bool = option("vocab")
     megatron: bool = option("megatron")
     dp: int | None = option(
-        "dp", _rest_or_ranks, None, written=lambda dp: "*" if dp is None else str(dp), values="*"
+        "dp",
+        lambda text: None if text == "*" else _ranks(text),
+        None,
+        written=lambda dp: "*" if dp is None else str(dp),
+        values="*",
     )
 
     @property

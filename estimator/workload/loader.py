@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from estimator.errors import WorkloadError, quoted
@@ -111,9 +111,6 @@ class Loader:
             return cls(**read_options(cls, text, "a loader"))
         except ValueError as error:
             raise WorkloadError(f"loader {quoted(text)}: {error}") from None
-
-    def with_workers(self, workers: int) -> Loader:
-        return replace(self, workers=workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""

@@ -252,7 +252,11 @@ def temporaries_bytes(
     if optimizer == "muon":
         others = [tensor for tensor in tensors if not is_muon_matrix(tensor)]
         together, single = temporaries_bytes(BESIDE_MUON, others, foreach=foreach)
-        own = [_muon_bytes(tensor) for tensor in tensors if is_muon_matrix(tensor)]
+        own = [
+            t.size_bytes + 2 * 2 * t.elements + 2 * 2 * min(t.shape) ** 2
+            for t in tensors
+            if is_muon_matrix(t)
+        ]
         return together, max(single, *own, 0)
     roots = RULES[optimizer].root_tensors
     sizes = [tensor.size_bytes for tensor in tensors]
@@ -261,7 +265,3 @@ def temporaries_bytes(
     in_order = sizes[::-1]
     pairs = zip([0, *in_order], in_order, strict=False)
     return 0, max((previous + 2 * size for previous, size in pairs), default=0)
-
-
-def _muon_bytes(tensor: OptimizedTensor) -> int:
-    return tensor.size_bytes + 2 * 2 * tensor.elements + 2 * 2 * min(tensor.shape) ** 2

@@ -107,7 +107,28 @@ class Schedule:
 
     def check(self, ranks: int, micro_batches: int) -> None:
         """Raise StrategyError where so many micro-batches do not fit."""
-        _check_micro_batches(self, ranks, micro_batches)
+        if self.is_two_way and ranks % 2:
+            raise StrategyError(
+                f"the schedule {self} needs as many ranks before its middle as after it, found "
+                f"{ranks}; choose an even pp or dualpipev"
+            )
+        least = 2 * ranks if self.name in ("dualpipev", "dualpipe") else 1
+        if micro_batches < least:
+            raise StrategyError(
+                f"the schedule {self} over {ranks} stages of ranks needs at least {least} "
+                f"micro-batches, found {micro_batches}; raise micro_batches or choose gpipe"
+            )
+        if self.is_two_way and micro_batches % 2:
+            raise StrategyError(
+                f"the schedule {self} takes as many micro-batches from one end as from the other, "
+                f"found {micro_batches}; choose an even number"
+            )
+        rounds = _rounds(ranks, micro_batches)
+        if self.name in ("interleaved", "zb") and micro_batches % rounds:
+            raise StrategyError(
+                f"the schedule {self} runs {micro_batches} micro-batches in {rounds} rounds over "
+                f"{ranks} ranks, which do not divide them; choose a multiple of {ranks}"
+            )
 
     def runs(self, ranks: int, micro_batches: int) -> bool:
         """Whether so many micro-batches fit."""
@@ -151,39 +172,13 @@ def unchecked_orders(schedule: Schedule, ranks: int, micro_batches: int) -> tupl
     return tuple(tuple(ordered(rank, held[rank], ranks, micro_batches)) for rank in range(ranks))
 
 
-def _check_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> None:
-    if schedule.is_two_way and ranks % 2:
-        raise StrategyError(
-            f"the schedule {schedule} needs as many ranks before its middle as after it, found "
-            f"{ranks}; choose an even pp or dualpipev"
-        )
-    least = {"dualpipev": 2 * ranks, "dualpipe": 2 * ranks}.get(schedule.name, 1)
-    if micro_batches < least:
-        raise StrategyError(
-            f"the schedule {schedule} over {ranks} stages of ranks needs at least {least} "
-            f"micro-batches, found {micro_batches}; raise micro_batches or choose gpipe"
-        )
-    if schedule.is_two_way and micro_batches % 2:
-        raise StrategyError(
-            f"the schedule {schedule} takes as many micro-batches from one end as from the other, "
-            f"found {micro_batches}; choose an even number"
-        )
-    rounds = _rounds(ranks, micro_batches)
-    if schedule.name in ("interleaved", "zb") and micro_batches % rounds:
-        raise StrategyError(
-            f"the schedule {schedule} runs {micro_batches} micro-batches in {rounds} rounds over "
-            f"{ranks} ranks, which do not divide them; choose a multiple of {ranks}"
-        )
-
-
 def _rounds(ranks: int, micro_batches: int) -> int:
     return max(1, micro_batches // ranks)
 
 
 def _gpipe(rank: int, held: Sequence[int], ranks: int, micro_batches: int) -> Iterator[Action]:
     for kind in ("forward", "backward"):
-        for micro_batch in range(micro_batches):
-            yield Action(kind, held[0], micro_batch)
+        yield from _one_by_one(kind, held, micro_batches, micro_batches)
 
 
 def _one_forward_one_backward(

@@ -35,23 +35,17 @@ _LEAST_PART = 1 << 16
 MOST_BATCH, MOST_GLOBAL_BATCH, MOST_ACCUMULATION = 10**9, 10**15, 10**8
 
 
-def _whole(value: Any) -> int | None:
-    """A whole number as Python's own, those of numpy too; None for anything else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def check_count(value: object, what: str = "batch size", *, most: int = MOST_BATCH) -> int:
+def check_count(value: Any, what: str = "batch size", *, most: int = MOST_BATCH) -> int:
     """A number of samples or of micro-batches, or WorkloadError.
 
     >>> check_count(8)
     8
     """
-    number = _whole(value)
+    try:
+        # Those of numpy too.
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
     if number is None:
         wanted = "a whole number"
     elif number < 1:

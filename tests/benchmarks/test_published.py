@@ -38,8 +38,8 @@ from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import found_plan
 from estimator.kernels.roofline import Roofline
 from estimator.machines.catalogue import load_profile
-from estimator.workload import DDP
 from estimator.workload.layouts import Layout
+from estimator.workload.strategies import DDP
 
 ROW = {
     "source": "Lambda deeplearning-benchmark",

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_info
 from estimator.calibrate import regressor
 from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import JobContent, PredictedStep, StepQuestion
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 CONTENT = JobContent(
     fingerprint="f", mode="train", optimizer="sgd", parameter_bytes=1, op_shares={}

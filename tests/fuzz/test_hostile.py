@@ -43,8 +43,8 @@ from estimator.placement.topology import Cluster, expand_hosts
 from estimator.probe.imports.files import read_imports, recognise
 from estimator.replay.job_files import TracedJob, jobs_of_trace
 from estimator.replay.nodes import Nodes
-from estimator.workload import Strategy
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import Strategy
 from tests.budgets import examples
 from tests.fuzz.harmless_inputs import whole_profile
 from tests.fuzz.hostile_values import damaged_values

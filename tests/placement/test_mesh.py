@@ -11,8 +11,8 @@ from estimator.errors import StrategyError
 from estimator.placement.mesh import Mesh, groups_along
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
-from estimator.workload import Strategy
 from estimator.workload.layouts import DATA_PARALLEL, Layout
+from estimator.workload.strategies import Strategy
 from tests.synthetic import Machine
 
 RATE = 1e8  # of a node's network

@@ -21,8 +21,8 @@ from estimator.kernels.durations import op_durations
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
-from estimator.workload import DDP
 from estimator.workload.layouts import Layout
+from estimator.workload.strategies import DDP
 from tests.graph.partition.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
 

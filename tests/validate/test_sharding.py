@@ -20,7 +20,7 @@ from estimator.probe.devices.host import dtensor_costs
 from estimator.probe.devices.ranks import run_on_devices
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.validate.training import shard_model
-from estimator.workload import FSDP, Strategy
+from estimator.workload.strategies import FSDP, Strategy
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 RANKS = 4

@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from estimator.errors import StrategyError
-from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import (
+    DDP,
     SAVING_MEMORY,
     SEARCHED,
     SEARCHED_WITH_LAYOUTS,
     ParameterServers,
+    Strategy,
 )
 
 MIB = 1024 * 1024

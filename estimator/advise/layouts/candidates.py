@@ -122,7 +122,7 @@ def _strategies(
                 yield Strategy.parse(beside)
             continue
         yield strategy
-        if not 1 < in_node < dp or dp % in_node or strategy.shard is not None:
+        if not 1 < in_node < dp or dp % in_node or strategy.shard_ranks is not None:
             continue
         over = strategy.sharded_over(in_node)
         if over != strategy:
@@ -396,7 +396,7 @@ class LayoutBounds:
         held = self._held.get(id(part))
         if held is None:
             held = self._held[id(part)] = _held(part)
-        shards = _shards(strategy, strategy.shard or dp)
+        shards = _shards(strategy, strategy.shard_ranks or dp)
         of_states: float = dp if strategy.keeps.state == "shard" else 1
         gradients = held.gradients / (shards if strategy.keeps.gradients == "shard" else 1)
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
@@ -558,7 +558,7 @@ class _MicroBatch(NamedTuple):
 
 def _shards(strategy: Strategy, ranks: int) -> float:
     """How many share what is sharded; without end where the host holds it, and no device."""
-    return math.inf if strategy.offload else ranks
+    return math.inf if strategy.updates_on_host else ranks
 
 
 def _held(graph: OpGraph) -> Held:

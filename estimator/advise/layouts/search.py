@@ -34,10 +34,14 @@ from estimator.placement.placement import Placement
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import slowest_kind
 from estimator.timeline.rank.program import COPIES_ERROR, MEDIAN_TO_SIGMA
-from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
-from estimator.workload.strategies import SEARCHED_WITH_LAYOUTS
+from estimator.workload.strategies import (
+    MOST_GLOBAL_BATCH,
+    SEARCHED_WITH_LAYOUTS,
+    Strategy,
+    check_count,
+)
 
 Value = TypeVar("Value")
 

@@ -24,9 +24,8 @@ from estimator.machines.catalogue import named_profile
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
-from estimator.workload import MOST_BATCH
 from estimator.workload.loader import Loader
-from estimator.workload.strategies import SEARCHED
+from estimator.workload.strategies import MOST_BATCH, SEARCHED
 
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
 _MOST_MICRO_BATCHES = 256

@@ -54,7 +54,7 @@ from estimator.timeline.rank.rules import (
     StepShape,
 )
 from estimator.timeline.strategies import rules_of
-from estimator.workload import MOST_BATCH
+from estimator.workload.strategies import MOST_BATCH
 
 
 class StepRows:

@@ -43,9 +43,9 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, AllocationGrid
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import BOTTLENECKS
-from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import MOST_GLOBAL_BATCH, Strategy, check_count
 
 
 def row_number(row: Any, rows: int) -> int:

@@ -19,7 +19,7 @@ from estimator.errors import EstimatorError
 from estimator.files import check_writable, write_text_atomically
 from estimator.placement.allocation import Allocation
 from estimator.units import format_interval, format_ratio, format_seconds
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 if TYPE_CHECKING:
     from estimator.estimates.estimate import Estimate

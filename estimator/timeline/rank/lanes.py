@@ -36,8 +36,8 @@ from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import CollectiveCosts, Lookup, SizedCollective
 from estimator.timeline.rank.updates import copies_s
-from estimator.workload import ShardDtypes
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import ShardDtypes
 
 # Say what a loader adds to a step: its own work on the rank's cores, and waiting for batches.
 #

@@ -26,8 +26,8 @@ from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfil
 from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
-from estimator.workload import DDP, Strategy
 from estimator.workload.optimizers import RULES
+from estimator.workload.strategies import DDP, Strategy
 
 _DDP = DDP()
 # HybridEP is given 32 (Megatron-Bridge, scripts/performance/utils/overrides.py).

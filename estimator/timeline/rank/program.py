@@ -46,8 +46,8 @@ from estimator.timeline.rank.updates import (
     update_cost,
     update_lanes,
 )
-from estimator.workload import Strategy
 from estimator.workload.recipe import peak_dtype
+from estimator.workload.strategies import Strategy
 
 # What a copy costs is fitted from copies of other sizes.
 COPIES_ERROR = 0.2

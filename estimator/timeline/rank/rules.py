@@ -47,8 +47,8 @@ from estimator.timeline.rank.layer_collectives import (
 )
 from estimator.timeline.rank.updates import Trained
 from estimator.timeline.simulator.tasks import TaskList
-from estimator.workload import Strategy
 from estimator.workload.loader import Loader
+from estimator.workload.strategies import Strategy
 
 # Stands for a drain of nothing: any slack then clears the backlog, and no slack leaves all of it.
 _NO_DRAIN = 1e-300

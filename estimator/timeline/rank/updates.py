@@ -21,7 +21,6 @@ from estimator.kernels.durations import columns_of, kernel_fits
 from estimator.machines.catalogue import split_limit
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
-from estimator.workload import Strategy
 from estimator.workload.optimizers import (
     BESIDE_MUON,
     MEASURED,
@@ -30,6 +29,7 @@ from estimator.workload.optimizers import (
     UpdateForm,
     is_muon_matrix,
 )
+from estimator.workload.strategies import Strategy
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
 UPDATE_FORMS: dict[DeviceKind, UpdateForm] = {"cpu": "loop", "cuda": "foreach"}

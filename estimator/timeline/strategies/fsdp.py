@@ -94,8 +94,7 @@ from estimator.timeline.strategies.zero import (
     unlike_micro_batches,
 )
 from estimator.units import format_bytes
-from estimator.workload import ShardDtypes
-from estimator.workload.strategies import FSDP
+from estimator.workload.strategies import FSDP, ShardDtypes
 
 # Compute between passes through units, which a timeline lists operator by operator.
 SEGMENTS = (Label("", phase="forward"), Label("", phase="backward"))

@@ -17,8 +17,8 @@ from estimator.estimates.engine import Engine
 from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
-from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
+from estimator.workload.strategies import Strategy
 from tests.advise.layouts.test_layouts import GIB, graphs, machine
 from tests.budgets import examples
 

@@ -26,9 +26,9 @@ from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.placement.placement import Placement
 from estimator.timeline.pipelines.simulation import _held_at_once
-from estimator.workload import Strategy
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
+from estimator.workload.strategies import Strategy
 from tests.advise.layouts.test_layouts import Wide, graphs, machine
 from tests.budgets import examples
 

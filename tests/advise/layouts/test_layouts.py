@@ -18,9 +18,9 @@ from estimator.estimates.engine import DEFAULT, Engine
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.stages import split_points
 from estimator.machines.profile import MachineProfile
-from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
+from estimator.workload.strategies import DDP
 from tests.budgets import examples
 from tests.graph.partition.test_stages import Model
 from tests.synthetic import Machine, with_every_collective

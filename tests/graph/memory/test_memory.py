@@ -24,7 +24,7 @@ from estimator.graph.trace.trace import trace_graph
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.rank.rules import Bucket, StepShape
 from estimator.timeline.strategies import rules_of
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 
 KILO = 1024
 

@@ -20,9 +20,9 @@ from estimator.placement.mesh import Mesh
 from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
 from estimator.timeline.pipelines.stage_plans import StagePlan, contended, stage_plans
 from estimator.timeline.rank.rules import StepShape
-from estimator.workload import DDP
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
+from estimator.workload.strategies import DDP
 from tests.graph.partition.test_stages import traced
 from tests.synthetic import CHOSEN, Machine, with_every_collective
 

@@ -7,7 +7,7 @@ from estimator.graph.ir.ops import Parameter
 from estimator.tensors import TensorSpec
 from estimator.timeline.strategies.ddp import gradient_buckets
 from estimator.units import MIB
-from estimator.workload import DDP, Strategy
+from estimator.workload.strategies import DDP, Strategy
 
 
 def _bound(*sizes_mib: float, dtypes: tuple[str, ...] = ()) -> BoundGraph:

@@ -23,7 +23,7 @@ from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Ranks, StepShape
 from estimator.timeline.rank.updates import Trained, update_cost
 from estimator.timeline.strategies.fsdp import FullyShardedDataParallel
-from estimator.workload import FSDP
+from estimator.workload.strategies import FSDP
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
 # The rest and three blocks, each of 4 MB of parameters.

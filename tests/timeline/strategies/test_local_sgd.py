@@ -10,7 +10,7 @@ from estimator.errors import StrategyError
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import GroupCollective
 from estimator.timeline.rank.updates import copies_s
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 from tests.timeline.strategies.test_sharding import answer, profile
 
 # Two matrices of 1000 x 2048 in fp32.

@@ -20,7 +20,7 @@ from estimator.machines.profile import Link, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.rank.rules import StepShape
 from estimator.timeline.strategies import rules_of
-from estimator.workload import Strategy
+from estimator.workload.strategies import Strategy
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 # Two tensors of 8,192,000 bytes.
