@@ -16,6 +16,7 @@ from estimator.elementwise import Array, Flags
 from estimator.graph.costs.call_costs import family_of
 from estimator.graph.ir.collectives import is_collective
 from estimator.graph.ir.op_graph import OpGraph, unit_path
+from estimator.graph.ir.ops import Op
 from estimator.graph.ir.structure import GraphStructure
 from estimator.kernels.contention import Eviction
 from estimator.machines.profile import HostCost, MachineProfile
@@ -156,11 +157,25 @@ _REPLAY_S = 1.7e-4
 
 # Transformer Engine's modules are called from Python: a linear layer in bf16 takes the host 2.7
 # times as long as torch's (99.7 and 37.1 µs on GB200, 90.5 and 33.2 on GH200;
-# NVIDIA/TransformerEngine, issue 2053), one in FP8 twice as long again (issue 761). Products of
-# experts are launched one by one (issue 1499), once the host has read how many tokens each has.
+# NVIDIA/TransformerEngine, issue 2053), one in FP8 twice as long again (issue 761).
 _MODULE_RATIO, _FLOAT8_RATIO = 2.7, 2.0
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._scaled_mm")
 _EXPERTS = ("aten._grouped_mm", "aten._scaled_grouped_mm")
+_CASTS = ("te.quantize", "aten.amax")
+# Its grouped layer has a weight for each expert. In calls of an operator: one product of one expert
+# goes through cuBLASLt, on streams beside each other (10 µs with descriptors and heuristics,
+# rapidsai/raft, pull request 1736; 16 in 186 µs on H100, TransformerEngine, 2045)
+_EXPERT_PRODUCT = 1.5
+# and what is listed, split and allocated for an expert, forward and for each product of a backward
+# pass (1.2 and 2.1 ms for 64 experts of two layers whose products are launched at once, on a GB200
+# as slow as above; TransformerEngine, issue 2897).
+_EXPERT_LISTS = {"forward": 0.6, "backward": 0.55}
+# What a mixture does beside its products, in calls of an operator: routing and its loss, counts,
+# dispatch, permutation, combination, each a function of Python. A layer of Megatron-Core with 16
+# bf16 experts a rank takes 5.0 ms forward and 6.0 to 6.6 backward on 8 H100 however few tokens and
+# however narrow it is (marin-community/marin, .agents/logbooks/moe-megatron-qwen-scale.md and
+# issue 3666, 9.0 to 12.4 ms together with DeepEP, 11.4 to 19.5 with HybridEP, 11.9 with 4 experts).
+_MIXTURE_CALLS = {"forward": 440, "backward": 360}
 
 
 def compiled_host_seconds(graph: OpGraph, host: HostCost) -> Array:
@@ -198,24 +213,45 @@ def _megatron_seconds(graph: OpGraph, host: HostCost, per_op: Array) -> Array:
         return np.zeros_like(per_op)
     linear_s = host.forward_op_s + host.module_call_s + host.bare_op_s
     module_s = _MODULE_RATIO * (_FLOAT8_RATIO if recipe.fp8 else 1.0) * linear_s
-    experts = {op.module for op in graph.ops if op.call.target.startswith(_EXPERTS)}
-    before = -1
+    counts = {
+        op.module: _expert_count(op.call) for op in graph.ops if op.call.target.startswith(_EXPERTS)
+    }
+    before, firsts = -1, dict[tuple[str, str, bool], int]()
     for index, op in enumerate(graph.ops):
-        pieces = dict(op.call.keywords).get("pieces") if op.module in experts else None
+        experts, target = counts.get(op.module, 0), op.call.target
+        is_grouped = target.startswith(_EXPERTS)
+        if experts:
+            firsts.setdefault((op.module, op.phase, is_grouped), index)
+        pieces = dict(op.call.keywords).get("pieces") if experts else None
         if pieces:
             # Each is an operator of torch, forward from Python.
             eager_s = host.forward_op_s if op.phase == "forward" else host.backward_op_s
             per_op[index] = pieces * (eager_s + host.bare_op_s)
-        is_grouped = op.call.target.startswith(_EXPERTS)
-        if recipe.graphs == "layers" and unit_path(op.module) and op.module not in experts:
+        elif target.startswith(_CASTS) and experts and not recipe.fused_grouped_mlp:
+            per_op[index] *= experts
+        if recipe.graphs == "layers" and unit_path(op.module) and not experts:
             per_op[index] = 0.0
-        elif is_grouped or op.call.target.startswith(_PRODUCTS):
+        elif is_grouped or target.startswith(_PRODUCTS):
             if op.inputs[0] != before:
                 per_op[index] += module_s if op.phase == "forward" else module_s / 2
             before = op.inputs[0]
             if is_grouped:
-                per_op[index] += host.bare_op_s * _expert_count(op.call)
+                per_op[index] += experts * _expert_seconds(op, host, recipe)
+    for (_, phase, is_grouped), index in firsts.items():
+        # Half comes before tokens are counted, which graphs of layers hold, and half after it.
+        if is_grouped or recipe.graphs is None:
+            per_op[index] += _MIXTURE_CALLS[phase] / 2 * host.bare_op_s
     return per_op
+
+
+def _expert_seconds(op: Op, host: HostCost, recipe: Recipe) -> float:
+    """What each expert adds to one call of a grouped product."""
+    calls = _EXPERT_LISTS[op.phase] + (0.0 if recipe.fused_grouped_mlp else _EXPERT_PRODUCT)
+    seconds = calls * host.bare_op_s
+    if len(op.call.outputs[0].shape) == 3:
+        # Autograd hands the gradient to the weight, and a hook of Megatron-Core counts it.
+        seconds += host.backward_op_s + host.module_call_s
+    return seconds
 
 
 def _expert_count(call: OpCall) -> int:

@@ -60,6 +60,10 @@ _SAID = (
     "attention is cuDNN's on Hopper and later"
 )
 _SAID_FP8 = "; linear layers of blocks are in FP8 ({}), their weights cast once a step"
+_SAID_EXPERTS = (
+    "; experts are launched one by one, and mixtures take the host as long as measured with "
+    "DeepEP on servers with H100 (9 ms a layer of 16 experts, forward and backward)"
+)
 
 
 def compiled_like(eager: OpGraph, graph: OpGraph) -> OpGraph:
@@ -96,6 +100,8 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
             f"{graph.target}; write --precision bf16"
         )
     said = _SAID + (_SAID_FP8.format(recipe.fp8) if recipe.fp8 else "")
+    if recipe.graphs != "iteration" and any("_grouped_mm" in op.call.target for op in graph.ops):
+        said += _SAID_EXPERTS
     graph = replace(
         graph,
         ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
