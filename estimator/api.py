@@ -331,7 +331,7 @@ def estimate(
     >>> estimate(torch.nn.Linear(8, 8), "2x4:t4-g4dn", batch=torch.randn(4, 8)).global_batch
     32
     """
-    key, words = None, (strategy, layout, loader, strict)
+    key, words = None, (strategy, layout, loader, strict, id(calibration))
     if not neighbours and cluster is None and profile is None and tp_plan is None:
         counts = batch_per_gpu, global_batch, accumulation_steps
         key = DEFAULT.answers.key(model_or_graph, allocation, *counts, words=words)

@@ -223,6 +223,9 @@ def test_the_same_question_is_asked_anew_once_its_calibration_has_learnt(
     graph, learnt = perceptron([64] * 3, batch=8), _Learnt()
     cold = estimate(graph, "1x2:m", calibration=learnt)
     assert estimate(graph, "1x2:m", calibration=learnt) is cold
+    # What is asked without it meanwhile is another question.
+    assert estimate(graph, "1x2:m") is estimate(graph, "1x2:m")
+    assert estimate(graph, "1x2:m", calibration=learnt) is cold
     learnt.state = Coefficients(compute_ratio=2.0)
     assert estimate(graph, "1x2:m", calibration=learnt).step_time_s > cold.step_time_s
 
