@@ -97,13 +97,16 @@ class RepeatPattern(NamedTuple):
 
     `own` are the values that each takes first; slots are those of its ops and the bases of these.
     What comes `step` blocks behind the one that takes it (-1: before it) is there number `place` of
-    its own; a place of -1 is one value that both take.
+    its own; a place of -1 is one value that both take. `kept` are the slots where ops
+    outside of them hold the same of each, as the loss what autocast has cast and the last op what
+    checkpoints saved, and the places of what they hold.
     """
 
     slots: tuple[Indices, Indices]
     own: tuple[Indices, Indices]
     step: Indices
     place: Indices
+    kept: tuple[Indices, Indices]
 
     @classmethod
     def of(
@@ -145,8 +148,16 @@ class RepeatPattern(NamedTuple):
         # What stands before and behind takes nothing of the other block.
         by = np.concatenate([columns.touched_by, columns.held_by])
         of_block = block[taken[: len(by)]]
-        strays = (of_block == 1) & ((by < one.forward.start) | (by >= one.backward.stop))
-        strays |= (of_block == 0) & (by >= two.forward.stop) & (by < two.backward.start)
+        apart = (by < one.forward.start) | (by >= one.backward.stop)
+        between = (by >= two.forward.stop) & (by < two.backward.start)
+        strays = ((of_block == 1) & apart) | ((of_block == 0) & between)
+        places = place[taken[: len(by)]]
+        keys, is_held = by * count + places, np.arange(len(by)) >= len(columns.touched)
+        both = [np.flatnonzero(is_held & (apart | between) & (of_block == n)) for n in (0, 1)]
+        kept, again = (
+            mine[np.isin(keys[mine], keys[others])] for mine, others in (both, reversed(both))
+        )
+        strays[kept] = strays[again] = False
         unlike = [kind[own[0]] != kind[own[1]] for kind in (columns.spec_of, columns.kind)]
         if strays.any() or not is_clear.all() or np.any(unlike):
             return None
@@ -155,6 +166,7 @@ class RepeatPattern(NamedTuple):
             own=(own[0], own[1]),
             step=is_behind.astype(np.intp) - is_before,
             place=np.select([is_own | is_behind, is_before], [place[here], place[there]], -1),
+            kept=(kept, places[kept]),
         )
 
 
@@ -272,7 +284,9 @@ def _short(
     touched, held, base = _parts(columns, slots)
     is_out = np.zeros(len(columns.call_of), dtype=np.bool_)
     is_out[np.concatenate([block.ops for block in out])] = True
+    makers = columns.maker[held]
     touches, holds = ~is_out[columns.touched_by], ~is_out[columns.held_by]
+    holds &= (makers < 0) | ~is_out[makers]
     stays = np.ones(len(base), dtype=np.bool_)
     stays[columns.touched[~touches]] = False
     stays[touched[touches]] = stays[held[holds]] = True
@@ -344,7 +358,8 @@ class _Copies:
         taken[-1] = np.where(pattern.step > 0, there, taken[-1])
         slots[pattern.slots[0]], slots[pattern.slots[1]] = taken[0], taken[-1]
         touched, held, base = _parts(columns, slots)
-        begins, held_begins, own = columns.begins, columns.held_begins, pattern.own[0]
+        held, held_begins = self._held(held)
+        begins, own = columns.begins, pattern.own[0]
         touches = pattern.slots[0][pattern.slots[0] < len(columns.touched)]
         of_ops = taken[1:-1, : taken.shape[1] - len(own)]
         of_touched, of_held = np.split(of_ops, [len(touches)], axis=1)
@@ -365,6 +380,18 @@ class _Copies:
             base=np.concatenate([base, taken[1:-1, of_ops.shape[1] :].ravel()]),
             kind=np.concatenate([columns.kind, np.tile(columns.kind[own], count)]),
         )
+
+    def _held(self, held: Indices) -> tuple[Indices, Indices]:
+        """(what ops hold, where the part of each begins): of copies what is kept of the first."""
+        columns, count = self._columns, len(self._repeats.units)
+        slots, places = self._pattern.kept
+        slots = slots - len(columns.touched)
+        by = columns.held_by[slots]
+        behind = slots[np.searchsorted(by, by, side="right") - 1] + 1
+        copies = self._own[1:-1][:, places]
+        begins = columns.held_begins
+        begins = begins + count * np.searchsorted(slots, begins)
+        return np.insert(held, np.tile(behind, count), copies.ravel()), begins
 
     def _modules(self) -> tuple[tuple[str, ...], Indices]:
         columns, unit = self._columns, self._repeats.around[1]
@@ -415,12 +442,14 @@ def _content(graph: OpGraph, columns: GraphColumns) -> list[Any]:
     values, numbers = by_first(
         np.concatenate([columns.touched, columns.held, np.arange(count)]), count
     )
-    met, number = np.split(numbers, [len(numbers) - count])
+    touched, held, number = _parts(columns, numbers)
+    # What an op holds has no order.
+    held = held[np.lexsort((held, columns.held_by))]
     base = columns.base[values]
     modules = np.array(columns.modules, dtype=np.object_)[columns.module_of]
     return [
         *(columns.of_ops(np.arange(len(modules))) | {"module_of": modules}).values(),
-        *(met, columns.touched_by, columns.is_made, columns.held_by),
+        *(touched, columns.touched_by, columns.is_made, held, columns.held_by),
         *(columns.spec_of[values], columns.kind[values], np.where(base < 0, -1, number[base])),
         [(p.name, p.spec, number[p.gradient or 0], p.ready_after) for p in graph.parameters],
     ]
