@@ -7,21 +7,21 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from estimator.errors import GraphFileError, cause, quoted
 from estimator.files import parse_json, read_file, read_start, unpack, write_bytes_atomically
 from estimator.graph.costs.call_costs import FUSED, STEP_PART, FusedKernel, StepPart, features_of
 from estimator.graph.ir.ops import (
     Execution,
+    GraphColumns,
     GraphInput,
-    Op,
     OpTiming,
     Parameter,
     Phase,
-    Value,
     ValueKind,
 )
 from estimator.machines.profile import DeviceKind
@@ -31,6 +31,8 @@ from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import Strategy
+
+Item = TypeVar("Item")
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -183,20 +185,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(spec, TensorSpec) for spec in specs):
         raise ValueError("a tensor has no shape")
     calls = [_checked_call(OpCall.decode(item)) for item in data["calls"]]
-    values = tuple(
-        Value(
-            spec=_at(specs, spec),
-            other_spec=_at(specs, other),
-            kind=_one_of(ValueKind, kind),
-            base=_index_or_none(base, len(data["values"])),
-        )
-        for spec, other, kind, base in data["values"]
-    )
-    for spec, other in {(row[0], row[1]) for row in data["values"]}:
-        check_alike(specs[spec], specs[other])
-    ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
-    for one, two in {(op.call, op.other_call) for op in ops}:
-        check_alike(one, two)
+    columns = _decode_columns(data, calls, specs)
+    ops, values = columns.ops(), columns.values()
     graph: dict[str, Any] = {
         **{name: data[name] for name in _PLAIN_FIELDS},
         "assumptions": tuple(map(_text, data["assumptions"])),
@@ -239,24 +229,52 @@ def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) 
     )
 
 
-def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
-    name, call, other, phase, module, inputs, outputs, is_view, is_repeated, holds, enters = row
-    op = Op(
-        name=_text(name),
-        call=_at(calls, call),
-        other_call=_at(calls, other),
-        phase=_one_of(Phase, phase),
-        module=_text(module),
-        inputs=tuple(_index(index, values) for index in inputs),
-        outputs=tuple(_index(index, values) for index in outputs),
-        is_view=bool(is_view),
-        is_repeated=bool(is_repeated),
-        holds=tuple(_index(index, values) for index in holds),
-        enters_dtensor=bool(enters),
+def _decode_columns(
+    data: Mapping[str, Any], calls: Sequence[OpCall], specs: Sequence[TensorSpec]
+) -> GraphColumns:
+    """The operators and values, without making each: large models have ten thousands."""
+    of_ops = tuple(zip(*data["ops"], strict=True)) if data["ops"] else ((),) * 11
+    names, call, other, phases, modules, inputs, outputs, views, repeated, holds, enters = of_ops
+    of_values = tuple(zip(*data["values"], strict=True)) if data["values"] else ((),) * 4
+    spec, other_spec, kinds, bases = of_values
+    for text in {*names, *modules}:
+        _text(text)
+    for allowed, words in ((Phase, {*phases}), (ValueKind, {*kinds})):
+        for word in words:
+            _one_of(allowed, word)
+    _indices(chain.from_iterable((*inputs, *outputs, *holds)), len(kinds))
+    _indices([base for base in bases if base is not None], len(kinds))
+    columns = GraphColumns.joined(
+        names=names,
+        calls=_pairs(calls, call, other),
+        phases=phases,
+        modules=modules,
+        inputs=inputs,
+        outputs=outputs,
+        holds=holds,
+        specs=_pairs(specs, spec, other_spec),
+        kinds=kinds,
+        bases=bases,
+        is_repeated=map(bool, repeated),
+        is_view=map(bool, views),
+        enters_dtensor=map(bool, enters),
     )
-    if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
-        raise ValueError(f"op {op.name} names other tensors than its call")
-    return op
+    for pair in (*columns.calls, *columns.specs):
+        check_alike(*pair)
+    tensors = [(len(one.inputs), len(one.outputs)) for one, _ in columns.calls]
+    of_op = zip(names, columns.call_of.tolist(), inputs, outputs, strict=True)
+    for name, number, read, made in of_op:
+        if tensors[number] != (len(read), len(made)):
+            raise ValueError(f"op {name} names other tensors than its call")
+    return columns
+
+
+def _pairs(
+    table: Sequence[Item], firsts: Iterable[Any], seconds: Iterable[Any]
+) -> list[tuple[Item, Item]]:
+    """What stands in a table at each of the places at two batch sizes."""
+    one, two = (_indices(places, len(table)) for places in (firsts, seconds))
+    return [(table[first], table[second]) for first, second in zip(one, two, strict=True)]
 
 
 def _text(value: Any) -> str:
@@ -292,6 +310,15 @@ def _index(value: Any, size: int) -> int:
     if type(value) is not int or not 0 <= value < size:
         raise ValueError(f"index {quoted(value)} is outside a table of {size}")
     return value
+
+
+def _indices(values: Iterable[Any], size: int) -> Sequence[int]:
+    """Places in a table, checked together; raises ValueError."""
+    places = [*values]
+    if {*map(type, places)} - {int} or (places and not 0 <= min(places) <= max(places) < size):
+        for place in places:
+            _index(place, size)
+    return places
 
 
 def _index_or_none(value: Any, size: int) -> int | None:
