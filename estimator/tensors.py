@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from estimator.errors import cause
+
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -124,6 +126,23 @@ class OpCall:
             "keywords": {name: encode_tree(value) for name, value in self.keywords},
             "outputs": encode_tree(self.outputs),
         }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
+        """Read and written in files as `decode` and `encode` do."""
+        from pydantic_core import core_schema
+
+        def read(data: dict[str, Any]) -> OpCall:
+            try:
+                return cls.decode(data)
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"is no call of an operator: {cause(error)}") from None
+
+        return core_schema.no_info_after_validator_function(
+            read,
+            core_schema.dict_schema(),
+            serialization=core_schema.plain_serializer_function_ser_schema(cls.encode),
+        )
 
     @classmethod
     def decode(cls, data: dict[str, Any]) -> OpCall:

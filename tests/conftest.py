@@ -43,14 +43,14 @@ def matmul(size: int, flops_per_s: float) -> KernelPoint:
     """A square aten.mm at a given rate."""
     square = TensorSpec((size, size))
     call = OpCall("aten.mm.default", (square, square), outputs=(square,))
-    return KernelPoint(call=call.encode(), warm_s=2e-6 + 2 * size**3 / flops_per_s)
+    return KernelPoint(call=call, warm_s=2e-6 + 2 * size**3 / flops_per_s)
 
 
 def sum_of_two(numel: int, bytes_per_s: float) -> KernelPoint:
     """An elementwise aten.add at a given rate."""
     line = TensorSpec((numel,))
     call = OpCall("aten.add.Tensor", (line, line), outputs=(line,))
-    return KernelPoint(call=call.encode(), warm_s=2e-6 + 12 * numel / bytes_per_s)
+    return KernelPoint(call=call, warm_s=2e-6 + 12 * numel / bytes_per_s)
 
 
 def make_small_profile(name: str = "local") -> MachineProfile:

@@ -147,9 +147,7 @@ class Machine:
         return KernelCost(
             target=target,
             dtype="float32",
-            points=tuple(
-                KernelPoint(call=call.encode(), warm_s=self.kernel_s(call)) for call in calls
-            ),
+            points=tuple(KernelPoint(call=call, warm_s=self.kernel_s(call)) for call in calls),
             provenance=CHOSEN,
         )
 

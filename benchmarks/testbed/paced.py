@@ -363,9 +363,7 @@ def paced_machine(
     All that is not waiting is hidden behind it, so host costs and copies count as nothing.
     """
     spec = TensorSpec((1 << 20,))
-    free = KernelPoint(
-        call=OpCall("aten.clone.default", (spec,), (), (spec,)).encode(), warm_s=1e-9
-    )
+    free = KernelPoint(call=OpCall("aten.clone.default", (spec,), (), (spec,)), warm_s=1e-9)
     update = UpdateCost(
         optimizer="sgd",
         form="loop",

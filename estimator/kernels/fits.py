@@ -350,8 +350,7 @@ class KernelFits:
         is_described = device.kind == "cuda" and device.memory_bandwidth_bytes_per_s
         self._roofline = Roofline(profile) if is_described else None
         self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
-        self._groups: defaultdict[tuple[str, str], list[tuple[OpCall, KernelPoint]]]
-        self._groups = defaultdict(list)
+        self._groups: defaultdict[tuple[str, str], list[KernelPoint]] = defaultdict(list)
         self._fits: dict[tuple[str, str], FamilyFit] = {}
         plain: dict[OpCall, tuple[float, float]] = {}
         rounded: dict[OpCall, tuple[float, float]] = {}
@@ -360,12 +359,12 @@ class KernelFits:
             if is_tf32 and precision != "tf32":
                 continue
             for point in kernel.points:
-                call = OpCall.decode(dict(point.call))
+                call = point.call
                 seconds = point.warm_s, max(_cold_s(point), point.warm_s)
                 (rounded if is_tf32 else plain)[call] = seconds
                 if formula_of(call.target) is not None:
                     dtype = _TF32 if is_tf32 else call.dtype
-                    self._groups[family_of(call.target), dtype].append((call, point))
+                    self._groups[family_of(call.target), dtype].append(point)
         # What tf32 takes replaces the same calls in float32.
         self.exact = plain | rounded
         self._tf32_families = {family for family, dtype in self._groups if dtype == _TF32}
@@ -374,11 +373,12 @@ class KernelFits:
         """The fit of a family in a dtype that were probed."""
         key = family, dtype
         if key not in self._fits:
-            probed = [self._probed(call, point, dtype) for call, point in self._groups[key]]
+            probed = [self._probed(point, dtype) for point in self._groups[key]]
             self._fits[key] = FamilyFit(probed, self._roofline)
         return self._fits[key]
 
-    def _probed(self, call: OpCall, point: KernelPoint, dtype: str) -> ProbedCall:
+    def _probed(self, point: KernelPoint, dtype: str) -> ProbedCall:
+        call = point.call
         try:
             features = features_of(call)
             assert features is not None

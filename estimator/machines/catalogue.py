@@ -291,7 +291,9 @@ def _read_profile(path: Path) -> MachineProfile:
         raise ProfileError(
             f"{path} is damaged ({error}); run 'estimator probe' to write a new one"
         ) from None
-    return MachineProfile.from_dict(data, origin=str(path))
+    # What JSON lets stand in a text of ASCII as it is can be printed, but for one character.
+    is_printable = content.isascii() and not any(odd in content for odd in ("\\", "\x7f"))
+    return MachineProfile.from_dict(data, origin=str(path), is_printable=is_printable)
 
 
 def check_machine_name(name: str) -> str:

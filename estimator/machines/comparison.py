@@ -196,7 +196,7 @@ def _numbers(profile: MachineProfile) -> Iterator[_Number]:
         yield from _update_quantities(update, profile)
     for kernel in profile.kernels:
         for point in kernel.points:
-            key = json.dumps(dict(point.call), sort_keys=True)
+            key = json.dumps(point.call.encode(), sort_keys=True)
             yield f"kernel {kernel.target}, {kernel.dtype}", key, "s", point.warm_s
 
 

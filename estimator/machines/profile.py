@@ -213,7 +213,7 @@ class InputCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPoint:
-    """One probed kernel call: `call` is `OpCall.encode()`.
+    """One probed kernel call.
 
     `warm_s`: inputs as the previous op left them (in cache where they fit), output memory already
     touched. `cold_s`: inputs read from main memory; None where the device has no such difference.
@@ -223,7 +223,7 @@ class KernelPoint:
     long calls were timed.
     """
 
-    call: Mapping[str, Any]
+    call: OpCall
     warm_s: float
     cold_s: float | None = None
     noise_ratio: float = 0.0
@@ -232,10 +232,6 @@ class KernelPoint:
     def __post_init__(self) -> None:
         check_positive(self, "warm_s", "cold_s", "host_s")
         check_not_negative(self, "noise_ratio")
-        try:
-            OpCall.decode(dict(self.call))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"KernelPoint.call is no call of an operator: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -583,14 +579,20 @@ class MachineProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = _adapter().dump_python(self)
+        return plain
 
     @classmethod
-    def from_dict(cls, data: Any, *, origin: str = "profile") -> MachineProfile:
-        """Check and build a profile from plain JSON values; raises ProfileError naming `origin`."""
+    def from_dict(
+        cls, data: Any, *, origin: str = "profile", is_printable: bool = False
+    ) -> MachineProfile:
+        """Check and build a profile from plain JSON values; raises ProfileError naming `origin`.
+
+        `is_printable` says that no text among them can have characters that move a cursor.
+        """
         from pydantic import ValidationError
 
-        text = unprintable(data)
+        text = None if is_printable else unprintable(data)
         if text is not None:
             raise ProfileError(
                 f"{origin} is not a machine profile ({quoted(text)} has unprintable characters); "

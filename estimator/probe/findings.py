@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,6 +110,7 @@ class Findings:
         if "call" in message:
             entries = {name: value for name, value in message.items() if name != "math"}
             points = self.tf32_points if message.get("math") == "tf32" else self.points
+            entries["call"] = OpCall.decode(entries["call"])
             points.append(KernelPoint(**entries))
             return
         self.kernels_done, self.is_lost = message["done"], message["is_lost"]
@@ -172,10 +172,9 @@ class Findings:
         """The points grouped by operator and dtype, in the order in which they were met."""
         groups: dict[tuple[str, str], list[KernelPoint]] = {}
         for point in _latest(self.points):
-            call = OpCall.decode(dict(point.call))
-            groups.setdefault((call.target, call.dtype), []).append(point)
+            groups.setdefault((point.call.target, point.call.dtype), []).append(point)
         for point in _latest(self.tf32_points):
-            groups.setdefault((str(point.call["target"]), "tfloat32"), []).append(point)
+            groups.setdefault((point.call.target, "tfloat32"), []).append(point)
         return tuple(
             KernelCost(
                 target=target,
@@ -227,7 +226,7 @@ class Findings:
 
 def _latest(points: Sequence[KernelPoint]) -> Iterable[KernelPoint]:
     """One point for each call: one that was timed again had been disturbed before."""
-    return {json.dumps(dict(point.call), sort_keys=True): point for point in points}.values()
+    return {point.call: point for point in points}.values()
 
 
 def with_best_rates(
@@ -243,7 +242,7 @@ def with_best_rates(
     peaks: dict[str, float] = {}
     for timed, in_tf32 in ((points, False), (tf32_points, True)):
         for point in timed:
-            call = OpCall.decode(dict(point.call))
+            call = point.call
             on_tensor_cores = in_tf32 or (call.target == _CONVOLUTION and devices[0].kind == "cuda")
             is_rounded = on_tensor_cores and call.dtype == "float32"
             dtype = "tfloat32" if is_rounded else call.dtype
@@ -278,7 +277,7 @@ def _streamed_bytes_per_s(points: Sequence[KernelPoint]) -> float | None:
     """What the largest sum of two contiguous tensors moved; None where none was timed."""
     most_moved, rate = 0, None
     for point in points:
-        call = OpCall.decode(dict(point.call))
+        call = point.call
         if call.target != "aten.add.Tensor" or len(call.inputs) != 2:
             continue
         moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)

@@ -255,13 +255,12 @@ def _per_s(noun: str) -> Callable[[float], str]:
 def _kernels(profile: MachineProfile) -> Section:
     """One row per family of operators: a probe times some hundred operators."""
     from estimator.graph.costs.call_costs import family_of, op_cost
-    from estimator.tensors import OpCall
 
     rates: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for kernel in profile.kernels:
         family = rates.setdefault((family_of(kernel.target), kernel.dtype), [])
         for point in kernel.points:
-            cost = op_cost(OpCall.decode(dict(point.call)))
+            cost = op_cost(point.call)
             flops, moved = (cost.flops, cost.moved_bytes) if cost else (0.0, 0.0)
             family.append((point.warm_s, flops / point.warm_s, moved / point.warm_s))
     rows = []

@@ -273,7 +273,7 @@ def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path
     kernel = KernelCost(
         target=call.target,
         dtype="float32",
-        points=(KernelPoint(call=call.encode(), warm_s=1e-6, cold_s=1e-6),),
+        points=(KernelPoint(call=call, warm_s=1e-6, cold_s=1e-6),),
         provenance=MEASURED,
     )
     card = Device(kind="cuda", index=0, name="NVIDIA H100", memory_bytes=80 << 30)

@@ -51,7 +51,7 @@ def test_ops_take_as_much_longer_as_reads_do_after_what_lies_between() -> None:
     assert plain.memory is not None
     # A product of 256 KiB tensors: 100 µs repeated, 300 µs from main memory.
     graph = perceptron([256, 256], batch=256)
-    call = graph.at().calls[0].encode()
+    call = graph.at().calls[0]
     points = (KernelPoint(call=call, warm_s=1e-4, cold_s=3e-4),)
     kernel = KernelCost(target="aten.mm.default", dtype="float32", points=points, provenance=CHOSEN)
 
@@ -275,7 +275,7 @@ def test_a_gpus_host_issues_an_operator_as_its_probe_has_seen_it_do() -> None:
 
     def timed(target: str, arguments: int, *host_s: float | None) -> KernelCost:
         square = TensorSpec((8, 8))
-        call = OpCall(target, (square,) * arguments, (), (square,)).encode()
+        call = OpCall(target, (square,) * arguments, (), (square,))
         points = [KernelPoint(call=call, warm_s=1e-6, host_s=s) for s in host_s]
         return KernelCost(
             target=target, dtype="float32", points=tuple(points), provenance=typical.provenance

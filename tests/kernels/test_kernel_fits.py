@@ -47,7 +47,7 @@ def _pointwise(batch: int, channels: int, filters: int, side: int) -> OpCall:
 
 
 def _profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
-    points = tuple(KernelPoint(call=call.encode(), warm_s=s, cold_s=2 * s) for call, s in calls)
+    points = tuple(KernelPoint(call=call, warm_s=s, cold_s=2 * s) for call, s in calls)
     kernel = KernelCost(
         target="aten.mm.default", dtype="float32", points=points, provenance=MEASURED
     )
@@ -124,7 +124,7 @@ def test_matmuls_take_the_time_of_tensor_cores_only_where_the_precision_says_so(
 def test_half_precision_attention_takes_the_time_of_the_operator_that_the_device_runs() -> None:
     def attention(kind: str, length: int, seconds: float) -> KernelCost:
         call = OpCall(f"aten._scaled_dot_product_{kind}_attention.default", *_heads(length))
-        point = KernelPoint(call=call.encode(), warm_s=seconds, cold_s=seconds)
+        point = KernelPoint(call=call, warm_s=seconds, cold_s=seconds)
         return KernelCost(
             target=call.target, dtype="bfloat16", points=(point,), provenance=MEASURED
         )

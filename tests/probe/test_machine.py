@@ -173,7 +173,7 @@ def test_a_profile_says_which_share_of_its_calls_the_probe_came_to() -> None:
 
 def point(target: str, inputs: tuple[TensorSpec, ...], warm_s: float) -> KernelPoint:
     call = OpCall(target, inputs, outputs=(inputs[0],))
-    return KernelPoint(call=call.encode(), warm_s=warm_s)
+    return KernelPoint(call=call, warm_s=warm_s)
 
 
 def test_a_devices_best_rates_come_from_products_and_the_largest_sum() -> None:
@@ -201,7 +201,7 @@ def test_convolutions_of_float32_run_on_tensor_cores_of_gpus() -> None:
     convolution = point("aten.convolution.default", (x, weight), 5e-7)
     arguments = (x, weight, None, steps, nothing, one, False, nothing, 1)
     call = OpCall("aten.convolution.default", arguments, (), (TensorSpec((1, 20, 10, 10)),))
-    convolution = replace(convolution, call=call.encode())
+    convolution = replace(convolution, call=call)
     square = TensorSpec((100, 100))
     exact = point("aten.mm.default", (square, square), 1e-4)
     rounded = point("aten.mm.default", (square, square), 5e-5)

@@ -70,7 +70,8 @@ def test_a_gradient_scaler_unscales_all_gradients_and_issues_six_small_operators
         target="aten.mul.Scalar",
     )
     points = tuple(
-        replace(point, call={**point.call, "target": "aten.mul.Scalar"}) for point in scaled.points
+        replace(point, call=replace(point.call, target="aten.mul.Scalar"))
+        for point in scaled.points
     )
     profile = replace(profile, kernels=(*profile.kernels, replace(scaled, points=points)))
     # 8 MB at 1 GB/s, 1 µs to start; then six bare calls of 2 µs.

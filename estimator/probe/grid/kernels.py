@@ -189,7 +189,7 @@ _source_of = cache(TensorSource)
 def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> dict[str, Any]:
     with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
         point = measure_call(backend, source, grid_call)
-    return {**asdict(point), "math": grid_call.math}
+    return {**asdict(point), "call": point.call.encode(), "math": grid_call.math}
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
         if warm_s <= _ISSUED_S:
             host_s = backend.issue_s(lambda _: operator(*positional, **keywords))
     return KernelPoint(
-        call=replace(grid_call.call, outputs=tuple(outputs)).encode(),
+        call=replace(grid_call.call, outputs=tuple(outputs)),
         warm_s=warm_s,
         cold_s=cold_s,
         noise_ratio=noise_ratio(warm),

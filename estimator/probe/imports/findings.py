@@ -445,11 +445,7 @@ def _merged_kernels(profiles: Sequence[MachineProfile]) -> tuple[KernelCost, ...
             for cost in profile.kernels
             if _key(cost) == _key(best) and cost.provenance.source == best.provenance.source
         ]
-        points = {
-            repr(sorted(point.call.items())): point
-            for cost in (*reversed(alike), best)
-            for point in cost.points
-        }
+        points = {point.call: point for cost in (*reversed(alike), best) for point in cost.points}
         merged.append(replace(best, points=tuple(points.values())))
     return tuple(merged)
 

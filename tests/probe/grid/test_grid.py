@@ -20,7 +20,7 @@ from estimator.probe.devices.calls import (
 )
 from estimator.probe.grid import dense, kernels, memory_bound
 from estimator.probe.grid.kernels import float32_matmuls, kernel_grid, measure_call, noise_ratio
-from estimator.tensors import OpCall, TensorSpec
+from estimator.tensors import TensorSpec
 
 MM = "aten.mm.default"
 
@@ -104,7 +104,7 @@ def test_every_operator_of_the_cpu_grid_runs(source: TensorSource) -> None:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             failed.append(f"{each.call.target}: {error}")
         else:
-            assert OpCall.decode(dict(point.call)).target == each.call.target
+            assert point.call.target == each.call.target
     assert failed == []
 
 
@@ -182,7 +182,7 @@ def test_the_call_that_a_gradient_follows_hands_over_the_output_it_names() -> No
         "gather.default", values, -1, picked, index_high=8, follows=forward, handed=1
     )
     point = measure_call(QuickBackend(), TensorSource(SmallCache()), backward)
-    assert OpCall.decode(dict(point.call)).arguments[2] == TensorSpec((4, 2), "int64")
+    assert point.call.arguments[2] == TensorSpec((4, 2), "int64")
 
 
 def test_products_on_tensor_cores_are_asked_for_while_they_are_timed_only() -> None:
@@ -194,7 +194,7 @@ def test_products_on_tensor_cores_are_asked_for_while_they_are_timed_only() -> N
 def test_a_point_describes_the_outputs_that_the_call_gave(source: TensorSource) -> None:
     call = grid_call("mm.default", tensor(3, 5), TensorSpec((5, 4), "float32", (1, 5)))
     point = measure_call(QuickBackend(), source, call)
-    decoded = OpCall.decode(dict(point.call))
+    decoded = point.call
     assert decoded.outputs == (TensorSpec((3, 4)),)
     assert decoded.inputs[1].strides == (1, 5)
 
