@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from estimator.errors import StoreError, cause
+from estimator.files import read_start
 
-# https://sqlite.org/fileformat.html: the header has 100 bytes, the application's number from byte
-# 68 on; behind it the first page says from byte 3 on how many entries the schema has.
+# https://sqlite.org/fileformat.html: the header begins so, and from byte 68 on has the number of the
+# application.
 _MAGIC = b"SQLite format 3\0"
-_OWNER, _ENTRIES, _START_BYTES = slice(68, 72), slice(103, 105), 108
+_OWNER = slice(68, 72)
 
 
 def file_at(path: Path) -> tuple[int, int] | None:
@@ -68,36 +69,14 @@ def may_be_written(path: Path) -> bool:
 
 
 def is_owned(path: Path, application_id: int) -> bool:
-    """Whether a file is a database that says it belongs to the application."""
-    start = _start(path)
-    return start.startswith(_MAGIC) and int.from_bytes(start[_OWNER]) == application_id
+    """Whether a damaged file says that it belongs to the application.
 
-
-def check_owner(path: Path, application_id: int) -> None:
-    """Raise StoreError for a file of anyone else; one that is empty or missing is nobody's."""
-    if size_of(path) == 0 or is_owned(path, application_id):
-        return
-    start = _start(path)
-    if not start.startswith(_MAGIC):
-        raise StoreError(
-            f"{path} is not a database; choose another place, or remove it if it was a store"
-        )
-    if any(start[_OWNER]) or (any(start[_ENTRIES]) and not log_bytes(path)):
-        raise StoreError(f"{path} holds the tables of another program; choose another place")
-    # A store whose first writer was killed may have nothing but a log yet.
-
-
-def _start(path: Path) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(_START_BYTES)
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise StoreError(
-            f"cannot read the store {path} ({error.strerror}); choose another place with --store "
-            "or ESTIMATOR_HOME"
-        ) from None
+    Of one that SQLite can read, SQLite is asked: closing a file that it has open drops its locks.
+    """
+    with contextlib.suppress(OSError):
+        start = read_start(path, _OWNER.stop)
+        return start.startswith(_MAGIC) and int.from_bytes(start[_OWNER]) == application_id
+    return False
 
 
 logger = logging.getLogger(__name__)
@@ -137,7 +116,7 @@ class Database:
     `PRAGMA user_version` counts the migrations that a file has seen. A damaged file with our
     `application_id` is moved to NAME.corrupt-DATE with a warning once something is to be written,
     and a new one takes its place; reading moves and makes nothing. A file of a newer schema or of
-    another program is refused before SQLite touches it. A write that returned survives the death of
+    another program is refused. A write that returned survives the death of
     the process at any time (`synchronous = NORMAL`; a power failure may cost the last moments, but
     does no damage). WAL needs shared memory: all writers run on one machine.
     """
@@ -236,7 +215,6 @@ class Database:
         return opened
 
     def _open(self, *, is_writing: bool) -> _Opened:
-        check_owner(self.path, self._application_id)
         if not is_writing and not may_be_written(self.path):
             return self._open_fixed()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +257,8 @@ class Database:
         version = _pragma(connection, "user_version")
         owner = _pragma(connection, "application_id")
         kinds = {kind for (kind,) in connection.execute("SELECT type FROM sqlite_master")}
-        if kinds and (owner != self._application_id or version < 1):
+        is_ours = owner == self._application_id and (version > 0 or not kinds)
+        if not is_ours and (owner or kinds):
             raise StoreError(
                 f"{self.path} holds the tables of another program; choose another place"
             )

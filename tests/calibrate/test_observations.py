@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
@@ -426,6 +428,36 @@ def test_no_acknowledged_observation_is_lost_when_writers_are_killed(tmp_path: P
 def test_processes_that_write_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
     found = write_together(tmp_path / "observations.db", writers=3, observations=400)
     assert (found.kept, found.lost, found.doubled) == (1200, 0, 0)
+
+
+WRITES_AND_ENDS = """
+import sys
+from pathlib import Path
+from estimator.calibrate.store import Observation, ObservationStore
+with ObservationStore(Path(sys.argv[1])) as store:
+    step_s = float(sys.argv[2])
+    store.add(Observation(workload="gpt2", allocation="1x2:t4", batch_per_gpu=8, step_time_s=step_s))
+    print(*(one.step_time_s for one in store))
+"""
+
+
+def written_elsewhere(path: Path, step_s: float) -> list[float]:
+    """What a process of its own finds in a store once it has added a step."""
+    command = [sys.executable, "-c", WRITES_AND_ENDS, str(path), str(step_s)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [float(word) for word in done.stdout.split()]
+
+
+def test_two_stores_of_a_process_lose_nothing_that_either_keeps(kept: ObservationStore) -> None:
+    # Whoever reads a database beside SQLite and closes it drops the locks of its whole process
+    # (sqlite.org/howtocorrupt.html, 2.2): another that ends then takes itself for the last user
+    # and removes the log that this one goes on writing.
+    kept.add(seen(0.1))
+    second = ObservationStore(kept.path)
+    assert len(second) == 1
+    assert written_elsewhere(kept.path, 0.2) == [0.1, 0.2]
+    kept.add(seen(0.3))
+    assert written_elsewhere(kept.path, 0.4) == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_a_forked_child_writes_through_its_own_connection(kept: ObservationStore) -> None:
