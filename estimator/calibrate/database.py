@@ -21,7 +21,7 @@ from typing import TypeVar
 from estimator.errors import StoreError, cause
 from estimator.files import read_start
 
-# https://sqlite.org/fileformat.html: the header begins so, and from byte 68 on has the number of the
+# https://sqlite.org/fileformat.html: how the header begins, and where it has the number of the
 # application.
 _MAGIC = b"SQLite format 3\0"
 _OWNER = slice(68, 72)

@@ -28,7 +28,6 @@ from estimator.calibrate.performance_model import (
     Priors,
     evaluate_model,
 )
-from estimator.errors import WorkloadError
 
 
 class _OneThread(ContextDecorator):
@@ -66,28 +65,13 @@ def _linear_algebra() -> Any:
 
 one_thread = _OneThread()
 
-_LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
 # How far, in logarithms, most rows are from what those of fewest ranks suggest.
 _REFERENCE_ITERATIONS, _MOST_OFF = 3, math.log(10)
 
 
 def design_matrix(X: ArrayLike) -> Array:
-    """Rows of (ranks, nodes, batch, micro-batches, most devices on one node).
-
-    Where the fifth column is left out, devices are spread evenly over nodes.
-    """
-    rows = np.asarray(X, dtype=float)
-    if not rows.size:
-        return np.empty((0, 5))
-    rows = np.atleast_2d(rows)
-    if rows.ndim == 2 and rows.shape[1] == 4:
-        rows = np.column_stack([rows, np.ceil(rows[:, RANKS] / np.maximum(rows[:, NODES], 1))])
-    if rows.ndim != 2 or rows.shape[1] != 5 or not np.isfinite(rows).all() or (rows < _LEAST).any():
-        raise WorkloadError(
-            "a row must be (ranks, nodes, batch, micro-batches, most devices on one node), the "
-            "batch positive and the others at least 1; correct the table"
-        )
-    return rows
+    """Rows of (ranks, nodes, batch, micro-batches, most devices on one node)."""
+    return np.asarray(X, dtype=float).reshape(-1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,20 +81,6 @@ class Dataset:
     rows: Array
     log_times: Array
     engine_times: EngineTimes | None
-
-    @classmethod
-    def checked(cls, X: ArrayLike, y: ArrayLike, engine_times: EngineTimes | None) -> Dataset:
-        """The same from what a caller gives; raises WorkloadError."""
-        rows, times = design_matrix(X), np.asarray(y, dtype=float)
-        if times.shape != (len(rows),):
-            raise WorkloadError(f"{len(rows)} rows have {times.size} step times; give one for each")
-        wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)))
-        if len(wrong):
-            raise WorkloadError(
-                f"step times must be positive and finite, found {times[wrong[0]]:g} in row "
-                f"{wrong[0]}; correct it or leave the row out"
-            )
-        return cls(rows=rows, log_times=np.log(times), engine_times=engine_times)
 
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:
         """The distinct rows, and for each row which of them it is."""
@@ -211,6 +181,7 @@ def kernel(first: Inputs, second: Inputs) -> Array:
     sum of three squared-exponential kernels, of the placement's synchronisation, of compute at a
     batch size, and of the jitter between ranks.
     """
+    # Rows by rows, since a table has very many.
     found = np.empty((len(first.rows), len(second.rows)))
     for start in range(0, len(found), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -218,35 +189,25 @@ def kernel(first: Inputs, second: Inputs) -> Array:
     return found
 
 
-def lower_kernel(inputs: Inputs) -> Array:
-    """The lower triangle of ``kernel(inputs, inputs)`` in columns; above it is nothing of use."""
-    found = np.empty((len(inputs.rows), len(inputs.rows)), order="F")
-    for start in range(0, len(found), _ROWS_AT_ONCE):
-        columns, rest = slice(start, start + _ROWS_AT_ONCE), slice(start, None)
-        found[rest, columns] = _kernel_rows(inputs, columns, inputs, rest).T
-    return found
-
-
-def _kernel_rows(first: Inputs, rows: slice, second: Inputs, columns: slice = slice(None)) -> Array:
+def _kernel_rows(first: Inputs, rows: slice, second: Inputs) -> Array:
     from scipy.spatial.distance import cdist
 
-    distance = cdist(first.placements[rows], second.placements[columns], "sqeuclidean")
+    distance = cdist(first.placements[rows], second.placements, "sqeuclidean")
     smooth = np.exp(-distance / 2)
-    batch_distance = (first.log_batches[rows, None] - second.log_batches[columns]) ** 2 / 2
+    batch_distance = (first.log_batches[rows, None] - second.log_batches) ** 2 / 2
     placement = _SMOOTH_SHARE * smooth
     same = distance < _SAME_PLACEMENT
     if same.any():
         placement[same] += 1 - _SMOOTH_SHARE
     share, distributed = first.sync_share[rows, None], first.is_distributed[rows, None]
-    other_share = second.sync_share[columns]
     placement *= np.exp(batch_distance * (-1 / _PLACEMENT_BATCH_LENGTH_SCALE**2))
-    placement *= _PLACEMENT_SIGMA**2 * share * other_share
+    placement *= _PLACEMENT_SIGMA**2 * share * second.sync_share
     compute = np.exp(batch_distance * (-1 / _COMPUTE_BATCH_LENGTH_SCALE**2))
-    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - other_share)
+    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - second.sync_share)
     jitter = smooth
     jitter *= np.exp(batch_distance * (-1 / _JITTER_BATCH_LENGTH_SCALE**2))
-    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed[columns]
-    parameters = first.jacobian[rows] @ second.jacobian[columns].T
+    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed
+    parameters = first.jacobian[rows] @ second.jacobian.T
     return np.asarray(placement + compute + jitter + parameters)
 
 

@@ -89,9 +89,6 @@ class Posterior:
         last = np.argsort(first)[-_MOST_INPUTS:]
         observed = np.flatnonzero(np.isin(row_of, last))
         self._observed = observed[_scored(row_of[observed], residuals[observed])]
-        # Those that will be left out come last: their block of the inverse is cheap then.
-        is_scored = np.isin(last, row_of[self._observed])
-        last = np.concatenate([last[~is_scored], last[is_scored]])
         place_of = np.empty(len(rows), dtype=np.intp)
         place_of[last] = np.arange(len(last))
         self._input_of = place_of[row_of[self._observed]]
@@ -107,7 +104,7 @@ class Posterior:
         """L of the covariance L·Lᵀ of all inputs, and what follows from it."""
         from scipy.linalg import cho_factor, cho_solve
 
-        covariance = design.lower_kernel(self._inputs)
+        covariance = design.kernel(self._inputs, self._inputs)
         covariance[np.diag_indices_from(covariance)] += self._nugget + self._noise
         self._factor = covariance
         about_prior = self._mean + self._inputs.jacobian @ self._parameters
@@ -152,16 +149,13 @@ class Posterior:
         from scipy.linalg.lapack import dtrtri
 
         # With P the inverse of the covariance, leaving out i gives the error (P·y)ᵢ / Pᵢᵢ and the
-        # variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12). The last block of P is L⁻ᵀ·L⁻¹ of the
-        # last block of L.
-        first = self._input_of.min(initial=len(self._factor))
-        diagonal = np.zeros(0)
-        if len(self._input_of):
-            inverse, _ = dtrtri(self._factor[first:, first:], lower=1)
-            diagonal = np.maximum((np.tril(inverse) ** 2).sum(axis=0), 1e-12)
-        of = self._input_of
-        error = self._dual_weights[of] / diagonal[of - first] - self._mean[of]
-        variance = np.maximum(1 / diagonal[of - first] - self._noise[of], 0)
+        # variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12); P is L⁻ᵀ·L⁻¹.
+        of, diagonal = self._input_of, np.zeros(0)
+        if len(of):
+            inverse, _ = dtrtri(self._factor, lower=1)
+            diagonal = np.maximum((np.tril(inverse) ** 2).sum(axis=0), 1e-12)[of]
+        error = self._dual_weights[of] / diagonal - self._mean[of]
+        variance = np.maximum(1 / diagonal - self._noise[of], 0)
         return LeftOut(
             observation=self._observed,
             log_ratio=-(self._residuals + error),

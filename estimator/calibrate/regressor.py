@@ -62,7 +62,6 @@ from estimator.calibrate.performance_model import (
     Priors,
     evaluate_model,
 )
-from estimator.errors import WorkloadError
 
 # Iteratively reweighted least squares: most iterations, and the change that counts as converged.
 _MOST_ITERATIONS = 6
@@ -200,15 +199,10 @@ class StepTimeRegressor:
         `at` is when each was seen, in seconds: without it nothing has changed meanwhile, and all is
         of the present. `hosts` are those that each ran on, where they are named: a prediction is of
         hosts like most, and `changes_` name the others. `expected` is what other jobs have shown of
-        the same machines. Without rows the engine's times must be given (as empty arrays): all else
-        is unknown then.
+        the same machines. Without rows the engine's times are empty arrays: all else is unknown.
         """
-        data = Dataset.checked(X, y, engine_times)
-        log_times = data.log_times
-        if not len(data.rows) and engine_times is None:
-            raise WorkloadError(
-                "there are no observations to learn from; give some, or the times of the engine"
-            )
+        log_times = np.log(np.asarray(y, dtype=float))
+        data = Dataset(rows=design_matrix(X), log_times=log_times, engine_times=engine_times)
         priors = self.priors or (WEAK_PRIORS if engine_times is None else ENGINE_PRIORS)
         self.reference_ = reference_of(data, priors)
         data = replace(data, log_times=log_times - self._log_offsets(data.rows, engine_times))

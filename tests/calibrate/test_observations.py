@@ -435,8 +435,8 @@ import sys
 from pathlib import Path
 from estimator.calibrate.store import Observation, ObservationStore
 with ObservationStore(Path(sys.argv[1])) as store:
-    step_s = float(sys.argv[2])
-    store.add(Observation(workload="gpt2", allocation="1x2:t4", batch_per_gpu=8, step_time_s=step_s))
+    job = {"workload": "gpt2", "allocation": "1x2:t4", "batch_per_gpu": 8}
+    store.add(Observation(step_time_s=float(sys.argv[2]), **job))
     print(*(one.step_time_s for one in store))
 """
 
