@@ -198,4 +198,3 @@ def test_the_prior_decides_where_no_row_identifies_a_parameter() -> None:
         for p in (None, slow)
     )
     assert slower[0] > 2 * usual[0]
-
