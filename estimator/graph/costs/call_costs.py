@@ -179,7 +179,11 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
             break
         free[np.flatnonzero(is_wrong)[-1]] ^= True
         solution = np.zeros(len(norms))
-        solution[free] = np.linalg.solve(gram[np.ix_(free, free)], goal[free])
+        among = gram[np.ix_(free, free)]
+        try:
+            solution[free] = np.linalg.solve(among, goal[free])
+        except np.linalg.LinAlgError:  # columns that rounding cannot tell apart share what they say
+            solution[free] = np.linalg.lstsq(among, goal[free])[0]
     return np.asarray(np.maximum(solution, 0.0) / norms)
 
 
