@@ -14,22 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.design import design_matrix
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS
-from estimator.errors import WorkloadError
 from estimator.graph.costs.call_costs import nonnegative_fit
 
 Array = NDArray[np.float64]
 
 
-def checked(X: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
-    """Rows and their step times; raises WorkloadError where these do not fit."""
-    rows, times = design_matrix(X), np.asarray(y, dtype=float)
-    if times.shape != (len(rows),) or not len(rows):
-        raise WorkloadError(f"{len(rows)} rows have {times.size} step times; give one for each")
-    if not (np.isfinite(times).all() and (times > 0).all()):
-        raise WorkloadError("step times must be positive seconds; leave out the others")
-    return rows, times
+def rows_of(X: ArrayLike) -> Array:
+    """Rows of which the first four columns are read."""
+    return np.atleast_2d(np.asarray(X, dtype=float))
 
 
 class OptimusRegressor:
@@ -40,13 +33,13 @@ class OptimusRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusRegressor:
         """Fit a, b, c ≥ 0."""
-        rows, times = checked(X, y)
+        rows, times = rows_of(X), np.asarray(y, dtype=float)
         self.coefficients_ = nonnegative_fit(self._features(rows), times)
         return self
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(design_matrix(X))
+        return self.step_s(rows_of(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
@@ -82,7 +75,7 @@ class PolluxRegressor:
         """Fit the seven parameters, from each of `starts`."""
         from scipy.optimize import minimize
 
-        rows, times = checked(X, y)
+        rows, times = rows_of(X), np.asarray(y, dtype=float)
         lowest, highest = np.array(self._LOWEST), np.array(self._HIGHEST)
         for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
@@ -137,7 +130,7 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self.step_s(design_matrix(X))
+        return self.step_s(rows_of(X))
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from calibration.baselines import OptimusRegressor, checked
-from estimator.calibrate.design import design_matrix
+from calibration.baselines import OptimusRegressor, rows_of
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError
 from estimator.graph.costs.call_costs import nonnegative_fit
@@ -36,7 +35,7 @@ class LinearScaling(OptimusRegressor):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> LinearScaling:
         """Fit a and b ≥ 0."""
-        rows, times = checked(X, y)
+        rows, times = rows_of(X), np.asarray(y, dtype=float)
         alone = rows[:, RANKS] == 1
         if alone.any():
             rows, times = rows[alone], times[alone]
@@ -63,7 +62,7 @@ class OnesRegressor:
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> OnesRegressor:
         """Keep the mean throughput of each number of ranks and batch."""
-        rows, times = checked(X, y)
+        rows, times = rows_of(X), np.asarray(y, dtype=float)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
         rates = rows[:, RANKS] * samples / times
         self.throughputs_: dict[float, tuple[Array, Array]] = {}
@@ -78,7 +77,7 @@ class OnesRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        rows = design_matrix(X)
+        rows = rows_of(X)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
         sizes = np.array([0.0, *self.throughputs_])
         known = np.array([_piecewise_linear(samples, *line) for line in self.throughputs_.values()])

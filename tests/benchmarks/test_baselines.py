@@ -9,8 +9,6 @@ from calibration.baselines import (
     PolluxRegressor,
 )
 
-from estimator.errors import WorkloadError
-
 ROWS = np.array(
     [
         (ranks, nodes, batch, accumulation)
@@ -41,15 +39,6 @@ def test_pollux_recovers_steps_of_its_own_model() -> None:
     assert fitted.parameters_ == pytest.approx(
         [alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma], rel=0.05
     )
-
-
-@pytest.mark.parametrize(
-    ("rows", "times"),
-    [([(0, 1, 8, 1)], [1.0]), ([(1, 1, 8, 1)], [-1.0]), ([(1, 1, 8, 1)], [1.0, 2.0]), ([], [])],
-)
-def test_an_invalid_table_is_refused(rows: list[tuple[int, ...]], times: list[float]) -> None:
-    with pytest.raises(WorkloadError):
-        OptimusRegressor().fit(rows, times)
 
 
 def test_pollux_assumes_inter_node_communication_no_faster_than_intra_node() -> None:

@@ -165,7 +165,7 @@ def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -
     known = _with_machine_priors(StepTimeRegressor, replace(job, steps=tuple(named)))
     regressor = pickle.loads(pickle.dumps(known))
     slow, fast = (
-        made.fit([(1, 1, 8, 1)], [1.0]).predict([(4, 4, 8, 1)])[0]
+        made.fit([(1, 1, 8, 1, 1)], [1.0]).predict([(4, 4, 8, 1, 1)])[0]
         for made in (StepTimeRegressor(), regressor())
     )
     assert fast < slow
