@@ -25,13 +25,8 @@ from estimator.kernels.durations import bound_of, costed, least_device_s, struct
 from estimator.machines.typical import device_memory
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
-from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
 from estimator.timeline.pipelines.stage_plans import blocks_of, default_points
-from estimator.timeline.plan import groups_of
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
-from estimator.timeline.rank.rules import DP_REPLICATE, Ranks, StepShape
-from estimator.timeline.strategies import rules_of
-from estimator.timeline.strategies.ddp import BucketedRules
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer, state_sizes
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
@@ -149,16 +144,6 @@ def _batches(share: int, graph: OpGraph) -> Iterator[int]:
             yield batch
 
 
-class Buckets(NamedTuple):
-    """Bytes of buckets on a rank for each byte of gradients, and whether these live there."""
-
-    ratio: float
-    hold_gradients: bool
-
-
-NO_BUCKETS = Buckets(0.0, hold_gradients=False)
-
-
 class Stages(NamedTuple):
     """What the stages of a pipeline take at least: seconds of a micro-batch, bytes.
 
@@ -194,23 +179,6 @@ class Stages(NamedTuple):
             least_s = np.maximum(least_s, around_s[own[:, 0]] + passes_s + first_s)
         return float(least_s.max())
 
-    def simulated_s(
-        self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
-    ) -> float:
-        """The same by playing all passes; nothing where backward passes are in two parts.
-
-        How a part of these compares with the other in the step itself is not known.
-        """
-        if not schedule.backward_is_whole:
-            return 0.0
-        both_s = self.forward_s + self.backward_s
-        seconds = zip(self.forward_s.tolist(), self.backward_s.tolist(), strict=True)
-        costs = [StageCosts(forward_s, backward_s, 0.0) for forward_s, backward_s in seconds]
-        spread_ratio *= schedule.passes_of(micro_batches)
-        own_s = both_s[self._held(schedule, ranks)].sum(axis=1)
-        ends_s = last_ends_s(schedule, ranks, micro_batches, costs)
-        return float((np.array(ends_s) + spread_ratio * own_s).max())
-
     def memory_bytes(
         self,
         schedule: Schedule,
@@ -218,14 +186,13 @@ class Stages(NamedTuple):
         micro_batches: int,
         state_shards: float,
         parameter_shards: float = 1,
-        buckets: Buckets = NO_BUCKETS,
     ) -> float:
         """Bytes of the fullest rank at least; so many share the optimizer's state, parameters."""
         parameters_bytes = self.parameters_bytes / parameter_shards
-        fixed = parameters_bytes * (1 + buckets.ratio) + self.states_bytes / state_shards
+        fixed = parameters_bytes + self.states_bytes / state_shards
         own, held = self._held(schedule, ranks), _held_at_least(schedule, ranks, micro_batches)
         kept, passing = self.kept_bytes[own], self.passing_bytes[own]
-        if own.shape[1] == 1 and not buckets.hold_gradients:
+        if own.shape[1] == 1:
             # The last micro-batch whose backward pass ends leaves gradients in its place.
             passing = np.maximum(passing, parameters_bytes[own])
         # Of stages that all hold one, some stage goes back through its own.
@@ -329,19 +296,6 @@ def _by(owner: Indices, values: Array, count: int) -> Array:
     return np.asarray(np.bincount(owner, weights=values, minlength=count), dtype=np.float64)
 
 
-# Schedules whose ranks begin once all before them have, and end before these do.
-_ONE_WAY = ("gpipe", "1f1b")
-
-
-class _NoBuckets:
-    """Gradients that are not reduced in buckets; see `rules.Ready`."""
-
-    alike = None
-
-    def slack_s(self, rows: Indices | None) -> Array:
-        return np.zeros(0)
-
-
 class Held(NamedTuple):
     """Bytes of all parameters and buffers, of gradients, of optimizer state, and that the update
     makes of all parameters together.
@@ -366,7 +320,6 @@ class LayoutBounds:
             costed(kind.profile, engine.cache).rank_jitter_ratio or 0.0 for kind in placement.kinds
         )
         self._held: dict[int, Held] = {}
-        self._buckets: dict[tuple[int, Strategy], Buckets] = {}
         self._passes: dict[tuple[Layout, int], _MicroBatch] = {}
         self._stages: dict[tuple[Layout, int], Stages] = {}
 
@@ -376,11 +329,6 @@ class LayoutBounds:
         each_s, ranks = self._micro_batch(layout, batch).seconds, layout.pp
         if ranks == 1:
             return each_s * micro_batches * (1 + self._spread_ratio)
-        if layout.pp > 1 and layout.schedule.name in _ONE_WAY:
-            # The one that begins as number s waits for the passes of those before it, then has m of
-            # its own: x ≥ T0 + … + m·Ts for each. The least such x, over all ways to share the
-            # seconds of a micro-batch, has these equal.
-            return each_s / (1 - (1 - 1 / micro_batches) ** ranks)
         return each_s * micro_batches / ranks
 
     def memory_ratio(self, candidate: Candidate) -> float:
@@ -402,13 +350,10 @@ class LayoutBounds:
         parameters = held.parameters / (shards if strategy.keeps.parameters == "shard" else 1)
         if strategy.keeps.parameters == "shard":
             of_states = shards
-        buckets = self._buckets_of(part, strategy, dp)
         if layout.pp > 1 and layout.schedule.name == "gpipe":
             passing_bytes *= micro_batches
-        updating = held.temporaries / of_states
-        if not buckets.hold_gradients:
-            updating += gradients
-        own = parameters + held.states / of_states + buckets.ratio * held.gradients
+        updating = held.temporaries / of_states + gradients
+        own = parameters + held.states / of_states
         if layout.pp > 1 and layout.schedule.is_two_way:
             own *= 2
         rank_bytes = (own + max(passing_bytes, updating)) / layout.pp
@@ -417,8 +362,7 @@ class LayoutBounds:
     def closer(self, candidate: Candidate) -> tuple[float, float]:
         """(seconds of a step, share of a device's memory) at least, by more work than before.
 
-        Of a pipeline they are those of the stages into which it is cut, of FSDP those of what it
-        gathers and reduces, one after the other.
+        Of a pipeline they are those of the stages into which it is cut.
         """
         _, layout, strategy, batch, micro_batches = candidate
         if layout.pp == 1:
@@ -428,38 +372,15 @@ class LayoutBounds:
                 passing = self._blocks(layout, batch).stages(()).passing_bytes
                 one = self._micro_batch(layout, batch)
                 ratio = self._ratio(candidate, one, float(passing[0]))
-            return self._exchanged_s(candidate), ratio
+            return 0.0, ratio
         stages = self._stages_of(layout, batch)
         dp = (layout.dp or 1) * layout.cp
         shards = _shards(strategy, dp) if strategy.keeps.state == "shard" else 1
         # How much of what is gathered is there at once, and how wide it is, is not known.
         unsharded = 1 if strategy.keeps.parameters == "whole" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
-        part = self._engine.split(self._graph, layout)
-        buckets = self._buckets_of(part, strategy, dp)
-        held = stages.memory_bytes(*pipeline, shards, unsharded, buckets)
+        held = stages.memory_bytes(*pipeline, shards, unsharded)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
-
-    def simulated_s(self, candidate: Candidate) -> float:
-        """Seconds of a pipeline's step at least, by playing its passes."""
-        _, layout, _, batch, micro_batches = candidate
-        if layout.pp == 1:
-            return 0.0
-        pipeline = layout.schedule, layout.pp, micro_batches
-        return self._stages_of(layout, batch).simulated_s(*pipeline, self._spread_ratio)
-
-    def _buckets_of(self, part: OpGraph, strategy: Strategy, replicas: int) -> Buckets:
-        key = id(part), strategy
-        if replicas == 1 or strategy.keeps.gradients == "shard":
-            return NO_BUCKETS
-        if key not in self._buckets:
-            rules = rules_of(part, StepShape(strategy, 1), self._engine.cache)
-            self._buckets[key] = NO_BUCKETS
-            if isinstance(rules, BucketedRules):
-                # A stage's copy of one bucket that is cast may be smaller than the whole graph's.
-                ratio = rules.held_bucket_bytes(1 << 30) - rules.held_bucket_bytes(0)
-                self._buckets[key] = Buckets(ratio / (1 << 30), rules.in_buckets)
-        return self._buckets[key]
 
     def _stages_of(self, layout: Layout, batch: int) -> Stages:
         # Where stages begin depends on how many there are, whoever holds them.
@@ -485,24 +406,6 @@ class LayoutBounds:
             lambda: BlockCosts.of(one.bound, structure, blocks, one.each_s),
             layout.of_layers,
         )
-
-    def _exchanged_s(self, candidate: Candidate) -> float:
-        """Seconds of FSDP's collectives that wait for each other."""
-        _, layout, strategy, _, micro_batches = candidate
-        if strategy.keeps.parameters == "whole" or (layout.dp or 1) == 1:
-            return 0.0
-        graph, cache = self._engine.split(self._graph, layout), self._engine.cache
-        mesh = Mesh.laid_out(self._placement, layout, strategy, micro_batches=micro_batches)
-        rules = rules_of(graph, StepShape(strategy, micro_batches), cache)
-        groups, profiles = groups_of(mesh, rules)
-        cluster = self._placement.cluster
-        network = cache.get(
-            "network", (rules, cluster, *profiles), lambda: rules.network(profiles, cluster)
-        )
-        # All-reduces between replicas have a lane of their own.
-        groups = {**groups, DP_REPLICATE: ()}
-        ranks = Ranks(groups, _NoBuckets(), [], lane_s=0.0, compute_ratio=1.0, ratio=1.0)
-        return float(network.alone_s(ranks))
 
     def _micro_batch(self, layout: Layout, batch: int) -> _MicroBatch:
         passes = self._passes.get((layout.of_layers, batch))
