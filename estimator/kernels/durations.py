@@ -128,18 +128,6 @@ def _moved_bytes(call: OpCall) -> int:
     return sum(spec.storage_bytes for spec in (*call.inputs, *call.outputs))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelSeconds:
-    """What the ops of a graph at one batch size take on a machine with no other device busy."""
-
-    alone_s: Array
-    relative_errors: Array
-    sources: Sequence[str]
-    in_grid: Flags
-    shared_error: float
-    cached_bytes: float
-
-
 def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
     """The profile with the costs of typical machines where it has none of its own."""
     return cache.get("typical", (profile,), lambda: with_typical_costs(profile))
@@ -192,12 +180,13 @@ def op_durations(
         )
     structure = structure_of(bound.graph, cache)
     costs = _call_costs(bound, structure, cache)
-    kernels = cache.get(
-        "kernel seconds", (bound, profile), lambda: _kernel_seconds(bound, profile, cache)
+    kernels, cached_bytes = cache.get(
+        "kernel seconds", (bound, profile), lambda: _kernels_alone(bound, profile, cache)
     )
     private_bytes = profile.memory.private_cache_bytes if profile.memory else 0.0
-    slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
-    return Durations(
+    slowdown = _slowdowns(costs, profile, devices_busy, cached_bytes)
+    return replace(
+        kernels,
         host_s=cache.get(
             "host seconds",
             (bound, profile),
@@ -214,11 +203,7 @@ def op_durations(
                 else compiled_host_seconds(bound.graph, host)
             ),
         ),
-        device_s=kernels.alone_s * slowdown[structure.columns.call_of],
-        sources=kernels.sources,
-        relative_errors=kernels.relative_errors,
-        in_grid=kernels.in_grid,
-        shared_error=kernels.shared_error,
+        device_s=kernels.device_s * slowdown[structure.columns.call_of],
         awaited=cache.get("awaited", (bound.graph,), lambda: awaited_ops(structure)),
     )
 
@@ -228,9 +213,9 @@ def least_device_s(
 ) -> Array:
     """What each op takes at least on one busy device in a graph of any of its `blocks`."""
     structure = structure_of(bound.graph, cache)
-    kernels = _kernel_seconds(bound, profile, cache, blocks)
-    slowdown = _slowdowns(_call_costs(bound, structure, cache), profile, 1, kernels.cached_bytes)
-    return np.asarray(kernels.alone_s * slowdown[structure.columns.call_of])
+    kernels, cached_bytes = _kernels_alone(bound, profile, cache, blocks)
+    slowdown = _slowdowns(_call_costs(bound, structure, cache), profile, 1, cached_bytes)
+    return np.asarray(kernels.device_s * slowdown[structure.columns.call_of])
 
 
 def _slowdowns(
@@ -247,10 +232,13 @@ def _call_costs(bound: BoundGraph, structure: GraphStructure, cache: Cache) -> C
     return cache.get("call costs", (bound,), lambda: CallCosts.of(bound, structure))
 
 
-def _kernel_seconds(
+def _kernels_alone(
     bound: BoundGraph, profile: MachineProfile, cache: Cache, blocks: Indices | None = None
-) -> KernelSeconds:
-    """Those of a graph or, with `blocks`, at the least those of graphs of any of its blocks."""
+) -> tuple[Durations, float]:
+    """(seconds of kernels while no other device is busy, bytes of a cache that a device has).
+
+    With `blocks` the least of graphs of any of the graph's blocks. The host's are left out.
+    """
     graph, memory = bound.graph, profile.memory
     structure = structure_of(graph, cache)
     costs = _call_costs(bound, structure, cache)
@@ -276,14 +264,15 @@ def _kernel_seconds(
     errors = np.where(is_view, 0.0, errors)
     sources = ("view", *[prediction.source for prediction in timed])
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
-    return KernelSeconds(
-        alone_s=np.where(is_view, 0.0, seconds),
+    durations = Durations(
+        host_s=np.zeros(0),
+        device_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
         sources=Numbered(tuple(sources), np.where(is_view, 0, call_of + 1)).gathered(),
         in_grid=in_grid[call_of] & ~is_view,
         shared_error=fits.shared_error,
-        cached_bytes=cached_bytes,
     )
+    return durations, cached_bytes
 
 
 def _blend(timed: Sequence[KernelPrediction], call_of: Indices, cold: Array) -> Array:

@@ -193,12 +193,6 @@ _ATTENTION = "aten._scaled_dot_product_"
 _TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 
-def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], Indices]:
-    """The number of each distinct text, and that of each text."""
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedCall:
     """One probed call with what its time depends on."""
@@ -233,8 +227,10 @@ class FamilyFit:
         self.targets = np.array([point.features.target for point in points])
         self.variants = np.array([point.variant for point in points])
         # Numbers compare faster than texts; none of the points' has -1.
-        self._number_of_target, self._target_of = _numbered(self.targets.tolist())
-        self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
+        targets, self._target_of = np.unique(self.targets, return_inverse=True)
+        variants, self._variant_of = np.unique(self.variants, return_inverse=True)
+        self._number_of_target = {name: number for number, name in enumerate(targets.tolist())}
+        self._number_of_variant = {name: number for number, name in enumerate(variants.tolist())}
         self.rows = self._rows([p.features for p in points], [p.variant for p in points])
         self.whole = self._fit(np.ones(len(points), dtype=bool))
         self.forms: dict[tuple[str, str], Array] = {}

@@ -60,49 +60,35 @@ def optimizer_memory(
     state is as wide, and gradients are cast for the update (Float16OptimizerWithFloat16Params of
     Megatron-LM, BF16_Optimizer of DeepSpeed).
     """
-    name = check_optimizer(graph.optimizer)
-    trained = [parameter for parameter in graph.parameters if parameter.gradient is not None]
-    if any(p.optimizer or not p.updates for p in trained):
-        # Optimizers update one after the other; what none updates has no state.
-        by: dict[str, list[Parameter]] = {}
-        for parameter in trained:
-            if parameter.updates:
-                own = replace(parameter, optimizer=None)
-                by.setdefault(parameter.optimizer or name, []).append(own)
-        held = [
-            optimizer_memory(
-                replace(graph, optimizer=own, parameters=tuple(some)),
-                stored_ratio=stored_ratio,
-                master_ratio=master_ratio,
-                sharded=sharded,
+    by_name: dict[str, list[Parameter]] = {}
+    for parameter in graph.parameters:
+        # What no optimizer updates has no state.
+        if parameter.gradient is not None and parameter.updates:
+            name = check_optimizer(parameter.optimizer or graph.optimizer)
+            by_name.setdefault(name, []).append(parameter)
+    held = []
+    for name, some in by_name.items():
+        own = replace(graph, parameters=tuple(some))
+        tensors = trained_tensors(own, stored_ratio * master_ratio, sharded=sharded)
+        masters = [master_size(name, tensor) if master_ratio > 1 else 0 for tensor in tensors]
+        states = [sum(state_sizes(name, tensor)) for tensor in tensors]
+        # Kernels that keep no fp32 weights take gradients as they are.
+        casts = [0] * len(tensors) if name == "adamw-bf16" else masters
+        foreach = graph.target == "cuda" and RULES[name].form != "loop"
+        each_bytes = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
+        together, single = temporaries_bytes(name, tensors, foreach=foreach)
+        held.append(
+            OptimizerMemory(
+                state_bytes=sum(states) + sum(masters),
+                largest_state_bytes=max(map(sum, zip(states, masters, strict=True))),
+                together_bytes=together + sum(casts),
+                largest_together_bytes=max(map(sum, zip(each_bytes, casts, strict=True))),
+                single_bytes=single,
             )
-            for own, some in by.items()
-        ]
-        return OptimizerMemory(
-            state_bytes=sum(one.state_bytes for one in held),
-            **{
-                field: max((getattr(one, field) for one in held), default=0)
-                for field in OptimizerMemory._fields[1:]
-            },
         )
-    tensors = trained_tensors(graph, stored_ratio * master_ratio, sharded=sharded)
-    masters = [master_size(name, tensor) if master_ratio > 1 else 0 for tensor in tensors]
-    states = [
-        sum(state_sizes(name, tensor)) + master
-        for tensor, master in zip(tensors, masters, strict=True)
-    ]
-    # Kernels that keep no fp32 weights take gradients as they are.
-    casts = [0] * len(tensors) if name == "adamw-bf16" else masters
-    foreach = graph.target == "cuda" and RULES[name].form != "loop"
-    each_bytes = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
-    together, single = temporaries_bytes(name, tensors, foreach=foreach)
-    return OptimizerMemory(
-        state_bytes=sum(states),
-        largest_state_bytes=max(states, default=0),
-        together_bytes=together + sum(casts),
-        largest_together_bytes=max(map(sum, zip(each_bytes, casts, strict=True)), default=0),
-        single_bytes=single,
-    )
+    # They update one after the other.
+    state, *most = zip(*held, strict=True) if held else [(0,)] * 5
+    return OptimizerMemory(sum(state), *map(max, most))
 
 
 def update_call(graph: OpGraph) -> OpCall:
