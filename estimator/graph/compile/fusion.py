@@ -46,6 +46,8 @@ class Kernel:
     """
 
     kind: PartKind
+    phase: Phase
+    block: str
     elements: int
     rows: int
     placed: dict[int, KernelPart] = field(default_factory=dict)
@@ -58,14 +60,6 @@ class Kernel:
     @property
     def parts(self) -> list[KernelPart]:
         return [self.placed[index] for index in sorted(self.placed)]
-
-    @property
-    def phase(self) -> Phase:
-        return next(iter(self.placed.values())).phase
-
-    @property
-    def block(self) -> str:
-        return next(iter(self.placed.values())).block
 
     @property
     def first(self) -> int:
@@ -124,7 +118,8 @@ class Grouping:
         number = self._best(index, part, needed) if part.kind != "whole" else None
         if number is None:
             number = len(self.kernels) + len(self._merged)
-            self.kernels[number] = Kernel(part.kind, part.elements[0], part.rows[0])
+            sizes = part.elements[0], part.rows[0]
+            self.kernels[number] = Kernel(part.kind, part.phase, part.block, *sizes)
         self._join(number, index, part, needed)
         if part.kind == "pointwise":
             for other in sorted(needed - {number}):

@@ -118,25 +118,22 @@ class _Maker:
             "SpeechSeq2Seq": ("decoder_input_ids",) if self.channels else (),
             "VisualQuestionAnswering": ("input_ids", "pixel_values"),
         }
-        always: tuple[str, ...] = by_head.get(self.head, ())
-        if main != "input_ids" and self.head in ("ImageTextToText", "CausalLM"):
-            always += ("input_ids",)
-        if self.config.model_type in ("git", "idefics"):
+        where = {
+            ("input_ids",): main != "input_ids" and self.head in ("ImageTextToText", "CausalLM"),
             # git's loss skips the image's tokens, whether or not there is an image.
-            always += ("pixel_values",)
-        always += ("bbox", "return_loss", "visual_feats", "visual_pos", "mm_token_type_ids")
-        if main == "pixel_values":
-            always += ("spatial_shapes", "pixel_attention_mask")
-        if self.head in _TEXT_AND_IMAGE:
+            ("pixel_values",): self.config.model_type in ("git", "idefics"),
+            ("bbox", "return_loss", "visual_feats", "visual_pos", "mm_token_type_ids"): True,
+            ("spatial_shapes", "pixel_attention_mask"): main == "pixel_values",
             # Models that attend to images, instead of putting their features among the tokens.
-            always += ("image_attention_mask", "image_embeds_position_mask")
-        if main == "input_ids":
-            always += ("visual_embeds",)
-        if self.visual_labels:
-            always += ("attention_mask", "visual_attention_mask")
-        if self.frames_per_token:
-            always += ("input_features",)
-        return always
+            ("image_attention_mask", "image_embeds_position_mask"): self.head in _TEXT_AND_IMAGE,
+            ("visual_embeds",): main == "input_ids",
+            ("attention_mask", "visual_attention_mask"): self.visual_labels,
+            ("input_features",): self.frames_per_token,
+        }
+        return (
+            *by_head.get(self.head, ()),
+            *(name for names, needed in where.items() if needed for name in names),
+        )
 
     def _makers(self) -> dict[str, Callable[[], Any]]:
         return {

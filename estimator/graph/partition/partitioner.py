@@ -126,7 +126,9 @@ class Partitioner(ABC):
             self._mark(op, (None,) * len(op.outputs))
             return
         if PARTIAL in before and not self._keeps_partial(op, before):
-            inputs = [self._reduced(value, op) for value in inputs]
+            inputs = [
+                self._met(v, self._summed_to(v), op) if self.at[v] == PARTIAL else v for v in inputs
+            ]
             before = tuple([self.at[value] for value in inputs])
         if PARTIAL in before:
             terms = Placed(before, (PARTIAL,) * len(op.outputs))
@@ -188,12 +190,6 @@ class Partitioner(ABC):
         if not kept.is_known:
             self.unknown[f"{op.call.target} in module '{op.module}'"] = None
         return kept
-
-    def _reduced(self, value: int, op: Op) -> int:
-        """A sum over all ranks."""
-        if self.at[value] != PARTIAL:
-            return value
-        return self._met(value, self._summed_to(value), op)
 
     # Collectives
 

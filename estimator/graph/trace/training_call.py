@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from estimator.errors import ModelError, UserCode, quoted
 from estimator.graph.trace.fake_tensors import map_tensors
@@ -337,23 +337,19 @@ def _own_loss(output: Any) -> Any:
 
 def _first_batch(batch: Any) -> tuple[Any, tuple[str, ...]]:
     """The first batch of a loader or dataset, and what was assumed; anything else as it is."""
-    if isinstance(batch, DataLoader):
-        return _drawn(batch, "loader"), ("the batch is the loader's first",)
-    if isinstance(batch, (Dataset, IterableDataset)):
-        loader: DataLoader[Any] = DataLoader(batch, batch_size=_DATASET_SAMPLES)
-        words = f"the batch is the dataset's first samples, {_DATASET_SAMPLES} at most"
-        return _drawn(loader, "dataset"), (words,)
-    return batch, ()
-
-
-def _drawn(loader: DataLoader[Any], what: str) -> Any:
+    what, assumed = "loader", "the batch is the loader's first"
+    if isinstance(batch, Dataset):
+        batch, what = DataLoader(batch, batch_size=_DATASET_SAMPLES), "dataset"
+        assumed = f"the batch is the dataset's first samples, {_DATASET_SAMPLES} at most"
+    elif not isinstance(batch, DataLoader):
+        return batch, ()
     with UserCode(
         f"no batch could be drawn from the {what}",
         advice=f"give a batch instead of the {what}",
         error=ModelError,
     ):
-        for batch in loader:
-            return batch
+        for first in batch:
+            return first, (assumed,)
     raise ModelError(f"the {what} is empty; give a batch instead of it")
 
 
