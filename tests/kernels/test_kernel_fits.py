@@ -268,6 +268,21 @@ def test_a_fit_that_is_not_negative_is_scipys(seed: int) -> None:
     np.testing.assert_allclose(rows @ found / seconds, rows @ scipys / seconds, atol=1e-9)
 
 
+def test_a_fit_of_columns_that_are_alike_but_for_rounding_is_as_good_as_scipys() -> None:
+    for seed in range(400):
+        draw = np.random.default_rng(seed)
+        base = draw.lognormal(0.0, 1.0, (20, 2))
+        rows = np.column_stack([base, base @ draw.random((2, 3)), np.ones(20)])
+        rows *= 1 + 1e-13 * draw.normal(size=rows.shape)
+        seconds = np.abs(rows @ draw.normal(0.0, 1.0, 6)) + draw.lognormal(0.0, 1.0, 20)
+        found, scipys = (
+            nonnegative_fit(rows, seconds),
+            nnls(rows / seconds[:, None], np.ones(20))[0],
+        )
+        missed, least = (((rows @ fit / seconds - 1) ** 2).sum() for fit in (found, scipys))
+        assert missed <= least + 1e-9
+
+
 def test_rows_that_tensor_cores_read_unaligned_are_a_variant_of_their_own() -> None:
     profile = _profile([(_mm(64, 64, columns), 1e-5) for columns in (50257, 50304)])
     on_tensor_cores = replace(profile.kernels[0], dtype="tfloat32")

@@ -159,9 +159,8 @@ class StepLine:
 def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients.
 
-    By principal pivots: the last coefficient that is negative, or would lessen the error as it
-    rises, is let free or held at 0 (Murty, Mathematical Programming 7, 1974). Importing scipy's
-    takes longer than all fits of a machine.
+    Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23; importing scipy's takes
+    longer than all fits of a machine.
 
     >>> nonnegative_fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([3.0, 4.0])).round(9)
     array([2., 1.])
@@ -170,21 +169,23 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
     scaled /= norms
     gram, goal, solution = scaled.T @ scaled, scaled.sum(axis=0), np.zeros(len(norms))
-    free = np.zeros(len(norms), dtype=np.bool_)
+    free: list[int] = []
     # Where columns are all but alike, rounding may let one in and out again.
     for _ in range(50 * len(norms)):
-        gain = goal - gram @ solution
-        is_wrong = np.where(free, solution < 0.0, gain > _NO_GAIN * len(seconds))
-        if not is_wrong.any():
+        gradient = goal - gram @ solution
+        gradient[free] = 0.0
+        if gradient.max() <= _NO_GAIN * len(seconds):
             break
-        free[np.flatnonzero(is_wrong)[-1]] ^= True
-        solution = np.zeros(len(norms))
-        among = gram[np.ix_(free, free)]
-        try:
-            solution[free] = np.linalg.solve(among, goal[free])
-        except np.linalg.LinAlgError:  # columns that rounding cannot tell apart share what they say
-            solution[free] = np.linalg.lstsq(among, goal[free])[0]
-    return np.asarray(np.maximum(solution, 0.0) / norms)
+        free.append(int(gradient.argmax()))
+        while (wanted := np.linalg.solve(gram[np.ix_(free, free)], goal[free])).min() <= 0.0:
+            # As far as the first of them becomes 0.
+            known, below = solution[free], wanted <= 0.0
+            change = wanted - known
+            known -= (known[below] / change[below]).max() * change
+            solution[free] = known = np.where(known > _NO_GAIN, known, 0.0)
+            free = [place for place, value in zip(free, known.tolist(), strict=True) if value]
+        solution[free] = wanted
+    return np.asarray(solution / norms)
 
 
 def fit_step_line(
