@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Value = TypeVar("Value")
-_Key = tuple[str, int | tuple[int, ...], tuple[Hashable, ...]]
+_Key = tuple[str, tuple[int, ...], tuple[Hashable, ...]]
 
 # What holds nothing else, as most of what is sized.
 _ALONE = frozenset((bool, int, float, str, type(None)))
@@ -174,9 +174,7 @@ def collected_later() -> Iterator[None]:
 
 
 def _key(kind: str, owners: tuple[object, ...], details: tuple[Hashable, ...]) -> _Key:
-    if len(owners) == 1:
-        return kind, id(owners[0]), details
-    return kind, tuple([id(owner) for owner in owners]), details
+    return kind, tuple(map(id, owners)), details
 
 
 class _Sizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -316,17 +315,19 @@ class RepeatedQuestions:
         untold = placement.cluster is not None or (calibration is not None and state is None)
         if key is None or untold:
             return answer
-        profiles = [kind.profile for kind in placement.kinds]
+        kinds, groups = placement.kinds, placement.allocation.groups
         machines = {
-            group.machine: profiles[number]
-            for group, number in zip(placement.allocation.groups, placement.kind_of, strict=True)
+            group.machine: kinds[number].profile
+            for group, number in zip(groups, placement.kind_of, strict=True)
             if group.machine is not None
         }
         if len(self._kept) >= _MOST_ANSWERS:
             self._kept.clear()
-        with suppress(TypeError):
-            kept = graph, tuple(machines.items()), calibration, state, answer
-            self._kept[key] = _KeptAnswer(*kept)
+        kept = _KeptAnswer(graph, tuple(machines.items()), calibration, state, answer)
+        try:  # noqa: SIM105 - entering a context takes a hundredth of an estimate
+            self._kept[key] = kept
+        except TypeError:
+            pass
         return answer
 
 

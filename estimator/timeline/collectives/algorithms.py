@@ -405,9 +405,9 @@ def nccl_lines(
     across = uniform(group.nodes > 1)
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
-        costed = None
+        costed, is_there = None, algorithm.runs(group, links)
         for number, protocol in enumerate(algorithm.protocols):
-            runs = algorithm.runs(group, links)
+            runs = is_there
             if number > 0:
                 runs = runs & across & links.keeps_order
             if protocol.needs_nvlink:
