@@ -33,7 +33,6 @@ class Price:
     spot_usd_per_hour: float | None = None
     billed_s: float = 1.0
     least_billed_s: float = 0.0
-    region: str = ""
     accelerator: str = ""
     cloud: str = ""
     at: str = ""
@@ -201,7 +200,6 @@ def _price(machine: str, row: Mapping[str, str], where: str) -> Price:
         spot_usd_per_hour=number("SpotPrice", _MOST_USD_PER_HOUR),
         billed_s=number("BilledS", _MOST_S) or 1.0,
         least_billed_s=number("LeastBilledS", _MOST_S) or 0.0,
-        region=row.get("Region") or "",
         accelerator=row.get("AcceleratorName") or "",
         cloud=row.get("Cloud") or "",
         at=row.get("At") or "",

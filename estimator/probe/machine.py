@@ -113,7 +113,7 @@ def probe_machine(
         budget_s,
         thorough,
         Findings(at=at),
-        report or _silent,
+        report or (lambda _part, _fraction: None),
         say,
         patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
         usual_canary_s=_usual_canary_s(earlier, chosen[0], cpu),
@@ -138,10 +138,6 @@ def _usual_canary_s(earlier: MachineProfile | None, device: Device, cpu: Cpu) ->
         return None
     same = dict(earlier.software) == software_versions(device) and earlier.hardware == cpu.facts()
     return earlier.canary_s if same else None
-
-
-def _silent(_part: str, _fraction: float) -> None:
-    pass
 
 
 class _Probe:

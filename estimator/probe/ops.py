@@ -16,7 +16,7 @@ from estimator.graph.ir.op_graph import BoundGraph, OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.memory.sizes import update_call
 from estimator.machines.profile import MachineProfile
-from estimator.probe.devices.backend import Backend, allocator_text, software_versions
+from estimator.probe.devices.backend import Backend, software_versions
 from estimator.probe.devices.calls import (
     find_operator,
     output_tensors,
@@ -400,7 +400,7 @@ def fingerprint(profile: MachineProfile) -> str:
             str(profile.hardware.get("cpu") if device.kind == "cpu" else device.name),
             f"{len(device.cores)} cores",
             f"torch {versions.get('torch', 'unknown')}",
-            allocator_text(),
+            versions["allocator"],
         ]
     )
 

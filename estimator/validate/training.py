@@ -77,17 +77,15 @@ class TrainingRun:
     """What one real training run showed, after its warm-up; tuples are in rank order.
 
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
-    itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
-    operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
-    memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s` a fixed
-    matmul timed before. `canaries_s` are that matmul before the first step and after each, if asked
-    for: no step contains it.
+    itself. `faults_per_step` are page faults; `peak_memory_bytes` is the most that one rank held
+    (resident memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s` a
+    fixed matmul timed before. `canaries_s` are that matmul before the first step and after each, if
+    asked for: no step contains it.
     """
 
     step_s: tuple[float, ...]
     step_times_s: tuple[tuple[float, ...], ...]
     faults_per_step: tuple[float, ...]
-    kernel_s_per_step: tuple[float, ...]
     peak_memory_bytes: int
     canary_s: float
     canaries_s: tuple[tuple[float, ...], ...] = ()
@@ -99,7 +97,6 @@ class TrainingRun:
             step_s=tuple(rank["step_s"] for rank in ranks),
             step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
             faults_per_step=tuple(rank["faults_per_step"] for rank in ranks),
-            kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
             peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
             canary_s=statistics.median(rank["canary_s"] for rank in ranks),
             canaries_s=tuple(tuple(rank["canaries_s"]) for rank in ranks),
@@ -212,7 +209,7 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
     training.synchronize()
     times_canary = arguments.get("canaries", False)
     canaries_s = [canary_s(CpuBackend(), repeats=_CANARIES_BESIDE)] if times_canary else []
-    faults, kernel_s, start = _page_faults(), _kernel_s(), time.perf_counter()
+    faults, start = _page_faults(), time.perf_counter()
     training.mark("start")
     for _ in range(arguments["steps"]):
         training.step()
@@ -227,7 +224,6 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
         "canaries_s": canaries_s,
         "step_times_s": training.step_times_s(),
         "faults_per_step": (_page_faults() - faults) / arguments["steps"],
-        "kernel_s_per_step": (_kernel_s() - kernel_s) / arguments["steps"],
         "peak_memory_bytes": (
             peak_memory_bytes if spares_memory else _peak_memory_bytes(arguments["kind"])
         ),
@@ -413,12 +409,6 @@ def _page_faults() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _kernel_s() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
 def _peak_memory_bytes(kind: str) -> int:

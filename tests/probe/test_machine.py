@@ -210,9 +210,10 @@ def test_convolutions_of_float32_run_on_tensor_cores_of_gpus() -> None:
     assert rated.peak_flops_per_s == pytest.approx({"float32": 2e10, "tfloat32": 8e10})
 
 
-def test_settings_that_change_speed_are_recorded() -> None:
+def test_settings_that_change_speed_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(kind="cpu", index=0, name="cores", memory_bytes=1, cores=(0, 1))
-    versions = software_versions(device, {"OMP_PROC_BIND": "true", "HOME": "/somewhere"})
+    monkeypatch.setattr("os.environ", {"OMP_PROC_BIND": "true", "HOME": "/somewhere"})
+    versions = software_versions(device)
     assert versions["settings"] == "OMP_PROC_BIND=true"
     assert versions["threads"] == "2"
     assert versions["torch"]

@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,8 @@ class CpuBackend:
 
     kind: DeviceKind = "cpu"
 
-    def __init__(
-        self, index: int = 0, *, clock: Callable[[], float] = time.perf_counter, root: str = "/"
-    ) -> None:
-        self.index = index
-        self._clock = clock
-        self._root = Path(root)
+    def __init__(self, index: int = 0, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.index, self._clock = index, clock
 
     @property
     def device(self) -> Any:
@@ -95,7 +91,7 @@ class CpuBackend:
         """Size of the cache that must be flushed before a read is cold."""
         from estimator.probe.devices.inventory import read_cpu
 
-        caches = read_cpu(self._root).cache_bytes
+        caches = read_cpu().cache_bytes
         return max(caches.values(), default=32 << 20)
 
     def warm_up(self, seconds: float) -> None:
@@ -391,14 +387,13 @@ def allocator_name(maps: str | None = None) -> str:
     return "glibc" if "libc.so" in maps or "libc-2" in maps else "unknown"
 
 
-def allocator_text(environment: Mapping[str, str] | None = None) -> str:
+def allocator_text() -> str:
     """The allocator with its version and every setting that changes it, in one line."""
-    environment = os.environ if environment is None else environment
     name = allocator_name()
     version = platform.libc_ver()[1] if name == "glibc" else ""
     settings = [
-        f"{key}={environment[key]}"
-        for key in sorted(environment)
+        f"{key}={os.environ[key]}"
+        for key in sorted(os.environ)
         if key.startswith("MALLOC_") or key in ("GLIBC_TUNABLES", "LD_PRELOAD")
     ]
     return " ".join(filter(None, [name, version, *settings]))
@@ -407,15 +402,12 @@ def allocator_text(environment: Mapping[str, str] | None = None) -> str:
 _SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "NCCL_", "GLOO_", "CUDA_")
 
 
-def software_versions(
-    device: Device, environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def software_versions(device: Device) -> dict[str, str]:
     """By name; the threads are those of one device."""
-    environment = os.environ if environment is None else environment
     versions = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        "allocator": allocator_text(environment),
+        "allocator": allocator_text(),
         "threads": str(max(1, len(device.cores))),
     }
     for package in ("torch", "numpy", "nvidia-ml-py"):
@@ -424,7 +416,7 @@ def software_versions(
         except importlib.metadata.PackageNotFoundError:
             continue
     settings = [
-        f"{key}={environment[key]}" for key in sorted(environment) if key.startswith(_SETTINGS)
+        f"{key}={os.environ[key]}" for key in sorted(os.environ) if key.startswith(_SETTINGS)
     ]
     if settings:
         versions["settings"] = " ".join(settings)

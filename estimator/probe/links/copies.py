@@ -38,10 +38,6 @@ class LineFit:
     bandwidth_bytes_per_s: float
     relative_error: float
 
-    def time_s(self, size_bytes: float) -> float:
-        """Fitted seconds for `size_bytes` bytes."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
-
 
 def fit_line(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     """Fit the line that errs least in relative terms, with a latency that is not negative.

@@ -192,6 +192,7 @@ def test_a_preloaded_allocator_is_recognised() -> None:
     assert allocator_name("7f10 r-xp /lib/x86_64-linux-gnu/libc.so.6") == "glibc"
 
 
-def test_settings_of_the_allocator_are_part_of_its_text() -> None:
-    text = allocator_text({"MALLOC_ARENA_MAX": "1", "HOME": "x", "GLIBC_TUNABLES": "a=b"})
-    assert text.endswith("GLIBC_TUNABLES=a=b MALLOC_ARENA_MAX=1")
+def test_settings_of_the_allocator_are_part_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"MALLOC_ARENA_MAX": "1", "HOME": "x", "GLIBC_TUNABLES": "a=b"}
+    monkeypatch.setattr("os.environ", settings)
+    assert allocator_text().endswith("GLIBC_TUNABLES=a=b MALLOC_ARENA_MAX=1")
