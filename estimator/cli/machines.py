@@ -82,7 +82,7 @@ def probe(
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, which is
     --together. Rank 0 writes the profile; when a rank is lost, the budget is over or it is
-    interrupted, it ends with what it has. Ranks on several hosts need one secret, in
+    interrupted, it ends with what it has. Ranks need one secret, in
     ESTIMATOR_PROBE_SECRET.
     """
     from estimator.files import home
@@ -105,8 +105,8 @@ def _probe_alone(
     budget_s: float,
     as_json: bool,
     *,
-    thorough: bool = False,
-    strict: bool = False,
+    thorough: bool,
+    strict: bool,
 ) -> None:
     from estimator.files import check_writable
 
@@ -150,7 +150,7 @@ def _probe_together(
     pairs: str | None,
     cluster: Path | None,
 ) -> None:
-    """One rank's part of a probe of several nodes; of ranks on one machine the first probes it."""
+    """One rank's part of a probe of several nodes."""
     from estimator.files import check_writable
     from estimator.machines.catalogue import load_profile
     from estimator.placement.topology import Cluster
@@ -164,11 +164,8 @@ def _probe_together(
             "no launcher started this; use torchrun, or 'estimator probe' for this machine alone"
         )
     if place.rank != 0:
-        if place.secret is not None:
-            kind: Any = "cpu" if name == "local-cpu" else None
-            reason = take_part(place, kind=kind)
-            # Rank 0 knows it too; a failing code would have the launcher stop all other ranks.
-            remark(reason)
+        # Rank 0 knows why it refuses; a failing code would have the launcher stop all other ranks.
+        remark(take_part(place, kind="cpu" if name == "local-cpu" else None))
         return
     request = ClusterRequest(
         name=name,
@@ -178,21 +175,12 @@ def _probe_together(
         all_pairs=None if pairs is None else pairs == "all",
     )
     check_writable(path)
-    if place.secret is not None:
-        profile = _lead(place, request)
-        profile.save(path)
-        if as_json:
-            print_json(profile.to_dict())
-        else:
-            print_text(str(path))
-        return
-    if base is not None:
-        raise ProbeError(
-            "all ranks are on one machine, which is probed whole; leave out --base, or give the "
-            "ranks a secret to measure between them"
-        )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _probe_alone(name, place.world_size, path, budget_s, as_json)
+    profile = _lead(place, request)
+    profile.save(path)
+    if as_json:
+        print_json(profile.to_dict())
+    else:
+        print_text(str(path))
 
 
 def _lead(place: Place, request: ClusterRequest) -> MachineProfile:

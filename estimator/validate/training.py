@@ -78,9 +78,9 @@ class TrainingRun:
 
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
     itself. `faults_per_step` are page faults; `peak_memory_bytes` is the most that one rank held
-    (resident memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s` a
-    fixed matmul timed before. `canaries_s` are that matmul before the first step and after each, if
-    asked for: no step contains it.
+    (resident memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s`
+    a fixed matmul timed before. `canaries_s` are that matmul before the first step and after each,
+    if asked for: no step contains it.
     """
 
     step_s: tuple[float, ...]

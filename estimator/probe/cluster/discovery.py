@@ -35,7 +35,7 @@ class Place:
 
     `local_rank` is None where the launcher does not say; `attempt` tells a restarted group from
     its predecessor. With `has_store` the launcher itself serves a store at that address. With
-    `is_local` all ranks run on this host, and need no `secret` to be probed as one machine.
+    `is_local` all ranks run on this host.
     """
 
     rank: int
@@ -46,19 +46,13 @@ class Place:
     attempt: str = "0"
     has_store: bool = False
     is_local: bool = False
-    secret: bytes | None = field(default=None, repr=False)
+    secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ProbeError(
                 f"this is rank {self.rank} of {self.world_size}; start every rank from 0 to one "
                 "below the world size once"
-            )
-        if self.secret is None and not self.is_local:
-            raise ProbeError(
-                f"ranks on several hosts meet at {self.master_address}:{self.master_port}, where "
-                f"others may connect too, and {VARIABLE} is not set; give all ranks one secret, "
-                f"such as {MAKE_ONE} prints"
             )
 
 
@@ -94,10 +88,14 @@ def discover(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-def given_secret(environment: Mapping[str, str]) -> bytes | None:
-    """The secret in the environment, None without one; raises ProbeError where it is too short."""
-    if (text := environment.get(VARIABLE)) is None:
-        return None
+def given_secret(environment: Mapping[str, str]) -> bytes:
+    """The secret in the environment; raises ProbeError where there is none, or a short one."""
+    text = environment.get(VARIABLE)
+    if text is None:
+        raise ProbeError(
+            f"others may connect where ranks meet, and {VARIABLE} is not set; give all ranks one "
+            f"secret, such as {MAKE_ONE} prints, or probe one machine by 'estimator probe'"
+        )
     text = text.strip()
     if len(text) < LEAST_CHARACTERS:
         raise ProbeError(

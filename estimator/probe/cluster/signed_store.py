@@ -259,6 +259,4 @@ def join_session(store: Any, place: Place, timeout_s: float) -> SignedStore:
 
 
 def _launch_store(store: Any, place: Place) -> SignedStore:
-    if place.secret is None:
-        raise ProbeError(f"rank {place.rank} has no secret of its launch; set {VARIABLE}")
     return SignedStore(dist.PrefixStore(prefix_of(place), store), Signer(place.secret))

@@ -422,21 +422,7 @@ def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base.json", "out.json"]
 
 
-def test_ranks_of_one_machine_without_a_secret_have_it_probed_by_the_first(tmp_path: Path) -> None:
-    out, commands = tmp_path / "out.json", []
-    command = [sys.executable, "-m", "estimator.probe", "--budget", "4", "--out", str(out)]
-    for rank in range(2):
-        environment = local_rank(rank, 2, free_port())
-        del environment[VARIABLE]
-        commands.append((command, environment))
-    with started(*commands) as (first, second):
-        assert second.wait(timeout=60) == 0
-        _, said = first.communicate(timeout=200)
-        assert first.returncode == 0, said
-    assert len(load_profile(out).devices) == 2
-
-
-ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", VARIABLE: "0123456789abcdef" * 2}
 
 
 @pytest.mark.parametrize(
@@ -449,7 +435,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
         ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
         ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
         ("is a folder", ALONE, ["--out", "."]),
-        ("all ranks are on one machine", ALONE, ["--base", "h100-sxm"]),
+        ("ESTIMATOR_PROBE_SECRET is not set", {"RANK": "0", "WORLD_SIZE": "1"}, []),
         ("'0.5' is not from 1.00 s to 278 h; write a time that is", ALONE, ["--budget", "0.5"]),
         ("'soon' is not a duration; write a number and one of", ALONE, ["--budget", "soon"]),
         ("--pears", ALONE, ["--pears"]),

@@ -80,7 +80,8 @@ def test_what_a_forger_fills_the_store_with_is_not_even_looked_at() -> None:
 
 
 def test_a_secret_comes_from_the_environment_and_is_long_enough() -> None:
-    assert given_secret({}) is None
+    with pytest.raises(ProbeError, match="is not set; give all ranks one secret"):
+        given_secret({})
     assert given_secret({VARIABLE: SECRET + "\n"}) == SECRET.encode()
     for secret, words in (("", "has 0 characters, fewer than 32"), ("x" * 31, "has 31 characters")):
         with pytest.raises(ProbeError, match=words):
