@@ -536,13 +536,19 @@ class _Planner(NamedTuple):
             for number_of_stage in (number, number + 1)
         )
         both_ways_s = _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
-        if self.schedule.name != "gpipe" or one == other:
+        if one == other:
             return both_ways_s
-        # Of GPipe only one of the two sends at a time, which over TCP can be faster.
-        group, _ = _slowest_pair(self.mesh, one, other, self.cache)
+        group, node = _slowest_pair(self.mesh, one, other, self.cache)
+        known: list[float] = []
         if group.nodes == 1:
-            return both_ways_s
-        return min(both_ways_s, float(group.latency_s + size_bytes / group.bytes_per_s))
+            # Gloo's collectives go through threads of their own, what is sent from one rank to
+            # another does not (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, send).
+            own = (link for link in node.profile.links if link.kind == "loopback")
+            known += [link.transfer_time_s(size_bytes) for link in own]
+        elif self.schedule.name == "gpipe":
+            # Of GPipe only one of the two sends at a time, which over TCP can be faster.
+            known.append(float(group.latency_s + size_bytes / group.bytes_per_s))
+        return min([both_ways_s, *known])
 
     def _tied_s(self, number: int, stages: Sequence[Stage], tied: frozenset[str]) -> float:
         """Seconds in which gradients of weights that ranks share are added up between them.

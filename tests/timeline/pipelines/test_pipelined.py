@@ -15,7 +15,7 @@ import estimator as est
 from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate
-from estimator.machines.profile import Contention
+from estimator.machines.profile import Contention, Link
 from estimator.placement.mesh import Mesh
 from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
 from estimator.timeline.pipelines.stage_plans import StagePlan, contended, stage_plans
@@ -274,6 +274,20 @@ def test_only_gpipe_sends_one_way_at_a_time() -> None:
     one_way_s = 2e-4 + 8 * 10 * 16 * 4 / 1e8
     assert sent_s["gpipe"] == pytest.approx(one_way_s)
     assert sent_s["1f1b"] == pytest.approx(3 * one_way_s, rel=0.02)
+
+
+def test_what_ranks_of_a_node_send_each_other_is_no_collective() -> None:
+    loopback = Link(
+        kind="loopback",
+        locality="node",
+        latency_s=4e-5,
+        bandwidth_bytes_per_s=4e9,
+        provenance=CHOSEN,
+    )
+    found = answer("1x2:m", "pp=2,dp=1", profile=replace(PROFILE, links=(loopback,)))
+    assert found.pipeline is not None
+    # 8 sequences of 10 tokens of 16 numbers. A collective of two begins with 0.1 ms.
+    assert found.pipeline.costs[0].sent_s == pytest.approx(4e-5 + 8 * 10 * 16 * 4 / 4e9)
 
 
 def test_a_step_is_slowed_where_its_ranks_overlap_and_an_update_that_is_alone_is_not() -> None:
