@@ -449,6 +449,49 @@ def _tasks(
     return tasks, numbers, tuple(at - len(tasks) for at in last)
 
 
+def contended(
+    schedule: Schedule,
+    ranks: int,
+    micro_batches: int,
+    beside: Sequence[StageCosts],
+    apart: Sequence[StageCosts],
+    tails_s: Sequence[float],
+    relief_s: Sequence[float],
+) -> tuple[list[StageCosts], list[float]]:
+    """What stages take, and ranks after their last pass, where others compute on their nodes.
+
+    Of stages the costs `beside` others that compute and `apart` from them are known; `tails_s` are
+    those of ranks beside others, which apart take `relief_s` less. Where the passes take T, ranks
+    that compute for B in all have B / T - 1 others beside them: always one computes. After its last
+    pass a rank has others beside it until the last of them is through.
+    """
+    if beside == apart:
+        return list(beside), list(tails_s)
+    held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
+    ends = last_ends_s(schedule, ranks, micro_batches, apart)
+    passes, passes_s = schedule.passes_of(micro_batches), max(ends)
+    alone_s = [tail_s - less_s for tail_s, less_s in zip(tails_s, relief_s, strict=True)]
+    busy_s = sum(
+        sum(passes * apart[number].both_s + (passes - 1) * apart[number].added_s for number in own)
+        + min(tail_s, passes_s - end_s)
+        for own, tail_s, end_s in zip(held, alone_s, ends, strict=True)
+    )
+    share = min(max(busy_s / passes_s - 1.0, 0.0) / (ranks - 1), 1.0)
+    costs = [
+        StageCosts(
+            *(share * busy + (1.0 - share) * alone for busy, alone in zip(*both, strict=True))
+        )
+        for both in zip(beside, apart, strict=True)
+    ]
+    through = [end_s + tail_s for end_s, tail_s in zip(ends, alone_s, strict=True)]
+    others = [max(through[:rank] + through[rank + 1 :]) for rank in range(ranks)]
+    tails = [
+        alone + less_s * min(max(other_s - end_s, 0.0) / alone, 1.0) if less_s else alone
+        for alone, less_s, other_s, end_s in zip(alone_s, relief_s, others, ends, strict=True)
+    ]
+    return costs, tails
+
+
 def most_held_bytes(
     schedule: Schedule, ranks: int, rank: int, micro_batches: int, kept: Mapping[int, int]
 ) -> int:

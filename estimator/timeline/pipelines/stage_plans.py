@@ -37,6 +37,7 @@ from estimator.timeline.collectives.costs import CollectiveCosts, SizedCollectiv
 from estimator.timeline.collectives.overlap import NO_OVERLAP
 from estimator.timeline.pipelines.simulation import (
     StageCosts,
+    contended,
     last_ends_s,
     most_held_bytes,
     pipeline_tasks,
@@ -191,7 +192,9 @@ def pipeline_answer(
     passes = schedule.passes_of(micro_batches)
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     beside_s = [_tail_s(answers, stages, own, passes) for own in held]
-    costs, tails = contended(schedule, ranks, micro_batches, stages, beside_s)
+    relief_s = [sum(stages[number].relief_s for number in own) for own in held]
+    beside, apart = [stage.beside for stage in stages], [stage.apart for stage in stages]
+    costs, tails = contended(schedule, ranks, micro_batches, beside, apart, beside_s, relief_s)
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
         (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
@@ -233,46 +236,6 @@ def pipeline_answer(
         fullest=stages[widest].plan,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
-
-
-def contended(
-    schedule: Schedule,
-    ranks: int,
-    micro_batches: int,
-    stages: Sequence[StagePlan],
-    tails_s: Sequence[float],
-) -> tuple[list[StageCosts], list[float]]:
-    """What stages take on nodes where others compute beside them, as long as these do.
-
-    `tails_s` is what ranks do after their last pass, beside others. Where the passes take T, ranks
-    that compute for B in all have B / T - 1 others beside them: always one computes. After its last
-    pass a rank has others beside it until the last of them is through.
-    """
-    beside, apart = [stage.beside for stage in stages], [stage.apart for stage in stages]
-    if beside == apart:
-        return beside, list(tails_s)
-    held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
-    ends = last_ends_s(schedule, ranks, micro_batches, apart)
-    passes, passes_s = schedule.passes_of(micro_batches), max(ends)
-    relief = [sum(stages[number].relief_s for number in own) for own in held]
-    alone_s = [tail_s - less_s for tail_s, less_s in zip(tails_s, relief, strict=True)]
-    busy_s = sum(
-        sum(passes * apart[number].both_s + (passes - 1) * apart[number].added_s for number in own)
-        + min(tail_s, passes_s - end_s)
-        for own, tail_s, end_s in zip(held, alone_s, ends, strict=True)
-    )
-    share = min(max(busy_s / passes_s - 1.0, 0.0) / (ranks - 1), 1.0)
-    costs = [
-        StageCosts(*(share * busy + (1.0 - share) * alone for busy, alone in zip(*both)))
-        for both in zip(beside, apart, strict=True)
-    ]
-    through = [end_s + tail_s for end_s, tail_s in zip(ends, alone_s, strict=True)]
-    others = [max(through[:rank] + through[rank + 1 :]) for rank in range(ranks)]
-    tails = [
-        alone + less_s * min(max(other_s - end_s, 0.0) / alone, 1.0) if less_s else alone
-        for alone, less_s, other_s, end_s in zip(alone_s, relief, others, ends, strict=True)
-    ]
-    return costs, tails
 
 
 def _tail_s(

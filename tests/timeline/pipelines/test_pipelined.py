@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate
 from estimator.machines.profile import Contention, Link
 from estimator.placement.mesh import Mesh
-from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
-from estimator.timeline.pipelines.stage_plans import StagePlan, contended, stage_plans
+from estimator.timeline.pipelines.simulation import StageCosts, contended, last_ends_s
+from estimator.timeline.pipelines.stage_plans import stage_plans
 from estimator.timeline.rank.rules import StepShape
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
@@ -294,10 +292,8 @@ def test_a_step_is_slowed_where_its_ranks_overlap_and_an_update_that_is_alone_is
     # By turns: rank 0 forward 0-3, backward 6-12; rank 1 forward 1-4, backward 4-10, update 10-11.
     # Together they compute in 1-3 and 6-11: 7 of 12 seconds take half as long again.
     alone = StageCosts(1.0, 2.0, 0.0)
-    stage = cast(
-        StagePlan, SimpleNamespace(beside=alone.times(1.5, 1.0), apart=alone, relief_s=2.0)
-    )
-    costs, tails_s = contended(Schedule.parse("gpipe"), 2, 3, [stage, stage], [3.0, 3.0])
-    assert last_ends_s(Schedule.parse("gpipe"), 2, 3, costs)[0] == pytest.approx(12 + 0.5 * 7)
+    gpipe, slowed = Schedule.parse("gpipe"), alone.times(1.5, 1.0)
+    costs, tails_s = contended(gpipe, 2, 3, 2 * [slowed], 2 * [alone], [3.0, 3.0], [2.0, 2.0])
+    assert last_ends_s(gpipe, 2, 3, costs)[0] == pytest.approx(12 + 0.5 * 7)
     # Rank 0 updates from 12 on, when rank 1 has; rank 1 beside rank 0's last pass and update.
     assert tails_s == [1.0, 3.0]
