@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import rich
 from calibration.evaluation import evaluate, processes
 from calibration.protocols import PROTOCOLS, PROTOCOLS_WITH_K
-from calibration.report import evaluation_report
-from calibration.scores import scores_of, to_dict
-from calibration.tables import read_steps
-from calibration.worker_tables import is_worker_table, read_workers
+from calibration.scores import evaluation_report, scores_of, to_dict
+from calibration.tables import is_worker_table, read_steps, read_workers
 
 from estimator.cli.console import progress, remark
 from estimator.errors import EstimatorError
@@ -81,7 +78,7 @@ def main(
         few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
         remark(f"too few rows for {protocol}: {few}")
     if not as_json:
-        rich.print(evaluation_report(evaluation))
+        click.echo("\n".join(evaluation_report(evaluation)))
         return
     at = datetime.now(UTC).isoformat(timespec="seconds")
     about = {

@@ -24,7 +24,7 @@ from typing import Any
 
 from gpu_steps import Case, device_backend, release, run_for_real
 from options import local_machine, parser_of
-from records import NOT_YET, Record, Records, judged_case, say
+from records import NOT_YET, Record, Records, judged_case, prediction_of, say
 from summary import Bound, describe, noise_ratio, summarise
 from zoo.gpu import ALL, BY_NAME, TINY
 
@@ -147,19 +147,8 @@ def predict(case: Case, graph: OpGraph, profile: MachineProfile) -> Record:
     """What the engine says of a case on one device."""
     import estimator
 
-    answer = estimator.estimate(
-        graph, f"1x1:{profile.name}", batch_per_gpu=case.batch, profile=profile
-    )
-    return {
-        "predicted_s": answer.step_time_s,
-        "low_s": answer.low_s,
-        "high_s": answer.high_s,
-        "breakdown": asdict(answer.breakdown),
-        "bottleneck": answer.bottleneck,
-        "op_time_in_grid_ratio": answer.op_time_in_grid_ratio,
-        "peak_memory_bytes": answer.peak_memory_bytes,
-        "assumptions": list(answer.assumptions),
-    }
+    asked = {"batch_per_gpu": case.batch, "profile": profile}
+    return prediction_of(estimator.estimate(graph, f"1x1:{profile.name}", **asked))
 
 
 def predict_all(

@@ -1,8 +1,8 @@
 """Ask the engine what is known: published steps, each in the recipe that it was measured with.
 
 Of the rows of `known_rows` a half (drawn by a committed seed) is asked in whole runs only, so that
-nothing is tuned to it; beside them stand those of `known_layouts`. The goal is a median error of at
-most 8 %, 25 % at worst, and to be right of every row on whether it fits.
+nothing is tuned to it; beside them stand those whose ranks share a model. The goal is a median
+error of at most 8 %, 25 % at worst, and to be right of every row on whether it fits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from known_layouts import known_layout_rows
-from known_rows import KnownRow, known_rows, unseen
+from known_rows import KnownRow, known_layout_rows, known_rows, unseen
 from options import Options
 from published.graphs import GRAPHS, GraphStore
 from published.machines import variant

@@ -15,16 +15,17 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from local_cases import OPTIMIZER, PRECISION, STRATEGY, Case, assemble, draw_cases, read_cases
 from options import Options, local_machine
-from records import Progress, Record, Records, kept_graph
+from records import Progress, Record, Records, kept_graph, measure_in_turns, prediction_of
 from summary import Bound, error_ratio, summarise
 
-from estimator.errors import EstimatorError, ModelError, ProbeError
+from estimator.errors import ModelError, ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 
@@ -75,22 +76,9 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     records = []
     for ranks in rank_counts:
         answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=STRATEGY)
-        records.append(
-            {
-                "ranks": ranks,
-                "predicted_s": answer.step_time_s,
-                "low_s": answer.low_s,
-                "high_s": answer.high_s,
-                "global_batch": answer.global_batch,
-                "batch_per_gpu": answer.batch_per_gpu,
-                "breakdown": asdict(answer.breakdown),
-                "op_time_in_grid_ratio": answer.op_time_in_grid_ratio,
-                "peak_memory_bytes": answer.peak_memory_bytes,
-                "assumptions": list(answer.assumptions),
-                "look_s": look_s,
-                "canary_s": canaries[-1] if canaries else None,
-            }
-        )
+        canary_s = canaries[-1] if canaries else None
+        told = {"ranks": ranks, "look_s": look_s, "canary_s": canary_s}
+        records.append(told | prediction_of(answer))
     return records
 
 
@@ -138,24 +126,8 @@ def measure_all(
     # said how: the ranks import for themselves.
     if not drawn:
         import_models(cases)
-    counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
-    broken: set[str] = set()
-    progress = Progress("trained", sum(max(0, repeats - count) for count in counts.values()))
-    for done in range(repeats):
-        for case in cases:
-            if counts[case.key] > done or case.key in broken:
-                continue
-            try:
-                record = measure(case, profile, records, canaries=drawn)
-            except EstimatorError as error:
-                # One failure is enough: the case counts as failed, and the others go on.
-                broken.add(case.key)
-                progress.total -= repeats - done - 1
-                records.add({"kind": "failure", "key": case.key, "reason": str(error)[:500]})
-                progress.advance(f"{case.key}: {error}")
-                continue
-            records.add({"kind": "measurement", "key": case.key, **record})
-            progress.advance(f"{case.key} {1e3 * record['step_s']:.1f} ms")
+    runs = {case.key: partial(measure, case, profile, records, canaries=drawn) for case in cases}
+    measure_in_turns(records, runs, repeats, "trained")
 
 
 def import_models(cases: Sequence[Case]) -> None:

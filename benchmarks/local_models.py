@@ -29,6 +29,7 @@ from zoo.inputs import (
 from zoo.small import Dlrm, LanguageLstm, Mixer, SwitchLanguageModel
 
 Built = tuple[nn.Module, Batch] | tuple[nn.Module, Batch, Loss]
+ALL: list[Callable[..., Built]] = []
 
 
 def _function(
@@ -38,13 +39,14 @@ def _function(
     inputs: Callable[[int], Batch],
     loss: Loss | None = None,
 ) -> Callable[..., Built]:
-    """A function of the batch size, by default `batch`, that builds a model and what it takes."""
+    """A function of `ALL`: at a batch size, by default `batch`, it builds a model and a batch."""
 
     def make(batch: int = batch) -> Built:
         model = build().train()
         return (model, inputs(batch)) if loss is None else (model, inputs(batch), loss)
 
     make.__name__ = name
+    ALL.append(make)
     return make
 
 
@@ -153,23 +155,6 @@ convnext = _transformer(
     depths=[2, 2, 3, 2],
     num_labels=100,
 )
-# A Llama-like decoder whose feed-forward is 8 experts, 2 per token.
-mixtral = _transformer(
-    "mixtral",
-    4,
-    "MixtralForCausalLM",
-    labelled_tokens(128, 4096),
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    max_position_embeddings=256,
-    use_cache=False,
-)
 resnet = _function("resnet", 8, small_resnet, labelled_images(112, 100, "images"))
 # Depthwise convolutions, memory-bound.
 mobilenet = _function("mobilenet", 16, half_mobilenet, labelled_images(128, 100, "images"))
@@ -207,20 +192,20 @@ switch_moe = _function(
     tokens(128, 4096), next_token_loss,
 )  # fmt: skip
 
-ALL = [
-    gpt2,
-    bert,
-    llama,
-    t5,
-    vit,
-    swin,
-    convnext,
-    resnet,
-    mobilenet,
-    lstm,
-    mlp_mixer,
-    recommender,
-    unet,
-    switch_moe,
-    mixtral,
-]
+# A Llama-like decoder whose feed-forward is 8 experts, 2 per token.
+mixtral = _transformer(
+    "mixtral",
+    4,
+    "MixtralForCausalLM",
+    labelled_tokens(128, 4096),
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=256,
+    use_cache=False,
+)

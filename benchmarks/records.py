@@ -6,8 +6,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from summary import noise_ratio
 
 if TYPE_CHECKING:
+    from estimator.estimates.estimate import Estimate
     from estimator.graph.ir.op_graph import OpGraph
 
 Record = dict[str, Any]
@@ -48,6 +50,12 @@ class Records:
             for record in self.found
             if all(record.get(name) == value for name, value in wanted.items())
         ]
+
+    def left(self, key: str, repeats: int) -> int:
+        """How often a case is still to be measured: not at all once it has failed."""
+        if self.of("failure", key):
+            return 0
+        return max(0, repeats - len(self.of("measurement", key)))
 
 
 NOT_YET = "not measured yet"
@@ -85,6 +93,44 @@ def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Recor
         "status": "ok" if runs else "not_measured",
         "reason": failures[-1]["reason"] if failures else None,
     }
+
+
+def prediction_of(answer: Estimate) -> Record:
+    """What is written down of an estimate before its case is measured."""
+    return {
+        "predicted_s": answer.step_time_s,
+        "low_s": answer.low_s,
+        "high_s": answer.high_s,
+        "batch_per_gpu": answer.batch_per_gpu,
+        "global_batch": answer.global_batch,
+        "breakdown": asdict(answer.breakdown),
+        "bottleneck": answer.bottleneck,
+        "op_time_in_grid_ratio": answer.op_time_in_grid_ratio,
+        "peak_memory_bytes": answer.peak_memory_bytes,
+        "assumptions": list(answer.assumptions),
+    }
+
+
+def measure_in_turns(
+    records: Records, runs: Mapping[str, Callable[[], Record]], repeats: int, label: str
+) -> None:
+    """Measure what is left of each key, one turn over all at a time; one failure is enough."""
+    from estimator.errors import EstimatorError
+
+    progress = Progress(label, sum(records.left(key, repeats) for key in runs))
+    for turn in range(repeats, 0, -1):
+        for key, run in runs.items():
+            if records.left(key, repeats) < turn:
+                continue
+            try:
+                found = run()
+            except EstimatorError as error:
+                records.add({"kind": "failure", "key": key, "reason": str(error)[:500]})
+                progress.total -= turn - 1
+                progress.advance(f"{key}: {error}")
+                continue
+            records.add({"kind": "measurement", "key": key, **found})
+            progress.advance(key)
 
 
 def kept_graph(path: Path, trace: Callable[[], OpGraph]) -> OpGraph:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from calibration.asynchronous import AsynchronousRegressor
 from calibration.machine_priors import priors_of
 from calibration.protocols import few_shot, workers
-from calibration.tables import Job, read_steps
-from calibration.worker_tables import read_workers
+from calibration.rivals import AsynchronousRegressor
+from calibration.tables import Job, read_steps, read_workers
 from numpy.typing import ArrayLike
 from options import Options
 from records import Record, say

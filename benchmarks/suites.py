@@ -116,8 +116,8 @@ SUITES: dict[str, Suite] = {
         ),
     ),
     "stalls": Suite(
-        question="stalls put into real scripts, and those that were measured on clouds",
-        parts=(Part(name="stall_headlines"), Part(name="stall_accuracy")),
+        question="stalls put into real scripts, and steps with real data",
+        parts=(Part(name="stall_accuracy"),),
     ),
     "probe": Suite(
         question="the probe against itself, links of known rate, and other work beside it",

@@ -6,11 +6,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from layout_paces import Divided, divided
-from records import Progress, Record, Records, say
+from records import Record, Records, measure_in_turns, say
 from testbed import layouts
 from testbed.launch import launch
 from testbed.measure import measure
@@ -87,7 +88,8 @@ class Bench(ABC):
 
     def _is_unfinished(self) -> bool:
         predicted = all(self._prediction(case) for case in self.cases)
-        return not predicted or any(self._left(trial) for trial in self._trials())
+        left = (self.records.left(trial.key, self.plan.repeats) for trial in self._trials())
+        return not predicted or any(left)
 
     def prepare(self, bed: Testbed) -> None:
         """Probe the network and write predictions down, where either is missing."""
@@ -117,29 +119,10 @@ class Bench(ABC):
             for trial in self.trials(case, prediction)
         ]
 
-    def _left(self, trial: Trial) -> int:
-        if self.records.of("failure", trial.key):
-            return 0
-        return max(0, self.plan.repeats - len(self.records.of("measurement", trial.key)))
-
     def measure(self, bed: Testbed) -> None:
-        """Launch what is predicted, in turns, as often as asked for; one failure is enough."""
-        trials = self._trials()
-        progress = Progress(f"{self.name}: measured", sum(map(self._left, trials)))
-        for turn in range(self.plan.repeats, 0, -1):
-            for trial in trials:
-                if self._left(trial) < turn:
-                    continue
-                try:
-                    found = trial.run(bed)
-                except EstimatorError as error:
-                    self.records.add(
-                        {"kind": "failure", "key": trial.key, "reason": str(error)[:500]}
-                    )
-                    progress.advance(f"{trial.key}: {error}")
-                    continue
-                self.records.add({"kind": "measurement", "key": trial.key, **found})
-                progress.advance(trial.key)
+        """Launch what is predicted, in turns, as often as asked for."""
+        runs = {trial.key: partial(trial.run, bed) for trial in self._trials()}
+        measure_in_turns(self.records, runs, self.plan.repeats, f"{self.name}: measured")
 
 
 class ModelBench(Bench):

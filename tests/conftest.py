@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from estimator.machines.profile import (
-    CollectiveCost,
-    Contention,
-    Device,
-    HostCost,
     KernelCost,
     KernelPoint,
     Link,
     MachineProfile,
     MemoryCost,
-    OverlapCost,
     Provenance,
-    UpdateCost,
 )
 from estimator.tensors import OpCall, TensorSpec
 
@@ -37,6 +32,13 @@ settings.register_profile("thorough", settings.get_profile("ci"), max_examples=1
 settings.load_profile("ci")
 
 MEASURED = Provenance(source="measured", at="2026-01-01", samples=5, relative_error=0.05)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def matmul(size: int, flops_per_s: float) -> KernelPoint:
@@ -55,91 +57,46 @@ def sum_of_two(numel: int, bytes_per_s: float) -> KernelPoint:
 
 def make_small_profile(name: str = "local") -> MachineProfile:
     """Two one-core devices with one entry in every group of numbers, in round figures."""
-    cores = [
-        Device(
-            kind="cpu",
-            index=index,
-            name="one core",
-            memory_bytes=8 << 30,
-            memory_bandwidth_bytes_per_s=1e10,
-            peak_flops_per_s={"float32": 5e10},
-            cores=(index,),
-        )
-        for index in range(2)
-    ]
-    all_reduce = CollectiveCost(
-        op="all_reduce",
-        backend="gloo",
-        group_size=2,
-        points=tuple((2.0**k, 1e-4 + 2.0**k / 1e9) for k in range(10, 27, 4)),
-        latency_s=1e-4,
-        bandwidth_bytes_per_s=1e9,
-        provenance=MEASURED,
+    from tests.synthetic import HOST, Machine, update
+
+    made = Machine(
+        devices=2, slowdown_ratio=1.5, memory_contention=1.5, rank_jitter_ratio=0.02
+    ).profile()
+    cores = (
+        replace(core, name="one core", memory_bytes=8 << 30, memory_bandwidth_bytes_per_s=1e10)
+        for core in made.devices
     )
-    matmuls = tuple(matmul(size, 4e10) for size in (64, 256, 1024))
-    sums = tuple(sum_of_two(numel, 1e10) for numel in (1 << 10, 1 << 16, 1 << 22))
-    return MachineProfile(
+    calls = {
+        "aten.mm.default": [matmul(size, 4e10) for size in (64, 256, 1024)],
+        "aten.add.Tensor": [sum_of_two(numel, 1e10) for numel in (1 << 10, 1 << 16, 1 << 22)],
+    }
+    measured = {"provenance": MEASURED}
+    return replace(
+        made,
         name=name,
         devices=tuple(cores),
-        links=(Link(kind="h2d", latency_s=1e-6, bandwidth_bytes_per_s=1e10, provenance=MEASURED),),
-        collectives=(all_reduce,),
-        overlaps=(
-            OverlapCost(
-                compute="compute_bound",
-                backend="gloo",
-                group_size=2,
-                size_bytes=1 << 24,
-                exposed_ratio=0.8,
-                collective_slowdown_ratio=1.5,
-                provenance=MEASURED,
-            ),
+        links=(Link(kind="h2d", latency_s=1e-6, bandwidth_bytes_per_s=1e10, **measured),),
+        network=(),
+        collectives=(replace(made.collectives[0], pair_ratio=(), **measured),),
+        overlaps=tuple(replace(each, **measured) for each in made.overlaps),
+        kernels=tuple(
+            KernelCost(target=target, dtype="float32", points=tuple(points), **measured)
+            for target, points in calls.items()
         ),
-        kernels=(
-            KernelCost(
-                target="aten.mm.default", dtype="float32", points=matmuls, provenance=MEASURED
-            ),
-            KernelCost(target="aten.add.Tensor", dtype="float32", points=sums, provenance=MEASURED),
-        ),
-        contentions=(
-            Contention(
-                bound="memory",
-                devices_busy=2,
-                points=((1e6, 1.0), (1e8, 1.5)),
-                provenance=MEASURED,
-            ),
-        ),
-        host=HostCost(
-            forward_op_s=4e-6,
-            forward_view_s=2e-6,
-            backward_op_s=3e-6,
-            bare_op_s=2e-6,
-            module_call_s=3e-6,
-            step_s=2e-5,
-            ddp_step_s=2e-4,
-            ddp_bucket_s=3e-5,
-            provenance=MEASURED,
-        ),
+        contentions=tuple(replace(each, **measured) for each in made.contentions),
+        host=replace(HOST, **measured),
         memory=MemoryCost(
             first_touch_s_per_byte=4e-10,
             cold_read_s_per_byte=5e-11,
             private_cache_bytes=1 << 20,
             shared_cache_bytes=16 << 20,
-            provenance=MEASURED,
+            **measured,
         ),
         updates=tuple(
-            UpdateCost(
-                optimizer=optimizer,
-                form="loop",
-                device="cpu",
-                launch_s=1e-5,
-                per_tensor_s=2e-5,
-                per_parameter_s=3e-9,
-                provenance=MEASURED,
-            )
+            replace(update(optimizer, 3e-9), **measured)
             for optimizer in ("sgd", "sgd-momentum", "adam", "adamw")
         ),
-        rank_jitter_ratio=0.02,
-        provenance=MEASURED,
+        **measured,
     )
 
 
@@ -156,6 +113,22 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_profile: Machin
     monkeypatch.setenv("ESTIMATOR_HOME", str(folder))
     small_profile.save(folder / "machines" / "local.json")
     return folder
+
+
+TINY = """
+import torch
+
+def mlp(batch=4):
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    return torch.nn.Sequential(*layers), torch.randn(batch, 32)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A MODEL of two linear layers with 32 inputs, 64 hidden and 8 outputs."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    return f"{tmp_path / 'tiny.py'}:mlp"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,30 @@ from estimator.machines.profile import (
 from estimator.tensors import OpCall, TensorSpec
 
 CHOSEN = Provenance(source="measured", samples=1, relative_error=0.0)
+HOST = HostCost(
+    forward_op_s=4e-6,
+    forward_view_s=2e-6,
+    backward_op_s=3e-6,
+    bare_op_s=2e-6,
+    module_call_s=3e-6,
+    step_s=2e-5,
+    ddp_step_s=2e-4,
+    ddp_bucket_s=3e-5,
+    provenance=CHOSEN,
+)
+
+
+def update(optimizer: str, per_parameter_s: float) -> UpdateCost:
+    """What an optimizer's loop on cores takes."""
+    return UpdateCost(
+        optimizer=optimizer,
+        form="loop",
+        device="cpu",
+        launch_s=1e-5,
+        per_tensor_s=2e-5,
+        per_parameter_s=per_parameter_s,
+        provenance=CHOSEN,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +112,9 @@ class Machine:
                     provenance=CHOSEN,
                 ),
             ),
-            host=HostCost(
-                forward_op_s=4e-6,
-                forward_view_s=2e-6,
-                backward_op_s=3e-6,
-                bare_op_s=2e-6,
-                module_call_s=3e-6,
-                step_s=2e-5,
-                ddp_step_s=2e-4,
-                ddp_bucket_s=3e-5,
-                provenance=CHOSEN,
-            ),
+            host=HOST,
             memory=MemoryCost(shared_cache_bytes=16 << 20, provenance=CHOSEN),
-            updates=tuple(
-                UpdateCost(
-                    optimizer=optimizer,
-                    form="loop",
-                    device="cpu",
-                    launch_s=1e-5,
-                    per_tensor_s=2e-5,
-                    per_parameter_s=per_parameter_s,
-                    provenance=CHOSEN,
-                )
-                for optimizer, per_parameter_s in (("adamw", 3e-9), ("sgd", 1e-9))
-            ),
+            updates=(update("adamw", 3e-9), update("sgd", 1e-9)),
             rank_jitter_ratio=self.rank_jitter_ratio,
             provenance=CHOSEN,
         )

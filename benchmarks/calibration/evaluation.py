@@ -49,7 +49,7 @@ REGRESSORS = {
     "ones": "calibration.rivals:OnesRegressor",
 }
 WORKER_REGRESSORS = {
-    "calibrated": "calibration.asynchronous:AsynchronousRegressor",
+    "calibrated": "calibration.rivals:AsynchronousRegressor",
     "linear": "calibration.rivals:IndependentWorkers",
     "optimus": "calibration.rivals:AsynchronousOptimusRegressor",
 }

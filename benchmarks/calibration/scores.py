@@ -1,15 +1,15 @@
-"""Score an evaluation: errors with their standard deviation over draws, order, coverage."""
+"""Score an evaluation: errors with their standard deviation over draws, order, coverage; tables."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO
+from summary import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, format_table, percent
 
 from calibration.evaluation import Evaluation, Run
 
@@ -294,3 +294,62 @@ def _inside(evaluation: Evaluation, runs: Sequence[Run]) -> list[bool]:
 def _mean(values: Sequence[float | None] | Sequence[float] | Sequence[bool]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
+
+
+def evaluation_report(evaluation: Evaluation) -> Iterator[str]:
+    """Errors per job and over all jobs, and the order of placements."""
+    scores = scores_of(evaluation)
+    yield f"{evaluation.protocol}: median / 90th percentile of |error|, mean ± sd of draws"
+    for label in dict.fromkeys(score.label for score in scores):
+        of_job = [score for score in scores if score.label == label]
+        lines = [["k", "rows", *evaluation.methods]]
+        for k in dict.fromkeys(score.k for score in of_job):
+            by_method = {score.method: score for score in of_job if score.k == k}
+            rows = str(next(iter(by_method.values())).rows)
+            lines.append(
+                [_count(k), rows, *(_error_cells(by_method[m]) for m in evaluation.methods)]
+            )
+        yield f"\n{label}\n{format_table(lines)}"
+    lines = [["method", "k", "median", "p90", "MAPE", "worst job", "order right", "inside 80 %"]]
+    lines[0] += ["outlier instead moves", "outlier added moves"]
+    for row in sorted(overall(scores), key=lambda row: -1 if row.k is None else row.k):
+        ratios = [row.median_ratio, row.p90_ratio, row.mape_ratio, row.worst_mape_ratio]
+        ratios += [row.order_right_ratio, row.coverage_ratio]
+        moves = [_mean_most(row.moved), _mean_most(row.added)]
+        lines.append([row.method, _count(row.k), *map(percent, ratios), *moves])
+    yield f"\nmean over jobs\n{format_table(lines)}"
+    if evaluation.protocol == "pairs":
+        lines = [["job", "method", "2 or 3", "close", "close, %"]]
+        pairs = pair_scores(evaluation)
+        for method in dict.fromkeys(row.method for row in pairs):
+            of_method = [row for row in pairs if row.method == method]
+            lines += [_pair_cells(row.label, method, [row]) for row in of_method]
+            lines.append(_pair_cells("all", method, of_method))
+        title = "which is faster: 2 devices of a node or 3 over 2 nodes; close placements"
+        yield f"\n{title}\n{format_table(lines)}"
+
+
+def _error_cells(score: Score) -> str:
+    if score.failed == score.rows * score.draws:
+        return "-"
+    return f"{_mean_deviation(score.median)} / {_mean_deviation(score.p90)}"
+
+
+def _mean_deviation(value: MeanDeviation) -> str:
+    deviation = "" if value.deviation is None else f" ± {percent(value.deviation)}"
+    return percent(value.mean) + deviation
+
+
+def _mean_most(ratios: MeanMost | None) -> str:
+    return "-" if ratios is None else f"{percent(ratios.mean)}, at most {percent(ratios.most)}"
+
+
+def _pair_cells(label: str, method: str, rows: Sequence[PairScore]) -> list[str]:
+    few, few_right = sum(row.few for row in rows), sum(row.few_right for row in rows)
+    close, close_right = sum(row.close for row in rows), sum(row.close_right for row in rows)
+    share = percent(close_right / close if close else None)
+    return [label, method, f"{few_right} of {few}", f"{close_right} of {close}", share]
+
+
+def _count(k: int | None) -> str:
+    return "-" if k is None else str(k)

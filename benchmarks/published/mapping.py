@@ -15,7 +15,7 @@ from estimator.calibrate.observation_files import Row
 from estimator.machines.profile import MachineProfile
 from estimator.workload.layouts import Layout
 from estimator.workload.strategies import DDP
-from published import benchmark_sources, language_sources, layout_sources, scheduler_sources
+from published import benchmark_sources, language_sources, scheduler_sources
 from published.graphs import GraphStore
 from published.machines import machine_of
 from published.rows import NotMapped, NotQualified, PublishedRow, parsed, standard_tables
@@ -25,7 +25,6 @@ Outcome = Literal["mapped", "unmapped", "not_qualified"]
 # In the order in which a row's source is looked for.
 SOURCES = (
     *language_sources.SOURCES,
-    *layout_sources.SOURCES,
     *benchmark_sources.SOURCES,
     *scheduler_sources.SOURCES,
 )

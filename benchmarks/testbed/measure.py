@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from control_groups import control_group, join
@@ -90,16 +88,12 @@ def measure(
         "is_paced": is_paced,
         "slowdown_ratios": ratios,
     }
-    with contextlib.ExitStack() as stack:
-        groups = [
-            None if is_paced or ratio == 1.0 else stack.enter_context(rationed(bed, rank, ratio))
-            for rank, ratio in enumerate(ratios)
-        ]
+    with rationed(bed, [1.0 if is_paced else ratio for ratio in ratios]) as groups:
         found = run_ranks(
             bed,
             placed,
             f"{__name__}:train_rank",
-            {**arguments, "groups": [group and str(group) for group in groups]},
+            {**arguments, "groups": groups},
             what=f"training {model} on {allocation}",
             imported=(pace_module, __name__, *transformers_modules()),
             alone=not is_paced,
@@ -110,14 +104,21 @@ def measure(
     )
 
 
-def rationed(bed: Testbed, rank: int, ratio: float) -> AbstractContextManager[Path]:
-    """A group whose processes get 1/ratio of a core in every 10 ms (CFS bandwidth control).
+@contextlib.contextmanager
+def rationed(bed: Testbed, ratios: Sequence[float]) -> Iterator[list[str | None]]:
+    """For each rank a group whose processes get 1/ratio of a core in every 10 ms, None for 1.
 
-    They compute `ratio` times as long, whatever they compute; paced ranks wait that long instead.
+    They compute `ratio` times as long, whatever they compute (CFS bandwidth control); paced ranks
+    wait that long instead.
     """
-    quota_us = round(_PERIOD_US / ratio)
-    limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
-    return control_group("cpu", f"{bed.prefix}{rank}", limits)
+    with contextlib.ExitStack() as stack:
+        groups: list[str | None] = []
+        for rank, ratio in enumerate(ratios):
+            quota_us = round(_PERIOD_US / ratio)
+            limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
+            group = control_group("cpu", f"{bed.prefix}{rank}", limits)
+            groups.append(None if ratio == 1.0 else str(stack.enter_context(group)))
+        yield groups
 
 
 def _check_cores(ranks: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from records import Record, Records
+from records import Record, Records, prediction_of
 from testbed.launch import MASTER_PORT
 from testbed.network import Testbed
 from testbed_cases import Together
@@ -31,9 +31,7 @@ class NeighbourBench(StepBench):
         beside = self.estimate(other, other.allocation)
         answer = self.estimate(job, job.allocation, neighbours=[beside])
         return {
-            "predicted_s": answer.step_time_s,
-            "low_s": answer.low_s,
-            "high_s": answer.high_s,
+            **prediction_of(answer),
             "alone_s": self.estimate(job, job.allocation).step_time_s,
             "other_s": beside.step_time_s,
         }

@@ -7,12 +7,11 @@ to its step on one device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 
 from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.rivals import LinearScaling
-from records import Record, Records, judged_case
+from records import Record, Records, judged_case, prediction_of
 from summary import Bound, summarise
 from testbed_cases import Case
 from testbed_runs import MACHINE, ModelBench, Trial
@@ -37,16 +36,7 @@ class StepBench(ModelBench):
         first = case.allocation.split("[")[0] + "[0]"
         of_one = {"strategy": case.strategy.partition(":")[0], "layout": None}
         alone = self.estimate(case, first, **of_one)
-        return {
-            "predicted_s": answer.step_time_s,
-            "low_s": answer.low_s,
-            "high_s": answer.high_s,
-            "alone_s": alone.step_time_s,
-            "batch_per_gpu": answer.batch_per_gpu,
-            "global_batch": answer.global_batch,
-            "breakdown": asdict(answer.breakdown),
-            "bottleneck": answer.bottleneck,
-        }
+        return {**prediction_of(answer), "alone_s": alone.step_time_s}
 
     def trials(self, case: Case, prediction: Record) -> Iterator[Trial]:
         is_long = prediction["predicted_s"] >= LONG_STEP_S

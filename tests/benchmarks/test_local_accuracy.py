@@ -11,7 +11,7 @@ import drawn_models
 import local_accuracy
 import pytest
 import torch
-from gpu_accuracy import assemble, figures, gpu_cases
+from gpu_accuracy import assemble, figures
 from gpu_steps import Case as GpuCase
 from local_cases import Case
 from memory_accuracy import Case as MemoryCase
@@ -239,19 +239,6 @@ def test_at_the_boundary_what_is_right_lies_within_a_tenth_of_the_batch() -> Non
 
 
 MEASURED = Provenance(source="measured")
-
-
-def test_the_cases_are_those_of_the_issue() -> None:
-    cases = gpu_cases()
-    assert len({case.key for case in cases}) == len(cases) <= 75
-    assert len({case.workload for case in cases}) >= 16
-    eager = [case for case in cases if case.execution == "eager" and case.precision != "tf32"]
-    for workload in {case.workload for case in cases}:
-        own = {(case.batch, case.precision) for case in eager if case.workload == workload}
-        assert len(own) == 4  # two batch sizes, two precisions
-    compiled = [case for case in cases if case.execution == "compiled"]
-    assert [case.precision for case in compiled] == ["bf16-amp"] * 4
-    assert sum(case.precision == "tf32" for case in cases) == 3
 
 
 def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path: Path) -> None:

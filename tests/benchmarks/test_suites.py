@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import csv
 import gzip
 import hashlib
@@ -10,18 +11,40 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import estimate_record
 import published_data
 import pytest
+from estimate_record import (
+    GRAPHS,
+    LOADERS,
+    POLICIES,
+    SCHEDULES,
+    differences,
+    main,
+    questions,
+    read_record,
+    recorded,
+    report,
+    write_record,
+)
+from published_data import DamagedTableError, FetchError, fetch
 from results import Result, ResultError, compare, result_of, text_of
 from suites import SUITES
 from summary import Bound, format_rows, interval_score, is_beyond, noise_ratio, summarise
+
+from estimator import Strategy
+from estimator.workload.layouts import Layout
+from estimator.workload.loader import Loader
+from estimator.workload.strategies import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -208,49 +231,6 @@ def test_the_table_has_one_line_per_row_under_its_header() -> None:
         ["method", "ranks"], ["probe", "1"], ["probe", "2"]]  # fmt: skip
 
 
-def modules(*folders: Path) -> dict[str, Path]:
-    """Every module below the folders, by the name under which it is imported."""
-    return {
-        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): path
-        for folder in folders
-        for path in folder.rglob("*.py")
-    }
-
-
-def imported(name: str, path: Path) -> Iterator[str]:
-    """What a module imports, at its top or inside functions."""
-    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            source = ".".join([*above, *filter(None, [node.module])])
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
-
-
-def order(found: dict[str, Path]) -> tuple[str, ...]:
-    """The modules, each after all that it imports; raises CycleError."""
-    graph = {
-        name: {*imported(name, path)} & (found.keys() - {name}) for name, path in found.items()
-    }
-    return tuple(TopologicalSorter(graph).static_order())
-
-
-def test_benchmarks_and_tools_have_no_import_cycle() -> None:
-    names = order(modules(ROOT / "benchmarks", ROOT / "tools"))
-    assert names.index("records") < names.index("local_accuracy")
-    assert names.index("testbed.description") < names.index("testbed.network")
-
-
-def test_an_import_inside_a_function_counts(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("import two\n")
-    (tmp_path / "two.py").write_text("def late():\n    from one import name\n")
-    with pytest.raises(CycleError):
-        order(modules(tmp_path))
-
-
 def test_what_benchmarks_and_tools_import_of_the_package_is_there() -> None:
     """Also inside functions, which run only when somebody runs the suite."""
     missing = []
@@ -265,3 +245,207 @@ def test_what_benchmarks_and_tools_import_of_the_package_is_there() -> None:
                     and find_spec(f"{node.module}.{alias.name}") is None
                 ]
     assert missing == []
+
+
+# Two files of one source, and what they come to in common columns: of a placement "12" one GPU of
+# a first and two of a second node, 3 · 8 samples in 0.5 s; of a count 4 GPUs on 2 nodes, 16 in 1 s.
+FILES = {
+    "a/placements-x.csv": "local_bsz,step_time,sync_time,placement\n8,0.5,0.25,12\n",
+    "a/scalability-x.csv": "local_bsz,step_time,sync_time,num_nodes,num_replicas\n"
+    "4,1.0,0.1234567,2,4\n",
+}
+TABLE = (
+    "gpu,model,nodes,gpus,placement,global_batch,local_batch,step_time_s,sync_time_s,"
+    "throughput,notes,provenance\n"
+    "T4,net,2,3,1+2,24,8,0.5,0.25,48,placements,a/placements-x.csv\n"
+    "T4,net,2,4,,16,4,1,0.123457,16,scalability,a/scalability-x.csv\n"
+)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a server of this machine serves, and a list of tables that names it."""
+    folder = tmp_path / "served"
+    (folder / "a").mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    table = {
+        "what": "steps",
+        "source": "here",
+        "license": "none stated",
+        "rows": 2,
+        "sha256": hashlib.sha256(TABLE.encode()).hexdigest(),
+        "url": f"http://127.0.0.1:{server.server_port}/{{app}}/{{table}}-{{on}}.csv",
+        "columns": TABLE.splitlines()[0].split(","),
+        "cells": {"notes": "{table}", "provenance": "{app}/{table}-{on}.csv"},
+        "kinds": {"a": {"model": "net"}, "x": {"gpu": "T4"}},
+        "files": [
+            {"app": "a", "table": "placements", "on": "x"},
+            {"app": "a", "table": "scalability", "on": "x"},
+        ],
+    }
+    spread = {name: table[name] for name in ("what", "source", "license", "rows", "sha256")}
+    (tmp_path / "elsewhere.json").write_text(json.dumps({"steps": table, "logs": spread}))
+    monkeypatch.setattr(published_data, "SHIPPED", tmp_path)
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_files_of_a_source_become_one_table_in_common_columns(source: Path, tmp_path: Path) -> None:
+    assert fetch("steps", tmp_path / "out").read_text() == TABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "says"),
+    [
+        ("placements", FILES["a/placements-x.csv"].replace("0.25", "0.26"), DamagedTableError,
+         "is not written; steps at its source is not the table of our figures"),
+        ("placements", "local_bsz\n8\n", FetchError, "is not the table of steps that it was"),
+        ("scalability", None, FetchError, "scalability-x.csv cannot be read: HTTP Error 404"),
+    ],
+)  # fmt: skip
+def test_a_source_that_changed_is_refused_and_what_was_there_stays(
+    name: str, text: str | None, error: type[Exception], says: str, source: Path, tmp_path: Path
+) -> None:
+    kept = fetch("steps", tmp_path / "out")
+    changed = source / "a" / f"{name}-x.csv"
+    changed.unlink() if text is None else changed.write_text(text)
+    with pytest.raises(error, match=says):
+        fetch("steps", tmp_path / "out")
+    assert kept.read_text() == TABLE
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_table_kept_elsewhere_is_fetched_plain_or_compressed(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.csv.gz").write_bytes(gzip.compress(TABLE.encode()))
+    path = fetch("logs", tmp_path / "out", from_url=str(tmp_path / "mine.csv.gz"))
+    assert path.read_text() == TABLE
+    with pytest.raises(FetchError, match=r"spread over logs of here, .* say --from URL"):
+        fetch("logs", tmp_path / "out")
+
+
+def test_every_table_that_does_not_ship_says_its_source_licence_and_checksum() -> None:
+    for name, table in published_data.elsewhere().items():
+        assert not (published_data.SHIPPED / f"{name}.csv.gz").exists()
+        assert len(table["sha256"]) == 64
+        assert table["license"].startswith("none stated")
+        for file in table.get("files", ()):
+            assert table["url"].format_map(file).startswith("https://")
+
+
+ASKED = "estimate gpt2.graph --on 1x2:t4-g4dn --json"
+ANSWER: dict[str, Any] = {
+    "code": 0,
+    "out": {
+        "step_time_s": 0.5,
+        "update_s": 1e-3,
+        "peak_memory_bytes": 1 << 30,
+        "fits": "yes",
+        "curve_bytes": [1, 2, 3],
+        "assumptions": ["a ring over 16 ranks"],
+    },
+}
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    other = copy.deepcopy(ANSWER)
+    other["out"] |= values
+    return other
+
+
+@pytest.mark.parametrize(
+    ("values", "tolerance", "differs"),
+    [
+        ({"step_time_s": 0.6}, 1e-9, [("out.step_time_s", False)]),
+        ({"step_time_s": float("nan")}, 1e-9, [("out.step_time_s", False)]),
+        ({"step_time_s": None}, 1e-9, [("out.step_time_s", False)]),
+        ({"peak_memory_bytes": (1 << 30) + 1}, 1e-9, [("out.peak_memory_bytes", False)]),
+        ({"fits": "no"}, 1e-9, [("out.fits", False)]),
+        ({"curve_bytes": [1, 2, 4]}, 1e-9, [("out.curve_bytes.2", False)]),
+        ({"curve_bytes": [1, 2]}, 1e-9, [("out.curve_bytes.length", False)]),
+        ({"new": 1}, 1e-9, [("out.new", False)]),
+        ({"assumptions": ["a ring over 17 ranks"]}, 1e-9, [("out.assumptions.0", False)]),
+        ({}, 1e-9, []),
+        # A sentence with the same numbers differs only in its wording.
+        ({"assumptions": ["16 ranks in a ring"]}, 1e-9, [("out.assumptions.0", True)]),
+        # 4e-10 s are 4e-7 of this part, but 8e-10 of the step of 0.5 s, the largest of its unit.
+        ({"update_s": 1e-3 + 4e-10}, 1e-9, []),
+        ({"update_s": 1e-3 + 4e-10}, 1e-10, [("out.update_s", False)]),
+    ],
+)
+def test_every_kind_of_value_that_differs_is_named(
+    values: dict[str, Any], tolerance: float, differs: list[tuple[str, bool]]
+) -> None:
+    found = differences({ASKED: ANSWER}, {ASKED: changed(**values)}, tolerance=tolerance)
+    assert [(each.key, each.is_wording) for each in found] == differs
+
+
+def test_a_question_of_one_record_alone_is_a_difference() -> None:
+    (only,) = differences({}, {ASKED: ANSWER}, tolerance=1e-9)
+    assert (only.question, only.one) == (ASKED, "absent")
+    assert ASKED in report([only])
+
+
+def test_equal_answers_are_equal_files_in_any_order(tmp_path: Path) -> None:
+    one, two = tmp_path / "a.gz", tmp_path / "b.gz"
+    write_record(one, {"x": {"a": 1, "b": 2.5}, "y": ANSWER})
+    write_record(two, {"y": ANSWER, "x": {"b": 2.5, "a": 1}})
+    assert one.read_bytes() == two.read_bytes()
+    assert read_record(one) == {"x": {"a": 1, "b": 2.5}, "y": ANSWER}
+
+
+def test_a_check_ends_with_1_where_an_answer_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record.gz"
+    write_record(path, {ASKED: ANSWER})
+    for now, code in (
+        (changed(), 0),
+        (changed(assumptions=["16 ranks in a ring"]), 0),
+        (changed(step_time_s=0.6), 1),
+    ):
+        monkeypatch.setattr(estimate_record, "recorded", lambda is_wanted, now=now: {ASKED: now})
+        assert main(["--check", str(path)]) == code
+    assert f"out.step_time_s: 1, such as {ASKED}" in capsys.readouterr().out
+    assert main(["--check", str(path), "--tolerance", "0.2"]) == 0
+
+
+def test_every_layout_schedule_loader_policy_and_strategy_is_asked_about() -> None:
+    lines = questions()
+    assert len(set(lines)) == len(lines) > 300
+    told = [line.split() for line in lines]
+    options = {
+        name: {words[at + 1] for words in told for at, word in enumerate(words) if word == name}
+        for name in ("--layout", "--strategy", "--loader", "--policy")
+    }
+    assert options["--policy"] == set(POLICIES)
+    assert options["--loader"] == set(LOADERS)
+    assert all(map(Loader.parse, LOADERS))
+    layouts = [Layout.parse(text) for text in options["--layout"]]
+    assert {str(each.schedule) for each in layouts} == set(SCHEDULES)
+    for axis in ("tp", "cp", "ep", "pp"):
+        assert any(getattr(each, axis) > 1 for each in layouts)
+    assert {Strategy.parse(text).name for text in options["--strategy"]} == set(NAMES)
+    assert {words[1].removesuffix(".graph") for words in told if "graph" in words[1]} == {*GRAPHS}
+
+
+def test_an_answer_is_the_same_in_any_process() -> None:
+    asked = {
+        "estimate gpt2-amp.graph --on a1[0,1]+b1[3] --cluster cluster.toml --strategy ddp --json",
+        "machines show synthetic --json",
+        "table gpt2-amp ddp",
+    }
+    answers = recorded(asked.__contains__)
+    assert set(answers) == asked
+    assert not [*differences(answers, recorded(asked.__contains__), tolerance=0.0)]
+    assert answers["machines show synthetic --json"]["out"]["name"] == "synthetic"

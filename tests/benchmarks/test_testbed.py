@@ -368,12 +368,6 @@ def test_forty_paced_pipelines_are_measured_and_some_divide_and_repeat_their_sta
     assert all(Allocation.parse(case.allocation).ranks == 8 for case in both)
 
 
-def test_layouts_without_stages_are_judged_by_themselves() -> None:
-    found = [case for case in cases() if case.method == "paced layouts"]
-    assert found
-    assert not any("pp=" in (case.layout or "") for case in found)
-
-
 def test_stages_after_one_another_are_the_model() -> None:
     model, batch = MODELS["deep"]()
     parts = layouts.staged(model, [1, 3])
@@ -439,12 +433,8 @@ def test_gain_and_loss_are_counted_at_the_predicted_best_split() -> None:
     assert row["lost_ratio"] == pytest.approx(1.0 / 0.98 - 1)
     (figure,) = splits.figures(rows)
     assert figure["value"] == pytest.approx(0.25)
-
-
-def test_a_case_with_a_split_that_failed_is_not_judged() -> None:
-    rows = [record((4, 4), 1.5, None), record((6, 2), 1.0, 1.0)]
-    assert list(splits.balances(rows)) == []
-    assert list(splits.figures(rows)) == []
+    # A case with a split that failed is not judged.
+    assert not [*splits.balances([record((4, 4), 1.5, None), rows[1]])]
 
 
 class Clock:
@@ -468,56 +458,38 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def collective_of(clock: Clock, seconds: float, answer: object):
-    """An all-reduce that keeps its caller for some time."""
-
+@pytest.mark.parametrize(
+    ("slowdown", "busy_s", "blocks", "expected_s"),
+    [
+        # Work after a collective that blocks begins when that is over.
+        (1.0, 0.0, True, 2.0 + 5.0 + 3.0),
+        # What a thread does before it is blocked is hidden behind its work.
+        (1.0, 1.0, True, 2.0 + 5.0 + 3.0),
+        # So is starting one that does not block.
+        (1.0, 0.0, False, 2.0 + 3.0),
+        # A slow node waits longer for its work and not for collectives.
+        (1.5, 0.0, True, 1.5 * 2.0 + 5.0 + 1.5 * 3.0),
+    ],
+)
+def test_work_goes_on_beside_collectives_that_do_not_block(
+    slowdown: float, busy_s: float, blocks: bool, expected_s: float, clock, monkeypatch
+) -> None:
     def all_reduce(tensor, async_op=False):
-        clock.sleep(seconds)
-        return answer
+        clock.sleep(5.0 if blocks else 1.0)
+        return None if blocks else object()
 
-    return all_reduce
-
-
-def two_pieces_around(collective_arguments: tuple[object, ...]) -> None:
-    with paced.pausing_at_collectives():
-        paced.pace.begin_step()
-        paced.pace.wait(2.0)
-        dist.all_reduce(*collective_arguments)
-        paced.pace.wait(3.0)
-
-
-def test_work_after_a_collective_that_blocks_begins_when_that_is_over(clock, monkeypatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", collective_of(clock, 5.0, None))
-    two_pieces_around((torch.ones(1),))
-    assert clock.now_s == pytest.approx(2.0 + 5.0 + 3.0)
-    assert paced.pace.lateness_s[-1] == 0.0
-
-
-def test_what_a_thread_does_before_it_is_blocked_is_hidden_behind_its_work(
-    clock, monkeypatch
-) -> None:
-    monkeypatch.setattr(dist, "all_reduce", collective_of(clock, 5.0, None))
-    with paced.pausing_at_collectives():
-        paced.pace.begin_step()
-        paced.pace.wait(2.0)
-        clock.sleep(1.0)
-        dist.all_reduce(torch.ones(1))
-        paced.pace.wait(3.0)
-    assert clock.now_s == pytest.approx(2.0 + 5.0 + 3.0)
-
-
-def test_starting_a_collective_that_does_not_block_is_hidden_behind_the_work(
-    clock, monkeypatch
-) -> None:
-    monkeypatch.setattr(dist, "all_reduce", collective_of(clock, 1.0, object()))
-    two_pieces_around((torch.ones(1), True))
-    assert clock.now_s == pytest.approx(2.0 + 3.0)
-
-
-def test_collectives_are_afterwards_what_they_were(clock) -> None:
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    paced.pace.slowdown_ratio = slowdown
     before = dist.all_reduce, dist.broadcast, dist.reduce_scatter_tensor
     with paced.pausing_at_collectives():
         assert dist.all_reduce is not before[0]
+        paced.pace.begin_step()
+        paced.pace.wait(2.0)
+        clock.sleep(busy_s)
+        dist.all_reduce(torch.ones(1), not blocks)
+        paced.pace.wait(3.0)
+    assert clock.now_s == pytest.approx(expected_s)
+    assert paced.pace.lateness_s[-1] == 0.0
     assert (dist.all_reduce, dist.broadcast, dist.reduce_scatter_tensor) == before
 
 
@@ -560,13 +532,6 @@ def test_either_gradient_of_a_layer_can_be_had_without_the_other(clock) -> None:
     assert clock.now_s == pytest.approx(4.0 + 3.0)
     torch.autograd.grad(output, list(model[1].parameters()))
     assert clock.now_s == pytest.approx(4.0 + 3.0 + 3.0)
-
-
-def test_a_slow_node_waits_longer_for_its_work_and_not_for_collectives(clock, monkeypatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", collective_of(clock, 5.0, None))
-    paced.pace.slowdown_ratio = 1.5
-    two_pieces_around((torch.ones(1),))
-    assert clock.now_s == pytest.approx(1.5 * 2.0 + 5.0 + 1.5 * 3.0)
 
 
 def test_a_rank_that_cannot_keep_up_says_so(clock) -> None:

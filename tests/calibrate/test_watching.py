@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import estimator
+from estimator.calibrate import watching
+from estimator.calibrate.review import review
 from estimator.calibrate.store import Observation, ObservationStore, ObservedWorkload
-from estimator.calibrate.watching import Watch, observe
-from estimator.errors import EstimatorError, StoreError
+from estimator.calibrate.watching import GradientNoise, Watch, Window, Windows, observe
+from estimator.errors import EstimatorError, ObservationError, StoreError
 
 JOB: dict[str, Any] = {"workload": "gpt2", "allocation": "1x2:t4", "batch_per_gpu": 8}
 
@@ -198,3 +203,229 @@ def test_the_default_store_is_the_users(
     users = ObservationStore(store / "observations.db")
     assert len(users) == 1
     assert users.workloads()["gpt2"].parameter_bytes == 148
+
+
+def fill(windows: Windows, times_s: Iterable[float]) -> list[Window]:
+    """Every window that these step durations complete."""
+    found = (windows.add(time_s, 1) for time_s in times_s)
+    return [window for window in found if window is not None]
+
+
+def test_the_first_five_steps_are_never_kept() -> None:
+    windows = Windows()
+    fill(windows, [0.01] * 5 + [0.02] * 20)
+    assert windows.close() == Window(steps=20, step_time_s=0.02)
+    assert windows.dropped_steps == 5
+
+
+@pytest.mark.parametrize("first_s", [0.16, 0.0025])
+def test_steps_are_dropped_until_the_steady_state(first_s: float) -> None:
+    # The distance from 20 ms halves every four steps: from above as caches fill, from below as the
+    # queue of an asynchronous device fills.
+    settling = [0.02 * (first_s / 0.02) ** (0.5 ** (step / 4)) for step in range(30)]
+    windows = Windows(warmup_steps=0)
+    fill(windows, [*settling, *[0.02] * 9])
+    window = windows.close()
+    assert window is not None
+    assert window.step_time_s == pytest.approx(0.02, rel=0.1)
+    # The logarithm of the distance falls to 0.6 times in three steps: these agree within 10 % with
+    # the three before once it was ln 1.1 / 0.4 = 0.24 or less, of ln 8 = 2.08, in the middle of
+    # those: at step 12.5, so that they begin with step 11 to 13.
+    assert 11 <= windows.dropped_steps <= 13
+
+
+def test_a_loop_without_a_steady_state_is_kept_all_the_same() -> None:
+    windows = Windows(warmup_steps=0)
+    # Three long, three short: the last three never agree with the three before them.
+    fill(windows, [0.04, 0.04, 0.04, 0.01, 0.01, 0.01] * 6)
+    assert windows.close() is not None
+
+
+def test_nothing_is_kept_of_a_loop_that_ends_before_its_steady_state() -> None:
+    windows = Windows()
+    fill(windows, [0.02] * 10)
+    assert windows.close() is None
+    assert windows.dropped_steps == 10
+
+
+def test_a_window_ends_at_50_steps() -> None:
+    windows = Windows(warmup_steps=0)
+    assert [window.steps for window in fill(windows, [0.02] * 60)] == [50]
+
+
+def test_a_window_ends_after_5_seconds() -> None:
+    windows = Windows(warmup_steps=0)
+    assert [window.steps for window in fill(windows, [0.5] * 12)] == [10]
+
+
+def test_later_windows_are_twice_as_long_up_to_64_times() -> None:
+    windows = Windows(warmup_steps=0)
+    sizes = [window.steps for window in fill(windows, [0.02] * (3150 + 3 * 3200))]
+    assert sizes == [50, 100, 200, 400, 800, 1600, 3200, 3200, 3200]
+
+
+def test_a_window_is_the_median_of_its_steps() -> None:
+    windows = Windows(warmup_steps=0)
+    fill(windows, [1e-3] * 6)
+    windows.close()
+    # 11 steps from 10 to 20 ms, one after a long pause: median 15.
+    fill(windows, [time_s / 1000 for time_s in (*range(10, 20), 9000)])
+    window = windows.close()
+    assert window is not None
+    assert window.step_time_s == pytest.approx(0.015)
+
+
+def test_a_clock_that_stands_still_gives_no_window() -> None:
+    windows = Windows(warmup_steps=0)
+    assert fill(windows, [0.0] * 60) == []
+    assert windows.close() is None
+
+
+WIDTH, OFF, SIGMA, BATCH = 8, 0.5, 2.0, 16
+# Half the squared error of y = e ~ N(0, σ²) by w·x, x ~ N(0, 1): a sample's gradient is
+# (w·x − e)·x, its mean w, its covariance (|w|² + σ²)·1 + w·wᵀ.
+SQUARED = WIDTH * OFF**2
+SCALE = (WIDTH * (SQUARED + SIGMA**2) + SQUARED) / SQUARED
+
+
+def linear_model() -> nn.Linear:
+    model = nn.Linear(WIDTH, 1, bias=False)
+    nn.init.constant_(model.weight, OFF)
+    return model
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    targets = SIGMA * torch.randn(BATCH)
+    predicted = model(torch.randn(BATCH, WIDTH)).squeeze(-1)
+    return ((predicted - targets) ** 2).mean() / 2
+
+
+@pytest.mark.parametrize("divisor", [4, 1], ids=["mean of micro-batches", "their sum"])
+def test_micro_batches_show_the_noise_of_a_linear_model(
+    monkeypatch: pytest.MonkeyPatch, divisor: int
+) -> None:
+    assert SCALE == 25
+    monkeypatch.setattr(watching, "_KEPT", 0.999)
+    torch.manual_seed(0)
+    model = linear_model()
+    noise = GradientNoise(model, batch_per_gpu=BATCH, every_steps=1)
+    for _ in range(4000):
+        model.zero_grad()
+        for _ in range(4):
+            (loss_of(model) / divisor).backward()
+        # What the optimizer is given is no longer the gradient.
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        noise.step()
+    assert noise.measured in (3999, 4000)
+    assert noise.scale_samples == pytest.approx(SCALE, rel=0.06)
+
+
+def test_one_gradient_a_step_shows_nothing_and_is_left_alone() -> None:
+    model = linear_model()
+    noise = GradientNoise(model, batch_per_gpu=BATCH, every_steps=1)
+    for _ in range(30):
+        loss_of(model).backward()
+        noise.step()
+    assert noise.scale_samples is None
+    assert not model.weight._backward_hooks
+
+
+def test_few_measured_steps_and_broken_gradients_say_nothing() -> None:
+    model = linear_model()
+    noise = GradientNoise(model, batch_per_gpu=BATCH, every_steps=3)
+    for step in range(60):
+        model.zero_grad()
+        for _ in range(2):
+            (loss_of(model) * (torch.inf if step == 6 else 1.0)).backward()
+        noise.step()
+    # Every third of 60, without the one that overflowed; the last one is not read yet.
+    assert noise.scale_samples is None
+    assert noise.measured == 19
+    noise.close()
+    assert not model.weight._backward_hooks
+
+
+def test_layers_that_take_part_in_some_passes_only_are_left_out() -> None:
+    two = nn.ModuleList([linear_model(), linear_model()])
+    noise = GradientNoise(two, batch_per_gpu=BATCH, every_steps=1)
+    for _ in range(3):
+        for layers in (two, two[:1]):
+            sum(loss_of(layer) for layer in layers).backward()  # type: ignore[union-attr]
+        noise.step()
+    assert noise.scale_samples is None
+    assert noise.measured == 0
+
+
+def _train_ranks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    torch.manual_seed(rank)
+    model = linear_model()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    watching._KEPT, watching.EVERY_STEPS = 0.998, 1
+    store = ObservationStore(f"{folder}/seen.db") if rank == 0 else None
+    about = {"workload": "linear", "allocation": "1x2:local", "batch_per_gpu": BATCH}
+    with observe(store, **about, rank=rank, model=wrapped) as watch:  # type: ignore[arg-type]
+        for _ in range(1000):
+            model.zero_grad()
+            loss_of(wrapped).backward()
+            watch.step()
+    # No rank closes connections that the other one, or its own reducer, still has.
+    del wrapped, watch
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    # Threads of torch may abort a process whose interpreter ends.
+    os._exit(0)
+
+
+def test_two_ranks_of_ddp_show_it_without_sending_anything(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_train_ranks, (str(tmp_path),), nprocs=2)
+    found = ObservationStore(tmp_path / "seen.db").gradient_noise_samples("linear")
+    assert found == pytest.approx(SCALE, rel=0.25)
+
+
+def test_strategies_without_whole_mean_gradients_are_not_measured(store: Path) -> None:
+    model = linear_model()
+    for strategy in ("fsdp", "zero2", "ps:1", "local-sgd"):
+        about = {"workload": "linear", "allocation": "1x2:local", "batch_per_gpu": BATCH}
+        with observe(store / "seen.db", **about, strategy=strategy, rank=0, model=model):  # type: ignore[arg-type]
+            assert not model.weight._backward_hooks
+
+
+def test_it_is_kept_and_the_last_one_counts(store: Path) -> None:
+    kept = ObservationStore(store / "seen.db")
+    seen = {"workload": "gpt2", "allocation": "1x2:local", "batch_per_gpu": 8, "step_time_s": 0.4}
+    kept.add_many(
+        Observation(**seen, gradient_noise_samples=noise)  # type: ignore[arg-type]
+        for noise in (120.0, 450.5, None)
+    )
+    kept.close()
+    again = ObservationStore(store / "seen.db")
+    assert [one.gradient_noise_samples for one in again] == [120.0, 450.5, None]
+    assert again.gradient_noise_samples("gpt2") == 450.5
+    assert again.gradient_noise_samples("bert") is None
+    assert review(again).jobs[0].gradient_noise_samples == 450.5
+    for wrong in (0.0, -1.0, float("nan"), "many"):
+        with pytest.raises(ObservationError, match="gradient_noise_samples must be a positive"):
+            Observation(**seen, gradient_noise_samples=wrong)  # type: ignore[arg-type]
+
+
+def test_a_store_of_before_opens(store: Path) -> None:
+    path = store / "seen.db"
+    kept = ObservationStore(path)
+    seen = {"workload": "gpt2", "allocation": "1x2:local", "batch_per_gpu": 8, "step_time_s": 0.4}
+    kept.add(Observation(**seen))  # type: ignore[arg-type]
+    kept.close()
+    # As it was without the column.
+    before = sqlite3.connect(path)
+    before.execute("ALTER TABLE observations DROP COLUMN gradient_noise_samples")
+    (version,) = before.execute("PRAGMA user_version").fetchone()
+    before.execute(f"PRAGMA user_version = {version - 1}")
+    before.commit()
+    before.close()
+    again = ObservationStore(path)
+    assert [one.gradient_noise_samples for one in again] == [None]
+    again.add(Observation(**seen, gradient_noise_samples=64.0))  # type: ignore[arg-type]
+    assert again.gradient_noise_samples("gpt2") == 64.0

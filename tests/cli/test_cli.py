@@ -26,21 +26,6 @@ from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
 
-TINY = """
-import torch
-
-def mlp(batch=4):
-    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
-    return torch.nn.Sequential(*layers), torch.randn(batch, 32)
-"""
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    """A model of two linear layers with 32 inputs, 64 hidden and 8 outputs."""
-    (tmp_path / "tiny.py").write_text(TINY)
-    return f"{tmp_path / 'tiny.py'}:mlp"
-
 
 def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> None:
     answer = command("--help")
@@ -129,16 +114,6 @@ def test_each_command_has_an_example_that_it_takes(
         assert command(*words).code in (0, 1)
 
 
-def test_estimate_prints_time_interval_breakdown_and_reasons(
-    store: Path, tiny: str, command: Command
-) -> None:
-    answer = command("estimate", tiny, "--on", "1x2:local", "--samples", "1e6")
-    assert (answer.code, answer.err) == (0, "")
-    for word in ("step time", "s (", "samples/s", "bottleneck", "peak memory", "duration"):
-        assert word in answer.out
-    assert "\x1b" not in answer.out, "a file wants plain text"
-
-
 def test_a_layout_shows_what_ranks_that_share_layers_exchange(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:
@@ -209,14 +184,6 @@ def test_a_step_is_divided_among_modules(store: Path, tiny: str, command: Comman
     twice = json.loads(command(*words, "--accumulation", 2, "--json").out)["modules"]
     assert {row["module"]: row["flops"] for row in twice}["0"] == 2 * rows["0"]["flops"]
     assert "memory at the peak" in command(*words).out
-
-
-def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
-    store: Path, tiny: str, command: Command
-) -> None:
-    words = ("--on", "1x2:local", "--global-batch", 24, "--accumulation", 3, "--json")
-    # 24 samples over 2 ranks and 3 micro-batches.
-    assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
 
 
 def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
@@ -345,21 +312,6 @@ def test_the_trace_is_sound_and_has_a_process_for_every_rank(
     assert sum(event["ph"] == "X" for event in events) > 20
 
 
-def test_a_saved_graph_is_estimated_as_its_model_is(
-    store: Path, tiny: str, command: Command, tmp_path: Path
-) -> None:
-    from estimator import trace_model
-    from estimator.graph.models import load_model
-
-    model, batch, loss, name = load_model(tiny)
-    trace_model(model, batch, loss=loss, name=name).save(tmp_path / "tiny.graph")
-    saved = json.loads(
-        command("estimate", tmp_path / "tiny.graph", "--on", "1x1:local", "--json").out
-    )
-    fresh = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
-    assert saved == fresh
-
-
 def test_a_model_too_large_for_the_devices_ends_with_code_1(
     store: Path, tiny: str, command: Command, small_profile: MachineProfile
 ) -> None:
@@ -369,14 +321,6 @@ def test_a_model_too_large_for_the_devices_ends_with_code_1(
     assert answer.code == 1
     assert "does not fit" in answer.out
     assert answer.err == "estimator: exit code 1: mlp does not fit on 1x1:local\n"
-
-
-def test_verbose_says_what_nothing_backs(store: Path, tiny: str, command: Command) -> None:
-    answer = command("estimate", tiny, "--on", "1x1:local", "--verbose")
-    assert answer.code == 0
-    assert "that nothing measured backs" in answer.out
-    assert "assumptions" in answer.out
-    assert "that nothing measured backs" not in command("estimate", tiny, "--on", "1x1:local").out
 
 
 def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_it_compares(
@@ -804,6 +748,9 @@ def test_batch_and_global_batch_together_say_how_much_is_accumulated(
     # 36 samples are 3 micro-batches of 6 on each of 2 ranks.
     assert content["accumulation_steps"] == 3
     assert (content["batch_per_gpu"], content["global_batch"]) == (6, 36)
+    words = ("--on", "1x2:local", "--global-batch", 24, "--accumulation", 3, "--json")
+    # 24 samples over 2 ranks and 3 micro-batches.
+    assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
 
 
 @pytest.mark.parametrize(
@@ -890,11 +837,6 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, tiny: str, command: C
     assert remedies[0]["peak_bytes"] < load_profile("t4").devices[0].memory_bytes
 
 
-def test_lists_and_ranges_of_nodes_and_devices(store: Path, tiny: str, command: Command) -> None:
-    rows = json.loads(command("sweep", tiny, "--on", "1x1,2:local", "--json").out)
-    assert [row["allocation"] for row in rows] == ["1x1:local", "1x2:local"]
-
-
 def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
     tmp_path: Path, command: Command
 ) -> None:
@@ -913,9 +855,15 @@ def test_a_short_answer_leaves_out_what_only_verbose_tells(
     store: Path, tiny: str, command: Command
 ) -> None:
     asked = ("estimate", tiny, "--on", "1x2:local")
-    short, long = command(*asked).out, command(*asked, "--verbose").out
-    assert "where the numbers come from" not in short
-    assert "where the numbers come from" in long
+    answer = command(*asked, "--samples", "1e6")
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("step time", "s (", "samples/s", "bottleneck", "peak memory", "duration"):
+        assert word in answer.out
+    assert "\x1b" not in answer.out, "a file wants plain text"
+    short, long = answer.out, command(*asked, "--verbose").out
+    for words in ("where the numbers come from", "that nothing measured backs"):
+        assert words not in short
+        assert words in long
     parts = json.loads(command(*asked, "--json").out)
     for part, seconds in parts["breakdown"].items():
         words = f"\n{part.removesuffix('_s').replace('_', ' ')} "

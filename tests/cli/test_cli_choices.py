@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +19,12 @@ import pytest
 
 import estimator as est
 from estimator.advise.layouts.search import LayoutRanking, LayoutRow, best_layouts
+from estimator.api import estimate
 from estimator.cli.console import print_sections
 from estimator.graph.ir.op_graph import OpGraph
+from estimator.integrations.schedulers.launchers import time_text
 from estimator.report.plans import layouts_sections
+from tests.conftest import free_port
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]
@@ -240,3 +250,224 @@ def test_mixed_machines_are_offered_and_cost_both(model: Path, command: Run) -> 
     both = offered["1x4:t4-g4dn+1x8:a100-p4d"]
     per_hour = [offered[name]["usd_per_hour"] for name in ("1x4:t4-g4dn", "1x8:a100-p4d")]
     assert both["usd_per_hour"] == pytest.approx(sum(per_hour))
+
+
+def test_the_script_follows_from_the_estimate(model: Path, tmp_path: Path, command: Run) -> None:
+    answer = estimate(OpGraph.load(model), "2x4:t4-g4dn")
+    limit_s = answer.duration_s(samples=1e8) * answer.high_s / answer.step_time_s * 1.25
+    sinfo = tmp_path / "sinfo.txt"
+    sinfo.write_text("short|1:00|9|gpu:t4:4\nlong|infinite|9|gpu:t4:4\n")
+    words = ("--on", "2x4:t4-g4dn", "--samples", "1e8", "--sinfo", sinfo, "--run", "train.py -v")
+    found = command("slurm", model, *words)
+    assert found.code == 0
+    lines = found.out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {
+        "#SBATCH --partition=long",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --time={time_text(limit_s)}",
+        "#SBATCH --gres=gpu:t4:4",
+    } <= set(lines)
+    assert lines[-1].startswith("srun torchrun --nnodes=2 --nproc-per-node=4 ")
+    assert lines[-1].endswith(" train.py -v")
+    told = json.loads(command("slurm", model, *words, "--json").out)
+    assert told["script"] == found.out
+    assert told["time_s"] == pytest.approx(limit_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give --samples or --tokens"),
+        (("--samples", "1", "--sinfo", "/missing"), "cannot read /missing"),
+        (("--samples", "1", "--run", "'"), "cannot be split into words"),
+        (("--tokens", "1"), "no tokens to count"),
+        (("--samples", "1", "--on", "1x1:t4-g4dn+1x1:v100-p3"), "has unlike nodes"),
+    ],
+)
+def test_wrong_input_is_one_sentence_slurm(
+    model: Path, command: Run, words: tuple[str, ...], said: str
+) -> None:
+    assert said in command("slurm", model, "--on", "1x4:t4-g4dn", *words).sentence
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Slurm controller of two nodes with four GPUs each, without daemons on them."""
+    if shutil.which("slurmctld") is None or shutil.which("sbatch") is None:
+        pytest.skip("Slurm is not installed")
+    if os.getuid() != 0:
+        pytest.skip("a Slurm controller without munge needs root")
+    port = free_port()
+    host = socket.gethostname()
+    configuration = tmp_path / "slurm.conf"
+    configuration.write_text(
+        f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={port}\n"
+        "AuthType=auth/none\nCredType=cred/none\nSlurmUser=root\nGresTypes=gpu\n"
+        f"StateSaveLocation={tmp_path}\nSlurmctldPidFile={tmp_path}/pid\n"
+        f"SlurmctldLogFile={tmp_path}/log\nProctrackType=proctrack/pgid\n"
+        "SelectType=select/cons_tres\nReturnToService=2\nSlurmdTimeout=0\n"
+        "NodeName=n[1-2] NodeAddr=127.0.0.1 CPUs=16 RealMemory=1000 Gres=gpu:t4:4 State=CLOUD\n"
+        # Nodes of a cloud count as they are described until they are resumed.
+        "SuspendProgram=/bin/true\nResumeProgram=/bin/true\nSuspendTime=600\nPrivateData=cloud\n"
+        "PartitionName=train Nodes=n[1-2] Default=YES MaxTime=7-0 State=UP\n"
+    )
+    (tmp_path / "gres.conf").write_text("NodeName=n[1-2] Name=gpu Type=t4 Count=4\n")
+    environment = os.environ | {"SLURM_CONF": str(configuration)}
+    process = subprocess.Popen(
+        ["slurmctld", "-D", "-c"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while (
+            subprocess.run(["scontrol", "ping"], env=environment, capture_output=True).returncode
+            or b"UP"
+            not in subprocess.run(["scontrol", "ping"], env=environment, capture_output=True).stdout
+        ):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.skip("a Slurm controller does not start here")
+            time.sleep(0.2)
+        yield environment
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_slurm_itself_takes_the_script(
+    model: Path, tmp_path: Path, command: Run, controller: dict[str, str]
+) -> None:
+    words = ["sinfo", "-h", "-o", "%R|%l|%D|%G"]
+    sinfo = subprocess.run(words, env=controller, capture_output=True, text=True, check=True)
+    (tmp_path / "sinfo.txt").write_text(sinfo.stdout)
+    asked = ("--on", "2x4:t4-g4dn", "--samples", "1e8", "--sinfo", tmp_path / "sinfo.txt")
+    script = tmp_path / "job.sh"
+    found = command("slurm", model, *asked)
+    assert found.code == 0, (found.err, sinfo.stdout)
+    script.write_text(found.out)
+    test = subprocess.run(
+        ["sbatch", "--test-only", str(script)], env=controller, capture_output=True, text=True
+    )
+    assert test.returncode == 0, test.stderr
+    assert "to start at" in test.stderr
+    assert "on nodes n[1-2] in partition train" in test.stderr
+    # The same script for more GPUs than a node has is refused: the test can fail.
+    script.write_text(script.read_text().replace("gpu:t4:4", "gpu:t4:5"))
+    test = subprocess.run(["sbatch", "--test-only", str(script)], env=controller)
+    assert test.returncode != 0
+
+
+Command = Callable[..., Any]
+
+WIDE = """
+import torch
+
+def deep(batch=4096):
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers), torch.randn(batch, 256)
+
+def large(batch=4):
+    return torch.nn.Linear(60000, 60000, device="meta"), torch.randn(batch, 60000)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(WIDE)
+    return str(tmp_path / "models.py")
+
+
+def test_memory_prints_the_peak_by_kind_module_and_tensor(tiny: str, command: Command) -> None:
+    answer = command("memory", tiny, "--on", "1x1:rtx-2080-ti")
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("peak memory", "of 9.59 GiB (fits)", "optimizer state", "by module", "held until"):
+        assert word in answer.out
+
+
+def test_memory_as_json_adds_up_to_the_peak(tiny: str, command: Command) -> None:
+    answer = command("memory", tiny, "--on", "1x1:rtx-2080-ti", "--json")
+    content = json.loads(answer.out)
+    assert sum(content["at_peak_bytes"].values()) == content["peak_bytes"]
+    # Weights of 32 x 64 and 64 x 8 and their biases, in blocks of 512 bytes; two states of each.
+    parameters = 8192 + 512 + 2048 + 512
+    assert content["at_peak_bytes"]["parameters"] == parameters
+    assert content["at_peak_bytes"]["optimizer state"] == 2 * parameters
+    assert len(content["end_s"]) == len(content["levels_bytes"]["activations"])
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_sentence(
+    tiny: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "memory.doc"
+    answer = command("memory", tiny, "--on", "1x1:rtx-2080-ti", "--picture", str(path))
+    assert f"cannot draw {path} (Format 'doc' is not supported" in answer.sentence
+
+
+def test_memory_draws_a_picture(tiny: str, command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    answer = command("memory", tiny, "--on", "1x1:rtx-2080-ti", "--picture", str(path))
+    assert answer.code == 0
+    # The legend names every kind that is held.
+    assert "optimizer state" in path.read_text()
+
+
+def test_plans_fall_from_the_peak_without_one_and_are_drawn(
+    models: str, command: Command, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plans.svg"
+    words = ["memory", f"{models}:deep", "--on", "1x1:rtx-2080-ti", "--plans"]
+    answer = command(*words, "--picture", str(path), "--json")
+    plans = json.loads(answer.out)["plans"]
+    # Some memory comes for nothing: copies beside the operators.
+    assert plans[0]["overhead_ratio"] == pytest.approx(0.0, abs=1e-9)
+    assert plans[0]["saved_ratio"] > 0
+    assert len(plans) > 1
+    for less, more in itertools.pairwise(plans):
+        assert less["peak_bytes"] > more["peak_bytes"]
+        assert less["step_time_s"] < more["step_time_s"]
+    assert "Peak against time" in path.read_text()
+    assert "plans that lower the peak" in command(*words).out
+
+
+def test_plans_are_made_for_one_device(tiny: str, command: Command) -> None:
+    answer = command("memory", tiny, "--on", "1x2:rtx-2080-ti", "--plans")
+    assert "for one rank" in answer.sentence
+
+
+def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> None:
+    answer = command("memory", f"{models}:large", "--on", "1x1:rtx-2080-ti")
+    # 3.6e9 parameters of 4 bytes alone are more than the device has.
+    assert answer.code == 1
+    assert "does not fit" in answer.out
+    assert "does not fit on 1x1:rtx-2080-ti" in answer.err
+
+
+@pytest.mark.parametrize("on", ["1x1:rtx-2080-ti", "1x4:rtx-2080-ti --strategy fsdp"])
+def test_a_snapshot_replays_to_the_predicted_peak(
+    tiny: str, command: Command, tmp_path: Path, on: str
+) -> None:
+    path = tmp_path / "memory.pickle"
+    words = ["memory", tiny, "--on", *on.split(), "--snapshot", str(path), "--json"]
+    content = json.loads(command(*words).out)
+    snapshot = pickle.loads(path.read_bytes())
+    held = peak = 0
+    alive: set[int] = set()
+    for entry in snapshot["device_traces"][0]:
+        if entry["action"] == "alloc":
+            alive.add(entry["addr"])
+            held += entry["size"]
+        elif entry["action"] == "free_completed":
+            alive.remove(entry["addr"])
+            held -= entry["size"]
+        peak = max(peak, held)
+    assert peak == content["peak_bytes"]
+    # torch's own reader of snapshots takes it.
+    from torch.cuda._memory_viz import trace, trace_plot
+
+    assert "MEM[" in trace(snapshot)
+    assert "html" in trace_plot(snapshot)

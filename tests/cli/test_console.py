@@ -31,7 +31,7 @@ def said_while_waiting(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> 
     """What is on `stream` once anything is, or after a while."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream)
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 30
     with console.waiting("looking at [m]"):
         while stream.isatty() and not stream.getvalue() and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -102,7 +102,7 @@ def test_a_sentence_has_both_ends_of_what_is_long() -> None:
 
 
 def wait_for(text: str, stream: Terminal) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while text not in stream.getvalue() and time.monotonic() < deadline_s:
         time.sleep(0.01)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as some
 
+from estimator.advise.scaling import expand_pattern
 from estimator.errors import AllocationError
-from estimator.placement.allocation import Allocation
-from estimator.placement.columns import AllocationColumns
+from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.placement.columns import AllocationColumns, AllocationGrid
 
 groups = some.one_of(
     some.builds(
@@ -83,3 +84,107 @@ def test_columns_must_be_integers_of_one_shape() -> None:
     ones = np.ones((2, 2), dtype=int)
     with pytest.raises(AllocationError, match="column 'nodes' is float64"):
         AllocationColumns(machines=("a",), machine=ones - 1, nodes=ones * 0.5, devices=ones)
+
+
+names = some.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,8}", fullmatch=True)
+counted = some.builds(
+    DeviceGroup,
+    nodes=some.integers(1, 99),
+    devices_per_node=some.integers(1, 99),
+    machine=names,
+)
+explicit = some.builds(
+    lambda host, devices: DeviceGroup(
+        nodes=1, devices_per_node=len(devices), host=host, devices=tuple(devices)
+    ),
+    host=names,
+    devices=some.lists(some.integers(0, 99), min_size=1, max_size=6, unique=True),
+)
+allocation_groups = some.lists(counted | explicit, min_size=1, max_size=5)
+
+
+@given(allocation_groups)
+def test_parsing_undoes_printing(listed: list[DeviceGroup]) -> None:
+    hosts = [(group.host, device) for group in listed for device in group.devices]
+    assume(len(set(hosts)) == len(hosts))
+    allocation = Allocation(tuple(listed))
+    assert Allocation.parse(str(allocation)) == allocation
+
+
+@given(allocation_groups, some.sampled_from(["+", " + ", "  +"]))
+def test_spaces_around_groups_do_not_matter(listed: list[DeviceGroup], plus: str) -> None:
+    hosts = [(group.host, device) for group in listed for device in group.devices]
+    assume(len(set(hosts)) == len(hosts))
+    text = plus.join(map(str, listed))
+    assert str(Allocation.parse(text)) == "+".join(map(str, listed))
+
+
+def test_ranks_and_nodes_add_up_over_groups() -> None:
+    # 1 node of 8 and 2 nodes of 4: 3 nodes, 8 + 2 * 4 = 16 ranks.
+    allocation = Allocation.parse("1x8:v100-sxm+2x4:t4-g4dn")
+    assert (allocation.nodes, allocation.ranks) == (3, 16)
+    assert [size for _, size in allocation.node_sizes()] == [8, 4, 4]
+
+
+def test_a_device_cannot_be_used_twice() -> None:
+    with pytest.raises(AllocationError, match="twice"):
+        Allocation.parse("a1[0,0]")
+    with pytest.raises(AllocationError, match="twice"):
+        Allocation.parse("a1[0]+a2[0]+a1[1,0]")
+
+
+counts = some.sampled_from(["1", "2..4", "1,3,5", "1..2,8", "3,3"])
+grid_groups = some.one_of(
+    some.tuples(counts, counts, some.sampled_from(["t4", "v100-sxm"])).map(
+        lambda parts: f"{parts[0]}x{parts[1]}:{parts[2]}"
+    ),
+    some.sampled_from(["a1[0,1]", "a2[3]"]),
+)
+patterns = some.lists(grid_groups, min_size=1, max_size=3, unique_by=lambda text: text[:2]).map(
+    "+".join
+)
+
+
+@given(patterns)
+def test_rows_are_those_that_the_pattern_writes_out(pattern: str) -> None:
+    grid, texts = AllocationGrid(pattern), list(expand_pattern(pattern))
+    assert len(grid) == len(texts)
+    assert [grid.text(row) for row in range(len(grid))] == texts
+    whole, written = grid[:], AllocationColumns.from_texts(texts)
+    assert [whole.allocation(row) for row in range(len(whole))] == [
+        written.allocation(row) for row in range(len(texts))
+    ]
+
+
+def test_two_nodes_by_three_devices_by_four_nodes_are_24_rows() -> None:
+    grid = AllocationGrid("1..2x1,2,4:t4+5..8x8:v100-sxm")
+    assert len(grid) == 24
+    # Row 13: 13 = 3 * 4 + 1, the fourth of the first group (2x1), the second of the last (6x8).
+    assert grid.text(13) == "2x1:t4+6x8:v100-sxm"
+    some_rows = grid[np.array([13, 0])]
+    assert some_rows.nodes.tolist() == [[2, 6], [1, 5]]
+    assert some_rows.devices.tolist() == [[1, 8], [1, 8]]
+
+
+def test_a_grid_of_a_trillion_rows_is_counted_not_held() -> None:
+    grid = AllocationGrid("1..10000x1..100:t4+1..10000x1..100:v100-sxm")
+    assert len(grid) == 10**12
+    last = grid[10**12 - 1 : 10**12]
+    assert last.nodes.tolist() == [[10_000, 10_000]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("2..1x8:t4", "write a range such as 1..8"),
+        ("1..100000x1..100000:a+1..100000x1..100000:b", "more than 2"),
+    ],
+)
+def test_what_is_no_grid_is_refused(pattern: str, said: str) -> None:
+    with pytest.raises(AllocationError, match=said):
+        AllocationGrid(pattern)
+
+
+def test_a_row_that_is_not_there_is_refused() -> None:
+    with pytest.raises(AllocationError, match="ask for row 0 to 3, not 4"):
+        AllocationGrid("1..2x1..2:t4").text(4)

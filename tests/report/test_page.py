@@ -15,20 +15,22 @@ from typing import Any
 
 import pytest
 
+import estimator as est
 from estimator import estimate
 from estimator.advise.rent.offers import hourly_usd, offers
-from estimator.advise.scaling import sweep
+from estimator.advise.scaling import Scaling, sweep
 from estimator.errors import PriceError, StoreError
 from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.report import sections as all_sections
+from estimator.report.facts import answer_facts
 from estimator.report.page import page, write_figures
-from estimator.report.pictures import tracks_of
+from estimator.report.pictures import empty_figure, save_figure, shades, title_of, tracks_of
 from estimator.timeline.simulator.tasks import Span, Timeline
 from estimator.units import time_unit
-from tests.synthetic import perceptron
+from tests.synthetic import Machine, perceptron
 
 pytest.importorskip("matplotlib")
 
@@ -282,3 +284,52 @@ def test_a_browser_zooms_the_timeline_and_never_scrolls_the_page_sideways(
     assert beyond == "0"
     assert left != "0 s"
     assert right != left
+
+
+ANSWER = est.estimate(perceptron([64, 64]), "1x2:m", profile=Machine(devices=2).profile())
+
+
+@pytest.mark.parametrize(("efficiency_ratio", "is_asked_for"), [(0.8949, True), (0.8951, False)])
+def test_a_target_that_the_efficiency_meets_as_printed_is_not_asked_for(
+    efficiency_ratio: float, is_asked_for: bool
+) -> None:
+    scaling = Scaling(
+        efficiency_ratio=efficiency_ratio,
+        against="1x1:m",
+        wanted_ratio=0.9,
+        link="the network of 'm'",
+        link_bytes_per_s=300e9,
+        needed_bytes_per_s=382e9,
+    )
+    words = dict(answer_facts(ANSWER, scaling=scaling))["scaling"]
+    assert words.startswith("89 % of linear" if is_asked_for else "90 % of linear")
+    assert ("90 % needs 382 GB/s" in words) == is_asked_for
+    assert "300 GB/s" in words
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(StoreError, match=r"needs matplotlib; install throughput-estimator\[report"):
+        empty_figure(width_inches=10.0, height_inches=4.0)
+
+
+def test_another_kind_of_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(StoreError, match=r"cannot draw .*picture\.doc \(.*\); name a \.png"):
+        save_figure(empty_figure(width_inches=1.0, height_inches=1.0), tmp_path / "picture.doc")
+
+
+def test_long_names_are_wrapped_and_dollars_are_no_formula() -> None:
+    name = "llama,hidden_size=4096,num_hidden_layers=32"
+    lines = title_of(f"{name} on 4x8:h100-sxm: peak in update", characters=20).split("\n")
+    assert max(map(len, lines)) <= 20
+    assert "".join(lines).startswith(name)
+    assert title_of("$x$", characters=20) == r"\$x\$"
+
+
+def test_shades_begin_dark_and_end_at_the_brightest() -> None:
+    colormaps = pytest.importorskip("matplotlib").colormaps
+    first, second, last = shades(3, brightest=0.8)
+    viridis = colormaps["viridis"]
+    assert (first, second, last) == (viridis(0.0), viridis(0.4), viridis(0.8))
+    assert shades(1, brightest=0.8) == [viridis(0.0)]

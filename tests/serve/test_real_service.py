@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.conftest import free_port
+
 pytest.importorskip("fastapi", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytest.importorskip("orjson", reason="the extra [serve] is not installed")
@@ -71,13 +73,6 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes
         return 0, b""
     finally:
         connection.close()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
 
 
 @pytest.fixture

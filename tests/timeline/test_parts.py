@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import estimator as est
 from estimator.cache import Cache
@@ -199,3 +202,31 @@ def test_the_parts_of_a_step_are_scaled_by_what_calibration_learnt() -> None:
     assert found.update_s == 3.0 * (1.0 + 4.0 * 0.5)
     assert found.copies_exposed_s == 2.0 * (0.25 + 2.0 + 0.5)
     assert after_s(update, 0.5, ratios) == 2.0 * 0.5 + 9.0
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "said"),
+    [
+        # Volta is 7.0; AMD's names are no numbers; without half precision nothing is flash.
+        ("v100-p3", "fp16-amp", True),
+        ("a100-sxm-80gb", "fp16-amp", False),
+        ("mi250x", "fp16-amp", False),
+        ("v100-p3", "fp32", False),
+    ],
+)
+def test_a_machine_without_flash_attention_is_said_to_run_another_kernel(
+    machine: str, precision: str, said: bool
+) -> None:
+    graph = est.trace_model(Attention(), torch.randn(2, 6, 8), precision=precision, target="cuda")
+    assumptions = est.estimate(graph, f"1x1:{machine}").assumptions
+    assert any("has no flash attention" in text for text in assumptions) == said

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from torch import nn
 
 from estimator.errors import StrategyError
-from estimator.workload.optimizers import check_optimizer
+from estimator.timeline.pipelines.simulation import step_items
+from estimator.workload.optimizers import (
+    OPTIMIZERS,
+    RULES,
+    OptimizedTensor,
+    check_optimizer,
+    master_size,
+    state_sizes,
+    temporaries_bytes,
+)
 from estimator.workload.recipe import check_precision
+from estimator.workload.schedules import Action, Schedule
 from estimator.workload.strategies import (
     DDP,
     SAVING_MEMORY,
@@ -132,3 +147,409 @@ def test_strategies_that_are_tried_unasked_follow_from_their_facts() -> None:
     assert SEARCHED_WITH_LAYOUTS == ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
     # Every rank of DDP holds all of the optimizer's state.
     assert SAVING_MEMORY == ("zero1", "zero2", "fsdp")
+
+
+# 1024 x 512 in fp32, in a block; a vector of 1000; an embedding outside all blocks.
+MATRIX = OptimizedTensor((1024, 512), 1024 * 512, 4 * 1024 * 512)
+VECTOR = OptimizedTensor((1000,), 1000, 4000)
+EMBEDDING = OptimizedTensor((2048, 512), 2048 * 512, 4 * 2048 * 512, in_block=False)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_of_torch_is_named_with_its_form(form: Any, fused: bool) -> None:
+    found = check_optimizer(form([nn.Parameter(torch.zeros(2))], fused=fused))
+    assert found == form.__name__.lower() + ("-fused" if fused else "")
+
+
+@pytest.mark.parametrize("form", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_that_was_told_not_to_run_foreach_loops(form: Any) -> None:
+    found = check_optimizer(form([nn.Parameter(torch.zeros(2))], foreach=False))
+    assert found == form.__name__.lower() + "-loop"
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (torch.optim.AdamW, "adamw"),
+        ("torch.optim.AdamW(lr=1e-3, fused=True)", "adamw-fused"),
+        ("AdamW(fused=False)", "adamw"),
+        ("Adam(foreach = False)", "adam-loop"),
+        ("SGD(model.parameters(), 0.1, momentum=0.9)", "sgd-momentum"),
+        ("SGD(lr=0.1, momentum=0)", "sgd"),
+    ],
+)
+def test_an_optimizer_is_named_as_torch_writes_it(written: Any, name: str) -> None:
+    assert check_optimizer(written) == name
+
+
+def test_optimizers_of_other_packages_are_known_by_their_classes() -> None:
+    found = {name: check_optimizer(name) for name in ("FusedLAMB", "AdamW8bit", "Muon")}
+    assert found == {"FusedLAMB": "lamb", "AdamW8bit": "adamw-8bit", "Muon": "muon"}
+    with pytest.raises(StrategyError, match="adamw-8bit, adamw-bf16, lamb, muon"):
+        check_optimizer("lion")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_as_many_as_torch_keeps(optimizer: str, dtype: torch.dtype) -> None:
+    forms: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adam-fused": lambda p: torch.optim.Adam(p, fused=True),
+        "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "sgd-loop": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+        "sgd-momentum-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        "adam-loop": lambda p: torch.optim.Adam(p, foreach=False),
+        "adamw-loop": lambda p: torch.optim.AdamW(p, foreach=False),
+        "muon": torch.optim.Muon,
+    }
+    if optimizer not in forms:
+        pytest.skip(f"torch has no {optimizer}")
+    weight = nn.Parameter(torch.randn(64, 32, dtype=dtype))
+    weight.grad = torch.randn_like(weight)
+    step = forms[optimizer]([weight])
+    step.step()
+    kept = [state.nbytes for state in step.state[weight].values() if state.dim() == 2]
+    assert sorted(kept) == sorted(
+        state_sizes(optimizer, OptimizedTensor((64, 32), 2048, weight.nbytes))
+    )
+
+
+def test_8_bit_states_are_a_byte_and_a_scale_for_256_elements() -> None:
+    # 524,288 elements and 2048 scales of 4 bytes; under 4096 elements both states stay in fp32.
+    assert state_sizes("adamw-8bit", MATRIX) == (524_288 + 8192,) * 2
+    assert state_sizes("adamw-8bit", VECTOR) == (4000, 4000)
+
+
+def test_bf16_moments_take_two_bytes_and_a_master_weight_two_more() -> None:
+    # Megatron-Core's precision-aware optimizer: 2 + 2 for moments, 2 beyond the bf16 weight.
+    assert state_sizes("adamw-bf16", MATRIX) == (2 * 524_288,) * 2
+    assert master_size("adamw-bf16", MATRIX) == 2 * 524_288
+    assert master_size("adamw-fused", MATRIX) == 4 * 524_288
+
+
+def test_muon_has_one_state_for_matrices_of_blocks_and_adamw_two_for_the_rest() -> None:
+    assert state_sizes("muon", MATRIX) == (MATRIX.size_bytes,)
+    assert state_sizes("muon", VECTOR) == (4000, 4000)
+    assert state_sizes("muon", EMBEDDING) == (EMBEDDING.size_bytes,) * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fp32_bytes", "bf16_bytes"),
+    [
+        # Read parameter, gradient and two moments, write all but the gradient: 7 tensors.
+        ("adamw-fused", 28, 14),
+        # Foreach: mul 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4.
+        ("adamw", 80, 40),
+        # Parameter twice, gradient once; two states of 1 + 4/256 bytes, read and written.
+        ("adamw-8bit", 12 + 4.0625, 6 + 4.0625),
+        # Weight, remainder, gradient, two moments in bf16 read, all but the gradient written.
+        ("adamw-bf16", 18, 18),
+        # Three norms, seven tensors in stage one, three in stage two.
+        ("lamb", 52, 26),
+    ],
+)
+def test_an_update_moves_what_its_kernels_read_and_write(
+    optimizer: str, fp32_bytes: float, bf16_bytes: float
+) -> None:
+    assert RULES[optimizer].bytes_of(4) == fp32_bytes
+    assert RULES[optimizer].bytes_of(2) == bf16_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "made"),
+    [
+        ("sgd-loop", lambda own: torch.optim.SGD(own, foreach=False)),
+        ("sgd", lambda own: torch.optim.SGD(own, foreach=True)),
+        ("sgd-momentum", lambda own: torch.optim.SGD(own, momentum=0.9, foreach=True)),
+        ("adam", lambda own: torch.optim.Adam(own, foreach=True)),
+        ("adamw-loop", lambda own: torch.optim.AdamW(own, foreach=False)),
+        ("adamw", lambda own: torch.optim.AdamW(own, foreach=True)),
+        ("adamw-fused", lambda own: torch.optim.AdamW(own, fused=True)),
+    ],
+)
+def test_dtensor_sums_a_partial_gradient_as_often_as_an_update_reads_it(
+    optimizer: str, made: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        vector = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+        update = made([vector])
+        # The first update makes the states.
+        for _ in range(2):
+            vector.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+            with CommDebugMode() as seen:
+                update.step()
+    finally:
+        dist.destroy_process_group()
+    assert seen.get_total_counts() == RULES[optimizer].gradient_reads
+
+
+def test_temporaries_are_of_all_parameters_or_of_one_at_a_time() -> None:
+    both = [VECTOR, MATRIX]
+    # Foreach takes every root at once, the fused kernel none.
+    assert temporaries_bytes("adamw", both, foreach=True) == (4000 + MATRIX.size_bytes, 0)
+    assert temporaries_bytes("adamw-fused", both, foreach=True) == (0, 0)
+    # The loop goes from the last to the first: the matrix' root and quotient are the most, then
+    # the vector's beside the matrix' root.
+    assert temporaries_bytes("adamw", both, foreach=False) == (0, 2 * MATRIX.size_bytes)
+    # Muon: the update in fp32, X and the next X in bf16, two squares of 512 x 512 in bf16; the
+    # vector's root by AdamW.
+    own = 4 * 1024 * 512 + 2 * 2 * 1024 * 512 + 2 * 2 * 512 * 512
+    assert temporaries_bytes("muon", both, foreach=True) == (4000, own)
+
+
+def test_an_option_of_an_optimizer_is_written_once() -> None:
+    with pytest.raises(StrategyError, match="an optimizer's fused stands twice; write it once"):
+        check_optimizer("AdamW(lr=1e-3, fused=True, fused=False)")
+
+
+LETTERS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+
+
+def torch_orders(text: str, ranks: int, micro_batches: int) -> list[list[Action]]:
+    """What torch's class computes for each rank."""
+    from torch.distributed.pipelining import schedules
+
+    if text in ("gpipe", "1f1b"):
+        kind: Any = schedules.ScheduleGPipe if text == "gpipe" else schedules.Schedule1F1B
+        return [_run(kind, _RecordingStage(rank, ranks), micro_batches) for rank in range(ranks)]
+    return [list(_passes(actions)) for actions in _torch_actions(text, ranks, micro_batches)]
+
+
+def _torch_actions(text: str, ranks: int, micro_batches: int) -> list[list[Any]]:
+    """The actions of torch's class for each rank, before what is sent and received is added."""
+    from torch.distributed.pipelining import schedules
+
+    names = {
+        "zb": "ScheduleInterleavedZeroBubble",
+        "zbv": "ScheduleZBVZeroBubble",
+        "dualpipev": "ScheduleDualPipeV",
+    }
+    kind: Any = getattr(schedules, names.get(text, "ScheduleInterleaved1F1B"))
+    virtual = Schedule.parse(text).virtual
+    made = kind.__new__(kind)
+    made._n_microbatches = micro_batches
+    made.pp_group_size = ranks
+    made._num_stages = made.num_stages = ranks * virtual
+    made.n_local_stages = virtual
+    made.number_of_rounds = max(1, micro_batches // ranks)
+    made.microbatches_per_round = micro_batches // made.number_of_rounds
+    lists = [made._calculate_single_rank_operations(rank) for rank in range(ranks)]
+    return [[action for action in actions if action is not None] for actions in lists]
+
+
+class _RecordingStage:
+    """A stage without neighbours that keeps what it is told to compute."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = rank, ranks, ranks
+        self.is_last, self.has_backward, self.actions = False, True, list[Action]()
+
+    def forward_one_chunk(self, number: int, *_: Any, **__: Any) -> None:
+        self.actions.append(Action("forward", self.stage_index, number))
+
+    def backward_one_chunk(self, number: int, **_: Any) -> None:
+        self.actions.append(Action("backward", self.stage_index, number))
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever is sent or received: nothing.
+        return lambda *_, **__: []
+
+
+def _run(kind: Any, stage: _RecordingStage, micro_batches: int) -> list[Action]:
+    made = kind.__new__(kind)
+    made._stage, made._num_stages, made._n_microbatches = stage, stage.num_stages, micro_batches
+    made.scale_grads, made._has_backward, made._loss_fn = False, True, None
+    made._initialize_stage = made._update_losses = lambda *_: None
+    made._maybe_compute_loss = made._maybe_get_loss = lambda *_: None
+    made._step_microbatches([()] * micro_batches, [{}] * micro_batches)
+    return stage.actions
+
+
+def _passes(actions: Any) -> Any:
+    for action in actions:
+        for each in action.sub_actions or (action,):
+            letter = each.computation_type.value
+            if letter in LETTERS:
+                yield Action(LETTERS[letter], each.stage_index, each.microbatch_index)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["gpipe", "1f1b", "interleaved:2", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 12), (8, 16), (3, 9)]
+)
+def test_the_order_is_that_of_torch(text: str, ranks: int, micro_batches: int) -> None:
+    schedule = Schedule.parse(text)
+    try:
+        orders = schedule.orders(ranks, micro_batches)
+    except StrategyError:
+        assert text in ("interleaved:2", "zb")
+        assert micro_batches % (micro_batches // ranks)
+        return
+    assert [list(order) for order in orders] == torch_orders(text, ranks, micro_batches)
+
+
+def test_three_virtual_stages_go_round_as_torch_has_it() -> None:
+    orders = Schedule.parse("interleaved:3").orders(4, 8)
+    assert [list(order) for order in orders] == torch_orders("interleaved:3", 4, 8)
+
+
+def test_zb_v_with_few_micro_batches_leaves_out_those_that_lack() -> None:
+    orders = Schedule.parse("zbv").orders(4, 3)
+    assert [list(order) for order in orders] == torch_orders("zbv", 4, 3)
+
+
+def test_the_second_rank_of_two_alternates_from_its_first_micro_batch() -> None:
+    _, last = Schedule.parse("1f1b").orders(2, 2)
+    assert [(action.kind[0], action.micro_batch) for action in last] == [
+        ("f", 0),
+        ("b", 0),
+        ("f", 1),
+        ("b", 1),
+    ]
+
+
+def test_a_v_ends_on_the_rank_it_began_on() -> None:
+    schedule = Schedule.parse("zbv")
+    assert [schedule.rank_of(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert schedule.stages_of(1, 3) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2f2b",
+        "interleaved",
+        "interleaved:1",
+        "zb:2",
+        "",
+        "interleaved:٣",
+        "interleaved:²",
+        "interleaved:" + "9" * 5000,
+    ],
+)
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(StrategyError, match=r"is no pipeline schedule; write one of gpipe, 1f1b"):
+        Schedule.parse(text)
+
+
+def test_1f1b_warms_up_with_as_many_micro_batches_as_there_are() -> None:
+    """As Megatron-LM's does; torch's class asks for as many as ranks."""
+    first, *_, last = Schedule.parse("1f1b").orders(4, 2)
+    assert [(action.kind[0], action.micro_batch) for action in first] == [
+        ("f", 0),
+        ("f", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+    assert [action.kind[0] for action in last] == ["f", "b", "f", "b"]
+
+
+def test_dualpipe_holds_the_model_twice_and_halves_the_micro_batches() -> None:
+    schedule = Schedule.parse("dualpipe")
+    # Rank r holds stage r of the copy that goes up and stage 3 − r of that which goes down.
+    assert [schedule.stages_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert (schedule.model_stages(4), schedule.passes_of(8)) == (4, 4)
+    for rank, order in enumerate(schedule.orders(4, 8)):
+        up, down = schedule.stages_of(rank, 4)
+        begun = {
+            stage: [a[2] for a in order if a[:2] == ("forward", stage)] for stage in (up, down)
+        }
+        assert begun == {up: [0, 2, 4, 6], down: [1, 3, 5, 7]}
+
+
+def test_a_rank_of_dualpipe_begins_as_the_figure_of_its_authors() -> None:
+    """DeepSeek-V3's figure 5: 8 ranks, 20 micro-batches; the first rank's forward passes."""
+    first, *_, last = Schedule.parse("dualpipe").orders(8, 20)
+    begun = [(a.kind, a.stage, a.micro_batch // 2) for a in first[:8]]
+    assert begun == [("forward", 0, n) for n in range(7)] + [("forward", 15, 0)]
+    # The last rank does the same with the other copy.
+    assert [(a.kind, a.micro_batch // 2) for a in last] == [
+        (a.kind, a.micro_batch // 2) for a in first
+    ]
+
+
+def test_dualpipe_holds_a_micro_batch_more_than_there_are_ranks() -> None:
+    """DeepSeek-V3's report, table 2: activations of PP + 1 micro-batches, whichever the rank."""
+    schedule = Schedule.parse("dualpipe")
+    for rank in range(8):
+        held = most = 0
+        for action in schedule.orders(8, 20)[rank]:
+            held += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
+            most = max(most, held)
+        assert most == 9
+        # The two in the middle begin one more before they first go back.
+        first = sum(schedule.held_at_least(rank, 8, 20))
+        assert first == (9 if rank in (3, 4) else 8)
+
+
+def test_ways_of_dualpipe_share_ranks_and_micro_batches_evenly() -> None:
+    schedule = Schedule.parse("dualpipe")
+    with pytest.raises(StrategyError, match="found 3; choose an even pp or dualpipev"):
+        schedule.orders(3, 8)
+    with pytest.raises(StrategyError, match="from one end as from the other, found 9"):
+        schedule.orders(4, 9)
+    with pytest.raises(StrategyError, match="needs at least 8 micro-batches, found 6"):
+        schedule.orders(4, 6)
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(StrategyError, match="dualpipev over 4 stages of ranks needs at least 8"):
+        Schedule.parse("dualpipev").orders(4, 7)
+    with pytest.raises(StrategyError, match="9 micro-batches in 2 rounds over 4 ranks"):
+        Schedule.parse("interleaved:2").orders(4, 9)
+
+
+@pytest.mark.parametrize("text", ["interleaved:2", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 9), (4, 12)])
+def test_what_is_sent_and_received_comes_after_the_passes_that_torch_puts_before(
+    text: str, ranks: int, micro_batches: int
+) -> None:
+    schedule = Schedule.parse(text)
+    sent: dict[Any, Any] = {}
+    received: dict[Any, Any] = {}
+    items = step_items(schedule, ranks, micro_batches)
+    for item in items:
+        if item.to_rank is None:
+            continue
+        (sender, *receiver) = [items[n] for n in item.after]
+        stage = item.action.stage + (1 if item.action.kind == "forward" else -1)
+        way, number = item.action.kind == "forward", item.action.micro_batch
+        sent[way, item.action.stage, number] = sender.action
+        received[way, stage, number] = receiver[0].action if receiver else None
+    assert (sent, received) == _torch_exchanges(schedule, text, ranks, micro_batches)
+
+
+def _torch_exchanges(schedule: Schedule, text: str, ranks: int, micro_batches: int) -> Any:
+    """The last pass before each of what torch sends and receives, by (forward, stage, number)."""
+    from torch.distributed.pipelining import schedules
+
+    found: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    sends = (schedules.SEND_F, schedules.SEND_B)
+    forward = (schedules.SEND_F, schedules.RECV_F)
+    orders = schedules._add_send_recv(
+        dict(enumerate(_torch_actions(text, ranks, micro_batches))),
+        lambda stage: schedule.rank_of(stage, ranks),
+        ranks * schedule.virtual,
+    )
+    for order in orders.values():
+        before = None
+        for action in order:
+            if passes := list(_passes([action])):
+                before = passes[-1]
+            else:
+                kind = action.computation_type
+                key = kind in forward, action.stage_index, action.microbatch_index
+                found[kind not in sends][key] = before
+    return found

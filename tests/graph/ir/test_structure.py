@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
+from estimator.graph.ir.op_graph import job_content
 from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.partition.stages import split_points, stage_graphs
@@ -100,3 +104,51 @@ def test_what_a_graph_wires_is_in_its_arrays() -> None:
             for value in op.outputs:
                 first = next(n for n, each in enumerate(graph.ops) if value in each.outputs)
                 assert flow.maker[value] == first
+
+
+def content_traced(*, batch: int = 4, tokens: int = 8, width: int = 16, **options: Any) -> OpGraph:
+    model = torch.nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True)
+    return trace_model(model, torch.randn(batch, tokens, width), **options)
+
+
+def fingerprint(graph: OpGraph) -> str:
+    return job_content(graph).fingerprint
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return content_traced()
+
+
+def test_one_model_at_two_batch_sizes_and_under_two_names_is_one_job(graph: OpGraph) -> None:
+    again = replace(content_traced(batch=6), name="another name")
+    assert again.batch != graph.batch
+    assert fingerprint(again) == fingerprint(graph)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"tokens": 16}, {"width": 32}, {"optimizer": "sgd"}, {"precision": "bf16-amp"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_length_width_optimizer_or_precision_is_another_job(
+    graph: OpGraph, other: dict[str, Any]
+) -> None:
+    assert fingerprint(content_traced(**other)) != fingerprint(graph)
+
+
+def test_likeness_falls_with_what_differs(graph: OpGraph) -> None:
+    content = job_content(graph)
+    longer, wider = (
+        job_content(content_traced(**other)) for other in ({"tokens": 16}, {"width": 32})
+    )
+    linear = trace_model(torch.nn.Linear(16, 16), torch.randn(4, 16))
+    assert content.likeness(content) == pytest.approx(1.0)
+    # The same operators on the same parameters.
+    assert content.likeness(longer) == pytest.approx(1.0)
+    assert content.likeness(job_content(linear)) < content.likeness(wider) < 1.0
+    assert wider.likeness(content) == pytest.approx(content.likeness(wider))
+    # 10 times the parameters: e times less alike, by definition.
+    larger = replace(content, parameter_bytes=10 * content.parameter_bytes)
+    assert content.likeness(larger) == pytest.approx(0.3679, abs=1e-4)
+    assert content.likeness(replace(content, optimizer="sgd")) == pytest.approx(0.9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
 from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.findings import Member, World, other_machines, unequal_versions
+from tests.conftest import free_port
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the steps that are looked at. It measures as long as with a
@@ -65,12 +65,6 @@ else:
     sys.stdout.flush()
     os._exit(0)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

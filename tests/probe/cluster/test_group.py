@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from estimator.probe.cluster.findings import Member, World
 from estimator.probe.cluster.group import Group
 from estimator.probe.cluster.signed_store import SignedStore, Signer, connect, dist, listen
 from estimator.probe.devices.ranks import process_group, report, run_on_devices
+from tests.conftest import free_port
 
 CORE = Device(kind="cpu", index=0, name="core", memory_bytes=1)
 SECRET = b"0123456789abcdef" * 2
@@ -46,9 +46,7 @@ def in_step(rank: int, _size: int, arguments: Mapping[str, Any]) -> None:
 
 
 def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    port = free_port()
     place = Place(
         rank=0,
         world_size=3,

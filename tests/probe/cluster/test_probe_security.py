@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.signed_store import Signer
+from tests.conftest import free_port
 
 dist: Any = torch_distributed
 # What only an attacker says: no link takes so long.
@@ -49,12 +49,6 @@ FORGED_ORDER = {
     "measure": "payload:run",
 }
 ABSURD_REPORT = [{"op": "all_reduce", "windows": [[1 << 20, 0.0, ABSURD_S]] * 4}]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Attacker:

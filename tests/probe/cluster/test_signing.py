@@ -29,6 +29,7 @@ from estimator.probe.cluster.signed_store import (
     prefix_of,
 )
 from estimator.probe.devices.ranks import run_on_devices
+from tests.conftest import free_port
 
 dist: Any = torch_distributed
 SECRET = "0123456789abcdef" * 2
@@ -89,12 +90,6 @@ def test_a_secret_comes_from_the_environment_and_is_long_enough() -> None:
 
 
 # Messages over a store.
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def place_of(secret: str = SECRET, **more: Any) -> Place:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from estimator.probe.devices import updates
+from estimator.errors import ProbeError
+from estimator.kernels.contention import slowdown_ratio
+from estimator.machines.profile import Contention, Device, MachineProfile, Provenance
+from estimator.probe.devices import host, storage, updates
 from estimator.probe.devices.backend import CpuBackend
+from estimator.probe.devices.contention import rank_jitter_ratio, summarise
+from estimator.probe.devices.memory import cache_sizes, measure_cold_read, measure_first_touch
 from estimator.probe.devices.updates import fit_lanes, fit_update, measure_updates
+from estimator.probe.findings import Findings
+from tests.conftest import make_small_profile
+from tests.synthetic import Machine
 
 
 class SmallCache(CpuBackend):
@@ -162,3 +174,196 @@ def test_a_second_in_which_the_machine_was_slow_does_not_count(
         assert {seconds for *_, seconds in each["points"]} == {1.0}
         assert each["zero_point"][-1] == 1.0
     assert emitted[-1] == {"skipped": []}
+
+
+def case(bound: str, size: int, alone_s: float, busy_s: float) -> dict[str, object]:
+    return {"bound": bound, "bytes": size, "alone_s": alone_s, "busy_s": busy_s}
+
+
+def test_each_rank_is_compared_with_itself_alone() -> None:
+    fast = [case("memory", 100, 1.0, 1.5), case("compute", 10, 2.0, 2.0)]
+    slow = [case("memory", 100, 4.0, 10.0), case("compute", 10, 3.0, 3.3)]
+    memory, compute = summarise([fast, slow])
+    # (1.5 + 2.5) / 2 and (1.0 + 1.1) / 2
+    assert (memory.bound, memory.devices_busy) == ("memory", 2)
+    assert memory.points == ((100.0, 2.0),)
+    assert compute.points[0][1] == pytest.approx(1.05)
+
+
+def test_only_what_sets_ranks_apart_for_many_windows_is_their_jitter() -> None:
+    # Noise from window to window, and a machine that slows down for all, are none.
+    one, two = (
+        [{"windows_s": [0.9, 1.1, 1.0, 1.5, 1.0]}],
+        [{"windows_s": [1.1, 0.9, 1.0, 1.0, 1.5]}],
+    )
+    assert rank_jitter_ratio([one, two]) == 0.0
+    # Medians of 1.0 and 1.1: of two values one standard deviation is their distance over √2.
+    slow = [{"windows_s": [1.1, 1.2, 1.1, 1.0, 1.1]}]
+    assert rank_jitter_ratio([one, slow]) == pytest.approx(0.1 / 2**0.5 / 1.05)
+
+
+def test_what_falls_with_the_bytes_moved_is_noise_of_the_measurement() -> None:
+    points = ((1e5, 1.5), (1e6, 0.9), (1e7, 0.6), (1e8, 1.4))
+    measured = Contention(
+        bound="memory",
+        devices_busy=2,
+        points=points,
+        provenance=Provenance(source="measured", samples=4),
+    )
+    profile = replace(make_small_profile(), contentions=(measured,))
+    # The mean of the first three, which fall, is 1.0; between sizes by the logarithm.
+    for size, ratio in ((1e5, 1.0), (1e7, 1.0), (1e7 * 10**0.5, 1.2), (1e8, 1.4)):
+        assert slowdown_ratio(profile, "memory", 2, size) == pytest.approx(ratio)
+
+
+def test_ops_of_many_kinds_are_compared_with_each_kind_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Loops:
+        """A call takes 1 s, and half a second more for each further kind beside it."""
+
+        def __init__(self, _backend: Any, *, cools: bool) -> None:
+            self.more_s = 2.0 if cools else 0.5
+
+        def forward_s(self, calls: Sequence[Any]) -> float:
+            return len(calls) * (1.0 + self.more_s * (len(set(calls)) - 1))
+
+        backward_s = forward_s
+
+    monkeypatch.setattr(host, "_Loops", Loops)
+    backend = CpuBackend()
+    # Eight kinds of ops and nodes, two of views.
+    assert host.mixing_costs(backend, cools=False) == (3.5, 0.5, 3.5)
+    assert host.mixing_costs(backend, cools=True) == (14.0, 2.0, 14.0)
+
+
+def test_mixing_costs_of_this_machine_are_microseconds() -> None:
+    costs = host.mixing_costs(CpuBackend(), cools=True)
+    # A second would be another unit; cores that others keep busy take some times as long.
+    assert all(0.0 <= seconds < 0.1 for seconds in costs)
+
+
+def device(cores: tuple[int, ...]) -> Device:
+    return Device(kind="cpu", index=0, name="cores", memory_bytes=1, cores=cores)
+
+
+HARDWARE = {
+    "l1_cache_bytes": 32 << 10,
+    "l1_cache_shared_by_threads": 1,
+    "l2_cache_bytes": 1 << 20,
+    "l2_cache_shared_by_threads": 1,
+    "l3_cache_bytes": 32 << 20,
+    "l3_cache_shared_by_threads": 8,
+}
+
+
+def test_one_core_has_its_own_second_level_and_alone_the_whole_last_one() -> None:
+    assert cache_sizes(HARDWARE, device((0,))) == (1 << 20, 32 << 20)
+
+
+def test_a_group_over_two_last_level_caches_has_both() -> None:
+    assert cache_sizes(HARDWARE, device(tuple(range(16)))) == (16 << 20, 64 << 20)
+
+
+def test_fresh_memory_costs_a_page_fault_per_page() -> None:
+    emitted: list[dict[str, Any]] = []
+    measure_first_touch(CpuBackend(), emitted.append, budget_s=0.0)
+    (found,) = emitted
+    # From 0.1 µs to 4 ms (where others keep the core busy) for a page of 4 KiB.
+    assert 1e-7 / 4096 < found["first_touch_s_per_byte"] < 4e-3 / 4096
+
+
+def test_reads_cost_more_the_more_was_read_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A cache of 32 MiB: pieces of a block of 128 MiB are read, of which others are 127.5.
+    monkeypatch.setattr(CpuBackend, "last_level_cache_bytes", lambda self: 32 << 20)
+    emitted: list[dict[str, Any]] = []
+    measure_cold_read(CpuBackend(), emitted.append, budget_s=0.0)
+    _, found = emitted
+    distances, shares = zip(*found["reuse_points"], strict=True)
+    assert [each / (1 << 20) for each in distances] == [1, 2, 4, 8, 16, 32, 127.5]
+    assert sorted(shares) == list(shares)
+    assert shares[0] < 1 == shares[-1]
+
+
+def test_where_time_is_short_cold_reads_are_few_and_told_before_reuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuBackend, "last_level_cache_bytes", lambda self: 32 << 20)
+    heard: list[Any] = []
+
+    class Counting(CpuBackend):
+        def time_calls(self, *args: Any, repeats: int, **named: Any) -> list[float]:
+            heard.append(repeats)
+            return super().time_calls(*args, repeats=repeats, **named)
+
+    for budget_s, reads in ((0.0, 64), (60.0, 255)):
+        heard.clear()
+        measure_cold_read(Counting(), heard.append, budget_s=budget_s)
+        first = next(place for place, each in enumerate(heard) if isinstance(each, dict))
+        # As many are read warm. 128 MiB are 256 pieces, one of which is left out.
+        assert sum(heard[:first]) == 2 * reads
+        assert "cold_read_s_per_byte" in heard[first]
+        assert "reuse_points" in heard[-1]
+
+
+def test_files_are_read_in_bytes_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(bytes(1000))
+    now = iter((10.0, 10.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    assert storage.read_bytes_per_s(paths) == 3000 / 0.5
+
+
+def test_reading_ends_with_its_time_after_a_file_for_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one"
+    path.write_bytes(bytes(1000))
+    now = iter((10.0, 10.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    assert storage.read_bytes_per_s([path] * 5, readers=2, budget_s=-1.0) == 2000 / 0.5
+
+
+@pytest.mark.parametrize(
+    ("measure", "name", "count"),
+    [
+        (storage.copied, "copy_bytes_per_s", 64 * 2**20),
+        (storage.tokens_made, "tokens_per_s", 1024 * 32),
+        (storage.jpeg_decoded, "jpeg_pixels_per_s", 500 * 375),
+    ],
+)
+def test_a_core_copies_decodes_and_makes_records(
+    measure: Any, name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_timed", lambda call, _: call() or 0.5)
+    if name.startswith("jpeg"):
+        pytest.importorskip("PIL")
+    assert measure(0.1) == {name: count / 0.5}
+
+
+def test_a_folder_in_memory_has_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "resident_ratio", lambda _: 1.0)
+    with pytest.raises(ProbeError, match="set TMPDIR to a folder on the disk"):
+        storage.files_read(0.0)
+
+
+def test_what_was_found_is_in_the_profile_and_the_rest_is_missing() -> None:
+    findings = Findings(at="2026-11-22")
+    assert findings.input_cost() is None
+    findings.take("input", {"copy_bytes_per_s": 8e9})
+    findings.take("input", {"missing": ["input: no disk"]})
+    cost = findings.input_cost()
+    assert cost is not None
+    assert (cost.copy_bytes_per_s, cost.disk_bytes_per_s) == (8e9, None)
+    assert findings.missing == ["input: no disk"]
+    plain = Machine().profile().to_dict() | {"input": {**_plain(cost)}}
+    assert MachineProfile.from_dict(plain).input == cost
+
+
+def _plain(cost: Any) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(cost)

@@ -8,9 +8,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from estimator.machines.profile import CollectiveCost, Device, MachineProfile, Provenance
-from estimator.placement.mesh import ProcessGroup
+from estimator.cache import Cache
+from estimator.errors import AllocationError
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import (
+    CollectiveCost,
+    Device,
+    Link,
+    MachineProfile,
+    OverlapCost,
+    PairMatrix,
+    Provenance,
+)
+from estimator.machines.typical import achieved_bytes_per_s
+from estimator.placement.mesh import ProcessGroup, ring_between, whole_group
+from estimator.placement.placement import place
+from estimator.placement.topology import Cluster, Node, Switch
+from estimator.timeline.collectives.algorithms import (
+    LinksByDevices,
+    links_over,
+    pace_of,
+    widest_link,
+)
 from estimator.timeline.collectives.costs import GroupCollective, monotone
+from estimator.timeline.collectives.overlap import OverlapCosts
+from tests.synthetic import CHOSEN, Machine
 
 MEASURED = Provenance(source="measured", relative_error=0.05)
 
@@ -93,3 +115,254 @@ def test_a_reduce_scatter_that_was_measured_over_the_group_is_believed() -> None
     known = replace(profile, collectives=(*profile.collectives, own))
     model = GroupCollective.of(known, "reduce_scatter", one_node(2))
     assert model.time_s(1e6) == pytest.approx(1.2e-3)
+
+
+PAIR = ProcessGroup(ranks=2, nodes=1, per_node=2)
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def beside(size_bytes: int, in_flight: int, exposed: float, slowdown: float) -> OverlapCost:
+    return OverlapCost(
+        compute="compute_bound",
+        backend="gloo",
+        group_size=2,
+        size_bytes=size_bytes * in_flight,
+        in_flight=in_flight,
+        exposed_ratio=exposed,
+        collective_slowdown_ratio=slowdown,
+        provenance=CHOSEN,
+    )
+
+
+# All-reduces of 1 ms and a second per GB, measured beside compute at 64 KiB, 8 at once, and 16 MiB.
+PROFILE = replace(
+    Machine(devices=2, latency_s=1e-3, bandwidth_bytes_per_s=1e9).profile(),
+    overlaps=(beside(64 * KIB, 8, 0.3, 1.0), beside(16 * MIB, 1, 0.7, 2.0)),
+)
+
+
+def ratios(*sizes_bytes: float) -> tuple[float, float]:
+    found = OverlapCosts([PROFILE], np.array(sizes_bytes), Cache(limit_bytes=0)).overlap(PAIR, 1.0)
+    return float(found.exposed_ratio), float(found.slowdown)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "exposed", "slowdown"),
+    [
+        (1 * KIB, 0.3, 1.0),
+        (64 * KIB, 0.3, 1.0),
+        # Halfway by the logarithm.
+        (1 * MIB, 0.5, 1.5),
+        (16 * MIB, 0.7, 2.0),
+        (64 * MIB, 0.7, 2.0),
+    ],
+)
+def test_each_size_is_between_those_measured(
+    size_bytes: int, exposed: float, slowdown: float
+) -> None:
+    assert ratios(size_bytes) == pytest.approx((exposed, slowdown))
+
+
+def test_collectives_of_unlike_sizes_count_by_their_time() -> None:
+    # 1 ms + 0.066 ms and 1 ms + 16.8 ms.
+    small_s, large_s = 1e-3 + 64 * KIB / 1e9, 1e-3 + 16 * MIB / 1e9
+    expected = (0.3 * small_s + 0.7 * large_s) / (small_s + large_s)
+    assert ratios(64 * KIB, 16 * MIB)[0] == pytest.approx(expected)
+
+
+def test_a_step_without_collectives_has_some_overlap() -> None:
+    assert ratios(0.0) == pytest.approx((0.7, 2.0))
+
+
+# TCP with timestamps at MTU 1500: 1448 bytes of payload in 1514 on the wire.
+TCP = 1448 / 1514
+GBIT = 1e9 / 8
+
+
+def cluster(uplink: float = 4 * GBIT, **slow: float) -> Cluster:
+    """Two racks, each of two nodes at 1 Gbit/s under an uplink."""
+    switches = {
+        "spine": Switch(),
+        "r1": Switch(parent="spine", uplink_bytes_per_s=uplink),
+        "r2": Switch(parent="spine", uplink_bytes_per_s=uplink),
+    }
+    nodes = {
+        name: Node(
+            machine="m",
+            switch="r1" if name.startswith("a") else "r2",
+            uplink_bytes_per_s=slow.get(name, GBIT),
+        )
+        for name in ("a1", "a2", "b1", "b2")
+    }
+    return Cluster(nodes=nodes, switches=switches)
+
+
+def ring(text: str, cluster: Cluster, profile: MachineProfile | None = None) -> tuple[float, str]:
+    found = whole_group(place(text, cluster=cluster, profile=profile or Machine().profile()))
+    return found.bytes_per_s, found.link
+
+
+def test_the_slowest_uplink_sets_the_pace() -> None:
+    rate, link = ring("a1[0]+a2[0]+b1[0]", cluster(a2=0.5 * GBIT))
+    assert rate == pytest.approx(0.5 * GBIT * TCP)
+    assert link == "the uplink of node 'a2'"
+
+
+def test_ranks_of_one_node_in_a_row_are_one_flow_and_scattered_ones_share_its_uplink() -> None:
+    assert ring("a1[0,1]+a2[0,1]", cluster())[0] == pytest.approx(GBIT * TCP)
+    assert ring("a1[0]+a2[0]+a1[1]+a2[1]", cluster())[0] == pytest.approx(GBIT * TCP / 2)
+
+
+def test_a_ring_that_zigzags_between_racks_divides_their_uplink() -> None:
+    thin = cluster(uplink=0.8 * GBIT)
+    # In order of racks one flow leaves each; zigzagging, two do.
+    rate, link = ring("a1[0]+a2[0]+b1[0]+b2[0]", thin)
+    assert rate == pytest.approx(0.8 * GBIT * TCP)
+    assert link.startswith("the uplink of switch")
+    assert ring("a1[0]+b1[0]+a2[0]+b2[0]", thin)[0] == pytest.approx(0.4 * GBIT * TCP)
+
+
+def test_a_measured_pair_slower_than_its_uplinks_wins() -> None:
+    pairs = PairMatrix(
+        hosts=("a1", "a2"),
+        latency_s=((None, 1e-4), (1e-4, None)),
+        bandwidth_bytes_per_s=((None, 5e7), (6e7, None)),
+        provenance=CHOSEN,
+    )
+    profile = replace(Machine().profile(), pairs=pairs)
+    rate, link = ring("a1[0]+a2[0]", cluster(), profile)
+    assert rate == 5e7
+    assert link == "the link between 'a1' and 'a2'"
+
+
+def test_counted_groups_take_free_nodes_in_the_order_of_the_file() -> None:
+    placed = place("a1[0]+2x1:m", cluster=cluster(), profile=Machine().profile())
+    assert [node_group.host for node_group in placed.node_groups] == ["a1", "a2", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("z9[0]", "no node 'z9'"),
+        ("a1[10]", "has no device 10"),
+        ("5x1:m", "asks for 5 free nodes"),
+        ("a1[0]+4x1:m", "asks for 4 free nodes"),
+        ("1x1:unknown", "asks for 1 free nodes of 'unknown'"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused(text: str, words: str) -> None:
+    with pytest.raises(AllocationError, match=words):
+        place(text, cluster=cluster(), profile=Machine(devices=10).profile())
+
+
+def test_a_named_host_needs_a_cluster_file() -> None:
+    with pytest.raises(AllocationError, match="--cluster"):
+        place("a1[0]")
+
+
+def test_a_measured_group_had_the_uplinks_of_the_racks_it_ran_on() -> None:
+    thin, hosts = cluster(uplink=0.5 * GBIT), ("a1", "b1", "a2", "b2")
+    group = replace(Machine().profile().collectives[0], group_size=4, nodes=4, hosts=hosts)
+    # Zigzagging, two of its flows leave each rack.
+    profile = Machine().profile()
+    assert ring_between(group, 0.0, GBIT, profile, thin).bytes_per_s == pytest.approx(
+        0.25 * GBIT * TCP
+    )
+    elsewhere = replace(group, hosts=("x1", "x2", "x3", "x4"))
+    assert ring_between(elsewhere, 0.0, GBIT, profile, thin).bytes_per_s == GBIT
+
+
+INNER_MEASURED = Provenance(source="measured")
+
+
+def link(kind: str, rate: float, ring_devices: int | None = None) -> Link:
+    return Link(
+        kind=kind,  # type: ignore[arg-type]
+        latency_s=1e-6,
+        bandwidth_bytes_per_s=rate,
+        ring_devices=ring_devices,
+        provenance=INNER_MEASURED,
+    )
+
+
+def machine(*links: Link, capability: str = "8.6") -> MachineProfile:
+    devices = tuple(
+        Device(
+            kind="cuda",
+            index=index,
+            name="card",
+            memory_bytes=1 << 34,
+            details={"compute_capability": capability},
+        )
+        for index in range(8)
+    )
+    return MachineProfile(name="box", devices=devices, links=links, provenance=INNER_MEASURED)
+
+
+BRIDGED = machine(link("pcie", 10e9), link("pcie", 20e9, 4), link("nvlink", 50e9, 2))
+
+
+def all_reduce_s(profile: MachineProfile, ranks: int, size: float) -> float:
+    group = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
+    found = GroupCollective.of(profile, "all_reduce", group)
+    return found.time_s(size)
+
+
+def test_a_bridge_joins_two_a_socket_four_and_the_rest_cross_sockets() -> None:
+    rates = [widest_link(BRIDGED, used).bandwidth_bytes_per_s for used in range(2, 9)]  # type: ignore[union-attr]
+    assert rates == [50e9, 20e9, 20e9, 10e9, 10e9, 10e9, 10e9]
+
+
+def test_the_slowest_hop_sets_the_pace_of_large_messages() -> None:
+    # 2 · 7/8 of 1 GB over 10 GB/s; 2 · 1/2 of it over the bridge.
+    assert 0.175 < all_reduce_s(BRIDGED, 8, 1e9) < 0.18
+    assert 0.02 < all_reduce_s(BRIDGED, 2, 1e9) < 0.021
+
+
+def test_a_node_without_links_is_unknown() -> None:
+    bare = machine()
+    assert widest_link(bare, 2) is None
+    assert (
+        GroupCollective.of(bare, "all_reduce", ProcessGroup(ranks=2, nodes=1, per_node=2)) is None
+    )
+
+
+def test_rows_find_the_links_that_each_would_find_alone() -> None:
+    found = [[widest_link(BRIDGED, used) for used in range(9)]]
+    table = LinksByDevices([[links_over(BRIDGED, each) for each in found[0]]])
+    used = np.array([2, 3, 8, 12])
+    rows = table.at(np.zeros(4, dtype=np.intp), used)
+    alone = [table.at(0, int(each)) for each in used]
+    assert rows.bytes_per_s.tolist() == [each.bytes_per_s for each in alone]
+
+
+def test_hops_over_nvlink_are_short_only_since_ampere() -> None:
+    nvlink = link("nvlink", 100e9)
+    assert pace_of(machine(nvlink, capability="8.0"), nvlink) == "quick"
+    assert pace_of(machine(nvlink, capability="7.0"), nvlink) == "slow"
+    assert pace_of(machine(nvlink), link("pcie", 10e9)) == "slow"
+
+
+def test_without_peer_to_peer_eight_devices_are_no_faster_than_four() -> None:
+    profile = load_profile("rtx-3090")
+    assert all_reduce_s(profile, 8, 25e6) >= all_reduce_s(profile, 4, 25e6)
+
+
+def test_the_hybrid_cube_mesh_gives_pairs_one_link_and_all_six() -> None:
+    profile = load_profile("dgx-1")
+    pair, whole = (widest_link(profile, used) for used in (2, 8))
+    assert whole.bandwidth_bytes_per_s == 6 * pair.bandwidth_bytes_per_s
+
+
+def test_a_profile_of_an_earlier_version_has_one_class_of_links() -> None:
+    plain = replace(BRIDGED, links=(link("nvlink", 100e9),))
+    assert all_reduce_s(plain, 8, 1e9) > all_reduce_s(plain, 2, 1e9)
+
+
+def test_four_k80s_share_a_port_through_host_memory() -> None:
+    profile = load_profile("k80-p2")
+    links = [widest_link(profile, devices) for devices in (2, 8, 16)]
+    rates = [achieved_bytes_per_s(link) for link in links if link is not None]
+    # 16 lanes of 8 GT/s, 128 bits in 130: 15.75 GB/s, of which NCCL gets 12, halved on a board.
+    port = 16 * 8e9 * 128 / 130 / 8 * 0.76
+    assert rates == pytest.approx([port / 2, port / 4, port / 4], rel=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,17 +203,8 @@ def test_a_loader_that_makes_no_sense_is_refused_in_one_sentence(text: str, said
     assert "\n" not in str(error.value)
 
 
-SMALL = """
-import torch
-
-def mlp(batch=8):
-    return torch.nn.Linear(64, 64), torch.randn(batch, 64)
-"""
-
-
-def test_the_command_takes_a_loader(tmp_path: Path, command: Callable[..., Any]) -> None:
-    (tmp_path / "models.py").write_text(SMALL)
-    asked = ("estimate", f"{tmp_path}/models.py:mlp", "--on", "1x2:a100-sxm-40gb")
+def test_the_command_takes_a_loader(tiny: str, command: Callable[..., Any]) -> None:
+    asked = ("estimate", tiny, "--batch", 8, "--on", "1x2:a100-sxm-40gb")
     loader = ("--loader", "sample=600kB,prep=10ms,workers=2,disk=1GB/s,cached=0.9")
     found = json.loads(command(*asked, *loader, "--json").out)
     # Two workers make 8 samples of 10 ms, of which a tenth is read, in 40 ms and a little.
