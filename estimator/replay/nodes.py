@@ -22,18 +22,22 @@ PlacementRule = Literal["pack", "even", "spread"]
 class AllocationShape(NamedTuple):
     """Devices used on each node of one machine type: what a step's time depends on.
 
-    Nodes come most devices first, in a described cluster as `hosts` names them, in rank order.
+    Nodes come most devices first, in a described cluster as `hosts` names them, in rank order. The
+    nodes of other machine types follow in `also`, a shape for each.
     """
 
     machine: str
     per_node: tuple[int, ...]
     hosts: tuple[str, ...] = ()
+    also: tuple[AllocationShape, ...] = ()
 
     @property
     def ranks(self) -> int:
-        return sum(self.per_node)
+        return sum(self.per_node) + sum(shape.ranks for shape in self.also)
 
     def __str__(self) -> str:
+        if self.also:
+            return "+".join(map(str, (self._replace(also=()), *self.also)))
         if self.hosts:
             used = zip(self.hosts, self.per_node, strict=True)
             return "+".join(f"{host}[0-{devices - 1}]" for host, devices in used)
@@ -299,13 +303,11 @@ class Nodes:
         Ranks go through the tree of switches depth first, so that a ring crosses each uplink once
         each way. Nodes alike below one switch are named by the first of them.
         """
-        machine = self.nodes[min(given)].machine
-        if self.cluster is None:
-            return AllocationShape(machine, tuple(sorted(given.values(), reverse=True)))
-        order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))
-        unused = {kind: iter(hosts) for kind, hosts in self._alike.items()}
-        hosts = tuple(next(unused[self._kinds[index]]) for index in order)
-        return AllocationShape(machine, tuple(given[index] for index in order), hosts)
+        by_machine: dict[str, dict[int, int]] = {}
+        for index in sorted(given):
+            by_machine.setdefault(self.nodes[index].machine, {})[index] = given[index]
+        first, *others = (self._shape_of_one(*group) for group in by_machine.items())
+        return first._replace(also=tuple(others))
 
     def allocation(self, given: Mapping[int, int]) -> str:
         """The hosts of devices on these nodes of a described cluster, in rank order."""
@@ -319,3 +321,11 @@ class Nodes:
         named = [node._replace(host=f"node{number}") for number, node in enumerate(self.nodes)]
         hosts = {node.host or "": Node(machine=node.machine) for node in named}
         return Nodes(tuple(named), self.rule, Cluster(nodes=hosts))
+
+    def _shape_of_one(self, machine: str, given: Mapping[int, int]) -> AllocationShape:
+        if self.cluster is None:
+            return AllocationShape(machine, tuple(sorted(given.values(), reverse=True)))
+        order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))
+        unused = {kind: iter(hosts) for kind, hosts in self._alike.items()}
+        hosts = tuple(next(unused[self._kinds[index]]) for index in order)
+        return AllocationShape(machine, tuple(given[index] for index in order), hosts)

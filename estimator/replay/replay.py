@@ -276,13 +276,13 @@ class Replay:
             if grant.on is not None:
                 self._start(name, grant)
                 settled.add(name)
-        queue = [(-g.count, next(number), name, g) for name, g in starting if g.on is None]
+        queue = [(-g.devices, next(number), name, g) for name, g in starting if g.on is None]
         heapq.heapify(queue)
         while queue:
             _, _, name, grant = heapq.heappop(queue)
             for moved in self._in_the_way(grant, settled):
                 held = self._running[moved].grant
-                heapq.heappush(queue, (-held.count, next(number), moved, held))
+                heapq.heappush(queue, (-held.devices, next(number), moved, held))
                 self._stop(moved, planned=True)
             self._start(name, grant)
             settled.add(name)
@@ -316,7 +316,7 @@ class Replay:
                     job=waiting.job,
                     remaining_samples=waiting.remaining_samples - held.samples(now),
                     attained_device_s=waiting.attained_device_s
-                    + held.grant.count * (now - held.start_s),
+                    + held.grant.devices * (now - held.start_s),
                     grant=held.grant,
                     restarts=waiting.restarts,
                 )
@@ -344,17 +344,18 @@ class Replay:
             job = self._waiting[name].job
             replicas = (grant.global_batch or job.global_batch) * job.replica_ranks
             least, most = job.lowest_count, min(job.highest_count, replicas)
-            if not max(least, 1) <= grant.count <= most:
+            if not (grant.count >= 1 and least <= grant.devices <= most):
                 raise WorkloadError(
-                    f"the policy grants {grant.count} devices to '{name}', which can use {least} "
+                    f"the policy grants {grant.devices} devices to '{name}', which can use {least} "
                     f"to {most}; leave out jobs that get none"
                 )
-            if grant.machine not in given:
-                raise WorkloadError(
-                    f"the policy grants devices of '{grant.machine}', which the cluster does not "
-                    f"have; use {' or '.join(given)}"
-                )
-            given[grant.machine] += grant.count
+            for machine, count in grant.parts:
+                if machine not in given:
+                    raise WorkloadError(
+                        f"the policy grants devices of '{machine}', which the cluster does not "
+                        f"have; use {' or '.join(given)}"
+                    )
+                given[machine] += count
         for machine, count in given.items():
             if count > self.nodes.total(machine):
                 raise WorkloadError(
@@ -376,8 +377,15 @@ class Replay:
     # Progress
 
     def _start(self, name: str, grant: Grant) -> None:
-        waiting, now = self._waiting[name], self._env.now
-        given = self.nodes.take(name, grant.count, grant.machine, grant.on)
+        waiting, now, nodes = self._waiting[name], self._env.now, self.nodes.nodes
+        given: dict[int, int] = {}
+        for machine, count in grant.parts:
+            on = grant.on and tuple(
+                (node, devices)
+                for node, devices in grant.on
+                if node >= len(nodes) or nodes[node].machine == machine
+            )
+            given |= self.nodes.take(name, count, machine, on)
         shape = self.nodes.shape(given)
         (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
         if math.isinf(step_s):
@@ -443,7 +451,7 @@ class Replay:
         held = self._running.pop(name)
         now = self._env.now
         self.nodes.release(name, held.given)
-        self._waiting[name].attained_device_s += held.grant.count * (now - held.start_s)
+        self._waiting[name].attained_device_s += held.grant.devices * (now - held.start_s)
         self.ran[name].segments.append(
             Segment(
                 job=name,

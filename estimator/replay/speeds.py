@@ -120,7 +120,8 @@ class TrueSpeeds:
 
     def _allocation_factor(self, job: Job, shape: AllocationShape) -> float:
         seed = [self._seed, self._numbers[job.name]]
-        seed += [len(shape.machine), *shape.machine.encode(), *shape.per_node]
+        for part in (shape, *shape.also):
+            seed += [len(part.machine), *part.machine.encode(), *part.per_node]
         return float(
             np.exp(self._allocation_spread * np.random.default_rng(seed).standard_normal())
         )
@@ -214,27 +215,32 @@ def _step_times_s(
     cluster: Cluster | None,
     calibration: Calibration | None = None,
 ) -> dict[_Step, float]:
-    """The engine's step times of one job, a table for each number of micro-batches."""
+    """The engine's step times of one job, a table for each number of micro-batches.
+
+    Unlike devices share a global batch by speed: a table for each batch.
+    """
     step_s: dict[_Step, float] = {}
-    tables: dict[int, list[_Step]] = {}
+    tables: dict[tuple[int, int | None], list[_Step]] = {}
     for shape, batch in dict.fromkeys(steps):
         _, micro_batches = job.split(shape.ranks, batch)
-        tables.setdefault(micro_batches, []).append((shape, batch))
-    for micro_batches, rows in tables.items():
+        tables.setdefault((micro_batches, batch if shape.also else None), []).append((shape, batch))
+    for (micro_batches, mixed_batch), rows in tables.items():
+        is_mixed = mixed_batch is not None
         batches = np.array([job.split(shape.ranks, batch)[0] for shape, batch in rows])
         table = estimate_many(
             job.graph,
             [str(shape) for shape, _ in rows],
-            batch_per_gpu=batches,
+            global_batch=mixed_batch,
+            batch_per_gpu=None if is_mixed else batches,
             accumulation_steps=micro_batches,
             strategy=job.strategy,
             layout=job.layout,
             loader=job.loader,
             cluster=cluster,
             calibration=calibration,
-            strict=job.layout is None,
+            strict=not is_mixed and job.layout is None,
         )
-        # A layout that these ranks cannot have is no choice either.
+        # A batch that cannot be split over these groups, or a layout, is no choice either.
         runs = table.answered & (table.fits != "no")
         step_s.update(zip(rows, np.where(runs, table.step_time_s, np.inf).tolist(), strict=True))
     return step_s
@@ -267,14 +273,21 @@ class CalibratedSpeeds:
         self._predicted: dict[tuple[Hashable, _StepKey], PredictedStep] = {}
         self._seen: dict[tuple[str, str], dict[_StepKey, float]] = {}
         self._fitted: dict[tuple[str, str], StepCorrections] = {}
+        self._seen_on_several: dict[tuple[str, _StepKey], float] = {}
 
     def observe(
         self, job: Job, shape: AllocationShape, step_s: float, global_batch: int | None
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
         workload, step = self._workload(job), _step_of(job, shape, global_batch)
+        if job.loader is not None:
+            return ()
+        if shape.also:
+            # One observation of several machine types says nothing of any one of them.
+            known = self._seen_on_several.setdefault((workload, step), step_s)
+            return self._jobs.get(workload, {}) if known is step_s else ()
         seen = self._seen.setdefault((workload, shape.machine), {})
-        if step in seen or job.loader is not None:
+        if step in seen:
             return ()
         seen[step] = step_s
         predicted = [self._predict(job, step) for step in seen]
@@ -293,7 +306,9 @@ class CalibratedSpeeds:
         steps = [_step_of(job, shape, global_batch) for shape in shapes]
         rows_of: dict[str, list[int]] = {}
         for row, shape in enumerate(shapes):
-            if math.isfinite(step_s[row]) and job.loader is None:
+            if shape.also:
+                step_s[row] = self._seen_on_several.get((workload, steps[row]), step_s[row])
+            elif math.isfinite(step_s[row]) and job.loader is None:
                 rows_of.setdefault(shape.machine, []).append(row)
         for machine, rows in rows_of.items():
             if (fitted := self._fitted.get((workload, machine))) is not None:

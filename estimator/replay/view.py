@@ -18,13 +18,26 @@ CurveKey = tuple[str, int | None, int | None]
 class Grant:
     """Devices for a job: how many, of which machine type, and another global batch if chosen.
 
-    `on` names nodes by their index and the devices of each; without it the cluster's rule places.
+    `also` has devices of further machine types, on which the job trains at once, the batch split by
+    speed. `on` names nodes by their index and the devices of each; without it the cluster's rule
+    places.
     """
 
     count: int
     machine: str
     global_batch: int | None = None
     on: tuple[tuple[int, int], ...] | None = None
+    also: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Devices of all machine types."""
+        return self.count + sum(count for _, count in self.also)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Each machine type with its devices."""
+        return ((self.machine, self.count), *self.also)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,7 +53,7 @@ class Waiting:
     @property
     def count(self) -> int:
         """Devices that the job holds."""
-        return self.grant.count if self.grant else 0
+        return self.grant.devices if self.grant else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,6 +164,13 @@ class View:
         # A set of jobs has another order in each process.
         ordered = sorted(missing, key=lambda rate: (rate[0].name, rate[1], rate[2] or 0))
         self.believed.ask((job, packed(kind, count), batch) for job, count, batch in ordered)
+
+    def rate_of(self, job: Job, grant: Grant) -> float:
+        """Believed throughput on a grant, of several machine types too, packed."""
+        first, *others = (self.nodes.packed(*part) for part in grant.parts)
+        shape = first._replace(also=tuple(others))
+        (step_s,) = self.believed.step_times_s(job, [shape], grant.global_batch)
+        return job.useful_samples(grant.global_batch) / step_s
 
     def request(self, job: Job) -> int:
         """What the job asked for, or where that fits nowhere the next count that does."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,13 @@ def step_of(graph: OpGraph, where: str, batch: int, micro_batches: int) -> tuple
     return answer.step_time_s, answer.fits
 
 
+@cache
+def split_step_of(graph: OpGraph, where: str, batch: int, micro_batches: int) -> tuple[float, str]:
+    """The same where unlike devices share a global batch by speed."""
+    answer = est.estimate(graph, where, global_batch=batch, accumulation_steps=micro_batches)
+    return answer.step_time_s, answer.fits
+
+
 def violations(
     ran: Sequence[Ran],
     jobs: Sequence[Job],
@@ -162,9 +170,16 @@ def speed_violations(job: Job, segment: Segment) -> list[str]:
     ranks = segment.shape.ranks
     per_rank = -(-batch // ranks)
     micro_batches = -(-per_rank // (job.graph.batch or 1))
-    step_s, fits = step_of(
-        job.graph, str(segment.shape), -(-per_rank // micro_batches), micro_batches
-    )
+    if segment.shape.also:
+        parts = [sum(each.per_node) for each in (segment.shape, *segment.shape.also)]
+        unit = gcd(*parts) * micro_batches
+        step_s, fits = split_step_of(
+            job.graph, str(segment.shape), -(-batch // unit) * unit, micro_batches
+        )
+    else:
+        step_s, fits = step_of(
+            job.graph, str(segment.shape), -(-per_rank // micro_batches), micro_batches
+        )
     if fits == "no":
         return ["does not fit"]
     noise, own = job.gradient_noise_samples, job.global_batch

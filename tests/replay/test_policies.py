@@ -172,7 +172,7 @@ def test_pollux_reaches_the_best_fitness_of_all_counts() -> None:
 class ByMachine:
     """Samples a second on one device by job and machine type; n devices are n^0.9 times as fast.
 
-    0 stands for a machine that cannot hold the job.
+    Unlike devices add up; 0 stands for a machine that cannot hold the job.
     """
 
     def __init__(self, **rates: dict[str, float]) -> None:
@@ -182,7 +182,8 @@ class ByMachine:
         self, job: Job, shapes: Sequence[AllocationShape], global_batch: int | None = None
     ) -> list[float]:
         batch, rates = global_batch or job.global_batch, self.rates[job.name]
-        found = [rates[shape.machine] * shape.ranks**0.9 for shape in shapes]
+        parts = [(shape._replace(also=()), *shape.also) for shape in shapes]
+        found = [sum(rates[each.machine] * each.ranks**0.9 for each in some) for some in parts]
         return [batch / rate if rate else math.inf for rate in found]
 
 
@@ -203,7 +204,8 @@ def test_every_policy_uses_unlike_machines(policy: str) -> None:
     grants = unlike_grants(policy, jobs, speeds)
     held = dict.fromkeys(("slow", "fast"), 0)
     for grant in grants.values():
-        held[grant.machine] += grant.count
+        for machine, count in grant.parts:
+            held[machine] += count
     assert held == {"slow": 4, "fast": 4}
 
 
@@ -211,7 +213,7 @@ def test_every_policy_uses_unlike_machines(policy: str) -> None:
 def test_no_policy_gives_a_job_machines_that_cannot_hold_it(policy: str) -> None:
     speeds = ByMachine(large={"slow": 0, "fast": 1.0}, small={"slow": 1.0, "fast": 9.0})
     grants = unlike_grants(policy, [waiting("small", 1e4), waiting("large", 1e4)], speeds)
-    assert grants["large"].machine == "fast"
+    assert {machine for machine, _ in grants["large"].parts} == {"fast"}
 
 
 @pytest.mark.parametrize("policy", ["max-min", "afs", "optimus", "pollux", "sia"])
@@ -221,6 +223,15 @@ def test_the_fast_machine_goes_to_who_gains_most_from_it(policy: str) -> None:
     jobs = [waiting(name, 1e4, **fixed, grant=Grant(4, "slow")) for name in ("rnn", "cnn")]
     grants = unlike_grants(policy, jobs, speeds)
     assert {name: grant.machine for name, grant in grants.items()} == {"cnn": "fast", "rnn": "slow"}
+
+
+def test_a_long_job_trains_on_unlike_devices_at_once_where_that_pays() -> None:
+    speeds = ByMachine(a={"slow": 2.0, "fast": 3.0})
+    job = waiting("a", 1e5, global_batch=64)
+    assert unlike_grants("max-min", [job], speeds)["a"] == Grant(4, "fast", also=(("slow", 4),))
+    # A tenth more is not worth it.
+    speeds = ByMachine(a={"slow": 0.2, "fast": 3.0})
+    assert unlike_grants("max-min", [job], speeds)["a"] == Grant(4, "fast")
 
 
 def test_counts_of_a_job_keep_its_bounds_and_its_layout() -> None:

@@ -21,6 +21,11 @@ Curve = Mapping[int, float]
 
 # What all jobs together must gain, in the sum of logarithms of rates, for one to change its pool.
 _MOVE_GAIN = 0.1
+# Devices beside those of a job's pool must bring so much, for a job of at least so long.
+_SPARE_GAIN_RATIO = 1.1
+_SPARE_LEAST_S = 600.0
+# Longest jobs first: those that are asked whether spare devices would pay.
+_MOST_OFFERS = 8
 _NEVER = -1e9
 
 
@@ -29,7 +34,9 @@ class Pools:
 
     Jobs are dealt to pools so that the product of their rates on equal shares of the pools is
     highest (Nash welfare; Nash 1950), by joining the best pool on arrival and by moves that gain.
-    Devices that the pools leave go to jobs that wait. With one machine type there is one pool.
+    Devices that the pools leave are added to long jobs of other pools where the engine believes
+    that the unlike devices together are faster; this extension is our own. With one machine type
+    there is one pool and nothing is added.
     """
 
     interval_s = 0.0
@@ -150,7 +157,7 @@ class _Deal:
 
 
 def with_spare_devices(grants: dict[str, Grant], view: View) -> dict[str, Grant]:
-    """Grants of the pools, and devices that they leave to jobs that wait."""
+    """Grants of the pools, and devices that they leave, to waiting jobs and then to long ones."""
     free = {machine: view.nodes.total(machine) for machine in view.machines}
     for grant in grants.values():
         free[grant.machine] -= grant.count
@@ -167,7 +174,35 @@ def with_spare_devices(grants: dict[str, Grant], view: View) -> dict[str, Grant]
             _, machine, count = max(choices)
             grants[one.job.name] = Grant(count, machine)
             free[machine] -= count
+    if any(free.values()):
+        _add_unlike_devices(grants, free, view)
     return grants
+
+
+def _add_unlike_devices(grants: dict[str, Grant], free: dict[str, int], view: View) -> None:
+    """Add free devices of other types to the longest jobs, where that is believed to pay."""
+    left: list[tuple[float, Waiting]] = []
+    for one in view.jobs:
+        grant = grants.get(one.job.name)
+        if grant is not None and grant.global_batch is None:
+            rate = view.rate(one.job, grant.count, grant.machine)
+            left.append((one.remaining_samples / rate, one))
+    left.sort(key=lambda pair: -pair[0])
+    for remaining_s, one in left[:_MOST_OFFERS]:
+        grant = grants[one.job.name]
+        if remaining_s < _SPARE_LEAST_S:
+            break
+        rate = view.rate(one.job, grant.count, grant.machine)
+        best = rate * _SPARE_GAIN_RATIO, grant
+        for machine, devices in free.items():
+            most = min(devices, one.job.highest_count - grant.count)
+            if machine != grant.machine and most > 0:
+                count = 1 << (most.bit_length() - 1)
+                mixed = Grant(grant.count, grant.machine, also=((machine, count),))
+                best = max(best, (view.rate_of(one.job, mixed), mixed), key=lambda pair: pair[0])
+        grants[one.job.name] = best[1]
+        for machine, count in best[1].also:
+            free[machine] -= count
 
 
 def admitted(least: Mapping[str, int], free: int) -> dict[str, int]:
