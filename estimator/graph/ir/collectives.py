@@ -36,8 +36,8 @@ class Collective:
 
     `size_bytes` is what all ranks have together after a gather or before a scatter, and what each
     of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
-    `share` of the gather that all its hops make, one of narrower numbers so much less. It runs
-    beside the operator `beside`, if any, and as a ring beside those of `pieces`.
+    `share` of the gather that all its hops make. It runs beside the operator `beside`, if any, and
+    as a ring beside those of `pieces`.
     Of an all-to-all of tokens that have `copies` each, once for each of their experts, a rank or a
     node with several of these is sent one (0: all are sent); `beside_passes` is one that runs while
     another micro-batch is computed. `of_update` is a sum that DTensor leaves to the operators of
@@ -228,7 +228,7 @@ def _facts(call: OpCall) -> dict[str, Any]:
     made = call.outputs if call.arguments[1] == WORLD else call.outputs[:1]
     size_bytes = max(sum(spec.nbytes for spec in some) for some in (given, made))
     keywords = dict(call.keywords)
-    name, share = call.name, float(keywords.get("share", 1.0))
+    name, share = call.name, 1.0
     if call.target == _RING:
         # The hops of a ring of n ranks, n - 1 of them, gather what all have.
         degree = call.arguments[2]
