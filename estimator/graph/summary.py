@@ -263,7 +263,13 @@ class _Parts:
         for index in sorted(range(tensors), key=lambda index: (ready[index], -index)):
             gradient = self._value("activation", specs[index], specs[index])
             share = (1 - _FORWARD_RATIO) * (ready[index] - done)
-            self._backward(share, index, weights[index], saved[index], gradient)
+            weight = weights[index]
+            if self.line is not None:
+                self._part("backward", share, (saved[index], weight, gradient), index)
+            else:
+                # A matmul's gradients are those of both factors.
+                self._part("backward", share / 2, (self.flow, weight, self.flow), index)
+                self._part("backward", share / 2, (saved[index], self.flow, gradient), index)
             done = ready[index]
             parameters.append(
                 Parameter(
@@ -281,14 +287,6 @@ class _Parts:
     def _value(self, kind: ValueKind, spec: TensorSpec, other_spec: TensorSpec) -> int:
         self.values.append(Value(spec=spec, other_spec=other_spec, kind=kind))
         return len(self.values) - 1
-
-    def _backward(self, share: float, index: int, weight: int, saved: int, gradient: int) -> None:
-        """What makes the gradient of one tensor: of a matmul, those of both factors."""
-        if self.line is not None:
-            self._part("backward", share, (saved, weight, gradient), index)
-            return
-        self._part("backward", share / 2, (self.flow, weight, self.flow), index)
-        self._part("backward", share / 2, (saved, self.flow, gradient), index)
 
     def _part(self, phase: Phase, share: float, ends: tuple[int, int, int], index: int) -> None:
         """One call with a share of the step's compute, which reads two values and writes one."""

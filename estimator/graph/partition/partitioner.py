@@ -482,18 +482,15 @@ class _TensorSplitter(Partitioner):
         return sums and self.plan.reduces_once and before == (PARTIAL, PARTIAL)
 
     def _summed_to(self, value: int) -> Placement:
-        spec = self.values[value].spec
-        if self.plan.sequence and len(spec.shape) == 3 and self._has_samples(value):
-            return Shard.along(spec, 1)
-        return None
+        spec, other_spec = self.values[value].specs
+        if not self.plan.sequence or len(spec.shape) != 3 or spec.shape[1] % self.degree:
+            return None
+        batch, other = self.graph.batch, self.graph.other_batch
+        has_samples = (spec.shape[0], other_spec.shape[0]) == (batch, other)
+        return Shard.along(spec, 1) if other is None or has_samples else None
 
     def _scope(self, op: Op) -> str:
         return op.module.rpartition(".")[0] if self.plan.reduces_once else op.module
-
-    def _has_samples(self, value: int) -> bool:
-        one, two = (spec.shape for spec in self.values[value].specs)
-        batch, other = self.graph.batch, self.graph.other_batch
-        return one[1] % self.degree == 0 and (other is None or (one[0], two[0]) == (batch, other))
 
     def _trained(self, parameter: Parameter, gradient: int, op: Op) -> dict[str, Any]:
         divides = self.styles[op.module] not in (None, "replicate", "sequence")
