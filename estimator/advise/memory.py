@@ -361,14 +361,9 @@ def _plans(answer: Estimate) -> Iterator[Remedy]:
 
 def _planned_remedy(change: str, planned: Planned) -> Remedy:
     played = planned.played
-    moved = len(planned.plan.swaps), len(planned.plan.recomputes)
-    words = " and ".join(
-        text
-        for count, text in zip(
-            moved, (f"{moved[0]} swapped", f"{moved[1]} computed again"), strict=True
-        )
-        if count
-    )
+    plan = planned.plan
+    moved = {"swapped": len(plan.swaps), "computed again": len(plan.recomputes)}
+    words = " and ".join(f"{count} {how}" for how, count in moved.items() if count)
     return Remedy(
         change=f"{change} ({words})",
         peak_bytes=played.peak_bytes,

@@ -89,6 +89,14 @@ def _refuse(message: str) -> int:
     return WRONG_INPUT
 
 
+# Names of the release before, and what to write now.
+_MOVED = {
+    "check": "part of 'estimator estimate --verbose', and of its --json",
+    "plan": "'estimator layouts MODEL --on …' and 'estimator rent MODEL --machines …'",
+    "profile": "'estimator machines list|show|compare|merge|import|schema'",
+}
+
+
 class Overview(click.Group):
     """The commands on one screen of 24 lines; the usage line names the two options."""
 
@@ -96,6 +104,12 @@ class Overview(click.Group):
         self.format_usage(context, formatter)
         self.format_help_text(context, formatter)
         self.format_commands(context, formatter)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """A command by its name; of the release before, where it is now."""
+        if name in _MOVED:
+            raise click.UsageError(f"'estimator {name}' is now {_MOVED[name]}")
+        return super().get_command(context, name)
 
 
 @click.group(
@@ -135,30 +149,6 @@ for command in (
     validate,
 ):
     commands.add_command(command)
-
-
-def _moved(name: str, where: str) -> click.Command:
-    """A name of the release before, which says what to write now."""
-
-    @click.command(
-        name,
-        hidden=True,
-        add_help_option=False,
-        context_settings={"ignore_unknown_options": True},
-    )
-    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-    def moved(words: tuple[str, ...]) -> None:
-        raise click.UsageError(f"'estimator {name}' is now {where}")
-
-    return moved
-
-
-for old, new in (
-    ("check", "part of 'estimator estimate --verbose', and of its --json"),
-    ("plan", "'estimator layouts MODEL --on …' and 'estimator rent MODEL --machines …'"),
-    ("profile", "'estimator machines list|show|compare|merge|import|schema'"),
-):
-    commands.add_command(_moved(old, new))
 
 
 if __name__ == "__main__":

@@ -37,12 +37,7 @@ _TRACED = (
     *("clip_grad_norm", "execution"),
 )
 _CHANGEABLE = ("optimizer", "grad_scaler", "clip_grad_norm", "float8", "recipe")
-_COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
-    None: None,
-    "compiled": True,
-    "compiled-blocks": "blocks",
-    "cuda-graphs": "cuda-graphs",
-}
+_COMPILED: dict[str | None, Any] = {"compiled": True, "compiled-blocks": "blocks"}
 
 
 def _traffic(text: str) -> tuple[str, float]:
@@ -139,7 +134,7 @@ class Request:
             precision=self.precision or Strategy.parse(self.strategy).gathered_dtype or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,
-            compiled=_COMPILED[self.execution],
+            compiled=_COMPILED.get(self.execution, self.execution),
             channels_last=self.channels_last,
             checkpoint=self.checkpoint,
             ranks=ranks,
