@@ -51,8 +51,9 @@ def read_timings(machine: str) -> dict[str, OpTiming]:
 
 
 def keep_timings(machine: str, timings: Mapping[str, OpTiming]) -> None:
-    """Keep what `read_timings` is to find; raises StoreError."""
-    rows = {key: (timing.seconds, timing.noise_ratio) for key, timing in timings.items()}
+    """Keep timings beside what others have kept meanwhile; raises StoreError."""
+    kept = read_timings(machine) | dict(timings)
+    rows = {key: (timing.seconds, timing.noise_ratio) for key, timing in kept.items()}
     write_text_atomically(_timings_path(machine), json.dumps(rows))
 
 
@@ -369,7 +370,7 @@ def measure_ops(
         return known
     say("timing the model's operators", 0.0)
     timings, skipped = _replay(bound, profile, wanted, budget_s, say, on_canary)
-    keep_timings(machine, kept | {_key(call): timing for call, timing in timings.items()})
+    keep_timings(machine, {_key(call): timing for call, timing in timings.items()})
     for target, reason in skipped:
         say(f"could not time {target}: {reason}", 1.0)
     # Known calls that were timed again take the new figure: it was taken in this very step.

@@ -231,6 +231,9 @@ def test_timings_of_one_machine_are_not_anothers(
     keep_timings("one", {"relu": OpTiming(seconds=1.5, noise_ratio=0.1)})
     assert read_timings("one") == {"relu": OpTiming(seconds=1.5, noise_ratio=0.1)}
     assert read_timings("other") == {}
+    # Another process has timed another model since this one read.
+    keep_timings("one", {"add": OpTiming(seconds=0.5, noise_ratio=0.1)})
+    assert read_timings("one").keys() == {"relu", "add"}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"relu": [1.5]}', '{"relu": ["fast", 0.1]}'])
