@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from calibration.rivals import (
     OnesRegressor,
 )
 
-from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.performance_model import WEAK_PRIORS
 from estimator.errors import WorkloadError
+from tests.benchmarks.test_evaluation import measured
 
 ROWS = np.array(
     [
@@ -161,21 +162,8 @@ def only_shipped_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def inter_node(gpu: str, interconnect: str, gpus_per_node: int | None = 8) -> float | None:
     """The median of the network's prior over that of the weak one; None where none is derived."""
-    step = MeasuredStep(
-        line=2,
-        source="s",
-        gpu=gpu,
-        model="m",
-        precision="fp32",
-        strategy="ddp",
-        variant=(),
-        node_sizes=(1,),
-        batch_per_gpu=8,
-        accumulation_steps=1,
-        step_time_s=1.0,
-        gpus_per_node=gpus_per_node,
-        interconnect=interconnect,
-    )
+    alone = measured((1,), 8, gpu)
+    step = replace(alone, gpus_per_node=gpus_per_node, interconnect=interconnect)
     priors = priors_of(step)
     weak = WEAK_PRIORS.by_name["inter_node"]
     return priors and priors.by_name["inter_node"].median / weak.median

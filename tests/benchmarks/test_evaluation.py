@@ -26,21 +26,25 @@ def true_step_s(sizes: tuple[int, ...], batch: float) -> float:
     return (0.1 + 0.01 * batch) * (1 + 0.1 * len(sizes))
 
 
+def measured(sizes: tuple[int, ...], batch: float, gpu: str) -> MeasuredStep:
+    return MeasuredStep(
+        line=0,
+        source="s",
+        gpu=gpu,
+        model="m",
+        precision="fp32",
+        strategy="ddp",
+        variant=(),
+        node_sizes=sizes,
+        batch_per_gpu=batch,
+        accumulation_steps=1,
+        step_time_s=1.0,
+    )
+
+
 def make_job(model: str = "m", gpu: str = "T4") -> Job[MeasuredStep]:
     steps = tuple(
-        MeasuredStep(
-            line=0,
-            source="s",
-            gpu=gpu,
-            model=model,
-            precision="fp32",
-            strategy="ddp",
-            variant=(),
-            node_sizes=sizes,
-            batch_per_gpu=batch,
-            accumulation_steps=1,
-            step_time_s=true_step_s(sizes, batch),
-        )
+        replace(measured(sizes, batch, gpu), model=model, step_time_s=true_step_s(sizes, batch))
         for sizes in SIZES
         for batch in BATCHES
     )
@@ -174,22 +178,6 @@ def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -
 
 
 PROTOCOLS_SIZES = [(1,), (2,), (1, 1), (4,), (1, 2), (2, 2), (4, 4)]
-
-
-def measured(sizes: tuple[int, ...], batch: float, gpu: str) -> MeasuredStep:
-    return MeasuredStep(
-        line=0,
-        source="s",
-        gpu=gpu,
-        model="m",
-        precision="",
-        strategy="ddp",
-        variant=(),
-        node_sizes=sizes,
-        batch_per_gpu=batch,
-        accumulation_steps=1,
-        step_time_s=1.0,
-    )
 
 
 def protocols_make_job(gpu: str = "T4") -> Job[MeasuredStep]:

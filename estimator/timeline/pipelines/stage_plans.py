@@ -492,17 +492,14 @@ class _Planner(NamedTuple):
 
     def _passing_s(self, number: int, size_bytes: int) -> float:
         """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
-        if not size_bytes:
-            return 0.0
         one, other = (
             self.schedule.rank_of(number_of_stage, self.mesh.pp)
             for number_of_stage in (number, number + 1)
         )
-        both_ways_s = _pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)
-        if one == other:
-            return both_ways_s
+        if not size_bytes or one == other:
+            return 0.0
         group, node = _slowest_pair(self.mesh, one, other, self.cache)
-        known: list[float] = []
+        known = [_pair_s(self.mesh, one, other, _SEND, 2 * size_bytes, self.cache)]
         if group.nodes == 1:
             # Gloo's collectives go through threads of their own, what is sent from one rank to
             # another does not (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, send).
@@ -511,7 +508,7 @@ class _Planner(NamedTuple):
         elif self.schedule.name == "gpipe":
             # Of GPipe only one of the two sends at a time, which over TCP can be faster.
             known.append(float(group.latency_s + size_bytes / group.bytes_per_s))
-        return min([both_ways_s, *known])
+        return min(known)
 
     def _tied_s(self, number: int, stages: Sequence[Stage], tied: frozenset[str]) -> float:
         """Seconds in which gradients of weights that ranks share are added up between them.

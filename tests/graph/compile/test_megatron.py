@@ -31,7 +31,7 @@ from estimator.workload.recipe import Recipe
 TOKENS, WIDTH, INNER = 2 * 256, 128, 256
 
 
-class Block(nn.Module):
+class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
@@ -41,10 +41,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Block(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (2, 64)).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        x = x + mixed.transpose(1, 2).flatten(2)
-        return x + self.down(F.silu(self.up(self.norm(x))))
+        return super().forward(x + mixed.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
@@ -185,19 +189,6 @@ def test_a_precision_aware_optimizer_keeps_half_and_casts_no_gradients() -> None
     assert aware.state_bytes == 6 * weights + 3 * (2 * 2 * WIDTH + 512)
     # Gradients are cast to fp32 for the update.
     assert plain.together_bytes - aware.together_bytes == 4 * weights + 3 * 1024
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up, self.down = (
-            nn.Linear(WIDTH, INNER, bias=False),
-            nn.Linear(INNER, WIDTH, bias=False),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
 
 
 class Language(nn.Module):
