@@ -18,8 +18,8 @@ from calibration.scores import evaluation_report, scores_of, to_dict
 from calibration.tables import is_worker_table, read_steps, read_workers
 
 from estimator.cli.console import progress, remark
+from estimator.cli.option_types import Count
 from estimator.errors import EstimatorError
-from estimator.probe.option_types import Count
 
 
 def _counts(

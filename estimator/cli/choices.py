@@ -19,6 +19,7 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
+from estimator.cli.option_types import Amount, Count, Duration
 from estimator.cli.options import (
     OF_LAYOUTS,
     RESTART,
@@ -32,7 +33,6 @@ from estimator.cli.options import (
     workload_options,
 )
 from estimator.cli.request import Request
-from estimator.probe.option_types import Amount, Count, Duration
 from estimator.units import parse_knobs
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
+from estimator.cli.option_types import Count, Duration
 from estimator.cli.options import (
     OF_LAYOUTS,
     OF_STEPS,
@@ -41,7 +42,6 @@ from estimator.cli.options import (
 )
 from estimator.cli.request import Request
 from estimator.errors import ModelError
-from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:

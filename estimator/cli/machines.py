@@ -19,9 +19,9 @@ from estimator.cli.console import (
     progress,
     remark,
 )
+from estimator.cli.option_types import Count, Duration
 from estimator.cli.options import OutFile
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
-from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def merge(names: tuple[str, ...], out: Path) -> None:
     Of two measurements of the same thing the better source wins, then the newer one.
     """
     from estimator.machines.catalogue import load_profile
-    from estimator.probe.imports.findings import merge_profiles
+    from estimator.machines.merging import merge_profiles
 
     # A file of this folder may have the name of a machine.
     places = (str(Path(name).absolute()) if Path(name).is_file() else name for name in names)

@@ -13,10 +13,10 @@ import click
 from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
+from estimator.cli.option_types import Amount, Count
 from estimator.cli.request import EXECUTIONS, Request
 from estimator.errors import EstimatorError
 from estimator.files import check_writable
-from estimator.probe.option_types import Amount, Count
 from estimator.workload.optimizers import OPTIMIZERS
 from estimator.workload.recipe import PRECISIONS, Recipe
 

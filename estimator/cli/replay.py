@@ -18,6 +18,7 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
+from estimator.cli.option_types import Count, Duration
 from estimator.cli.options import (
     LOADER,
     RESTART,
@@ -28,7 +29,6 @@ from estimator.cli.options import (
 )
 from estimator.cli.request import Request
 from estimator.files import write_text_atomically
-from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable

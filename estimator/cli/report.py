@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import json_option, print_json, print_text, remark, waiting
+from estimator.cli.option_types import Amount, Count
 from estimator.cli.options import (
     OutFile,
     amount_options,
@@ -26,7 +27,6 @@ from estimator.cli.options import (
 from estimator.cli.request import Request
 from estimator.errors import ModelError, quoted
 from estimator.files import write_text_atomically
-from estimator.probe.option_types import Amount, Count
 from estimator.units import MIB
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any
 
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import known_machines, load_profile
+from estimator.machines.merging import may_be_alike
 from estimator.machines.profile import (
     Device,
     DeviceKind,
@@ -27,7 +28,6 @@ from estimator.machines.profile import (
 from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
-from estimator.probe.imports.findings import may_be_alike
 from estimator.probe.links.copies import link_from
 from estimator.tensors import ITEM_BYTES, OpCall
 

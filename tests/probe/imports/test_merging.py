@@ -14,6 +14,7 @@ from hypothesis import strategies as some
 
 from estimator.errors import ImportedFileError, ProfileError
 from estimator.machines.catalogue import load_profile
+from estimator.machines.merging import merge_profiles
 from estimator.machines.profile import (
     CollectiveCost,
     Device,
@@ -27,7 +28,6 @@ from estimator.placement.topology import Cluster, Node, Switch, cluster_toml
 from estimator.probe.imports.findings import (
     Imported,
     add_imports,
-    merge_profiles,
     profile_of_imports,
 )
 
@@ -154,8 +154,10 @@ def test_a_machine_of_the_catalogue_with_imports_says_so(store: Path, command: A
 def test_a_profile_of_imports_takes_the_memory_from_the_devices_name() -> None:
     found = Imported(formats=("nccl-tests",), device_names={0: "NVIDIA H100 80GB HBM3"})
     assert profile_of_imports(found, name="h100").devices[0].memory_bytes == 80 << 30
-    with pytest.raises(ImportedFileError, match="how much memory"):
-        profile_of_imports(replace(found, device_names={0: "NVIDIA GeForce RTX 5090"}), name="x")
+    # A Grace Hopper's driver gives the memory of its CPU.
+    for silent in ("NVIDIA GeForce RTX 5090", "NVIDIA GH200 480GB"):
+        with pytest.raises(ImportedFileError, match="how much memory"):
+            profile_of_imports(replace(found, device_names={0: silent}), name="x")
 
 
 def test_import_writes_a_machine_that_merge_takes(
