@@ -39,7 +39,6 @@ class Subject:
     figures: Callable[[Sequence[Record]], Iterator[Record]]
     repeats: int
     steps: int
-    probe_budget_s: float = 45.0
 
 
 def _subject(module: Any, bench: type[Bench], cases: Sequence[Any], **plan: Any) -> Subject:
@@ -53,7 +52,7 @@ SUBJECTS = {
     "steps": _subject(steps, steps.StepBench, cases(), repeats=7, steps=15),
     "splits": _subject(splits, splits.SplitBench, SPLITS, repeats=7, steps=15),
     "strategies": _subject(strategies, strategies.GridBench, CELLS, repeats=1, steps=3),
-    "orders": _subject(orders, orders.OrderBench, ORDERS, repeats=1, steps=6, probe_budget_s=60.0),
+    "orders": _subject(orders, orders.OrderBench, ORDERS, repeats=1, steps=6),
     "overlap": _subject(overlap, overlap.OverlapBench, OVERLAPS, repeats=3, steps=15),
     "neighbours": _subject(neighbours, neighbours.NeighbourBench, NEIGHBOURS, repeats=3, steps=30),
 }
@@ -79,7 +78,6 @@ def run(options: Options) -> Mapping[str, Any]:
             profile=home / f"{MACHINE}.json",
             repeats=1 if options.quick else subject.repeats,
             steps=subject.steps,
-            probe_budget_s=subject.probe_budget_s,
         )
         plan.work.mkdir(parents=True, exist_ok=True)
         records = Records(plan.work / "records.jsonl")

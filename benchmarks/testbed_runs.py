@@ -49,7 +49,6 @@ class RunPlan:
     profile: Path
     repeats: int
     steps: int
-    probe_budget_s: float = 45.0
 
 
 class Bench(ABC):
@@ -259,8 +258,7 @@ def probe_network(
     """Probe the ranks of an allocation together, from the profile `base`, by default the host's."""
     say(f"probing the network for {out.stem}")
     command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE]
-    command += ["--budget", str(plan.probe_budget_s), "--out", str(out)]
-    command += ["--base", str(base or plan.profile)]
+    command += ["--out", str(out), "--base", str(base or plan.profile)]
     command += ["--cluster", str(cluster)] if cluster else []
     command += ["--pairs", "all"] if all_pairs else []
     launch(bed, allocation, command)
