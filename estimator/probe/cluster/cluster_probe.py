@@ -28,14 +28,8 @@ from estimator.probe.cluster.findings import (
     other_machines,
     unequal_versions,
 )
-from estimator.probe.cluster.rank import (
-    START_S,
-    Heartbeat,
-    another_connection,
-    own_facts,
-    run_share,
-)
-from estimator.probe.cluster.signed_store import SignedStore, begin_session, connect, listen
+from estimator.probe.cluster.rank import START_S, Heartbeat, own_facts, run_share
+from estimator.probe.cluster.signed_store import SignedStore, open_session
 from estimator.probe.cluster.steps import LEAST_STEP_S, ProbePlan, steps_of
 from estimator.probe.devices.inventory import Cpu, core_device, core_groups
 from estimator.units import GIB
@@ -97,13 +91,9 @@ def probe_cluster(
     `is_called_off` before all ranks have come. `probe_machine` measures this node alone where no
     profile of it is given.
     """
-    listener = None if place.has_store else listen(place)
-    tcp_store = connect(
-        place.master_address, place.master_port, listener=listener, timeout_s=START_S
-    )
-    store = begin_session(tcp_store, place)
+    store = open_session(place, START_S)
     keeper = _Keeper(place, store, request, is_called_off, report, say)
-    with Heartbeat(place, store):
+    with Heartbeat(store, place.rank):
         try:
             keeper.run(probe_machine)
             return keeper.profile()
@@ -300,12 +290,12 @@ class _Keeper:
     def _why_ended(self, order: Mapping[str, Any], ranks: Sequence[int]) -> str:
         """Have the ranks run the steps; why they ended too early, or ""."""
         ends_at = time.monotonic() + order["timeout_s"] - _GIVEN_UP_S - _LEAVE_S
-        own = another_connection(self.place, self.store)
+        own = self.store.clone()
 
         def share() -> None:
             # Where the store has ended, the keeper finds that out itself.
             with contextlib.suppress(ProbeError):
-                own.post("ended/0", run_share(self.place, own, order, self.plan))
+                own.post("ended/0", run_share(0, own, order, self.plan))
 
         lost_before = len(self.lost)
         # Beside the watch over all; a thread that waits for a lost rank ends with this process.
@@ -383,9 +373,7 @@ def device_of(
     own = facts[rank]
     number, count, has_own_cores = numbered(facts, rank)
     if own["gpus"] and not on_cpu:
-        return _gpu_of(
-            [from_plain(Device, gpu) for gpu in own["gpus"]], own["visible"], number, count
-        )
+        return _gpu_of([from_plain(Device, gpu) for gpu in own["gpus"]], number, count)
     cpu = from_plain(Cpu, own["cpu"])
     named = base.devices[number].cores if base else ()
     if named and set(named) <= set(cpu.cores):
@@ -396,16 +384,14 @@ def device_of(
     return core_groups(cpu, count)[number]
 
 
-def _gpu_of(gpus: Sequence[Device], visible: int, number: int, count: int) -> Device:
-    if count > 1 and visible == 1:
-        # The launcher shows each rank its own GPU alone (srun --gpus-per-task).
-        return replace(gpus[min(number, len(gpus) - 1)], index=0)
-    if number >= min(visible, len(gpus)):
+def _gpu_of(gpus: Sequence[Device], number: int, count: int) -> Device:
+    # Where there is one alone, launchers show each rank its own (srun --gpus-per-task).
+    if len(gpus) > 1 and number >= len(gpus):
         raise ProbeError(
-            f"{count} ranks were started on a node with {visible} GPUs; start at most "
-            f"{visible} there"
+            f"{count} ranks were started on a node with {len(gpus)} GPUs; start at most "
+            f"{len(gpus)} there"
         )
-    return gpus[number]
+    return gpus[number % len(gpus)]
 
 
 def machine_words(facts: Mapping[str, Any], device: Device) -> str:

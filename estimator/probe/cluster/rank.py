@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from estimator.machines.profile import DeviceKind
 from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
 from estimator.probe.cluster.findings import Member, World, from_plain
 from estimator.probe.cluster.group import Group
-from estimator.probe.cluster.signed_store import SignedStore, connect, dist, join_session, prefix_of
+from estimator.probe.cluster.signed_store import SignedStore, dist, open_session
 from estimator.probe.cluster.steps import ProbePlan, run_steps
 from estimator.probe.devices.inventory import choose_devices, pinned, read_cpu
 from estimator.probe.devices.ranks import process_group
@@ -42,19 +41,15 @@ _UNREACHABLE = 2
 _MOST_CHARACTERS = 1000
 
 
-def take_part(
-    place: Place,
-    *,
-    kind: DeviceKind | None = None,
-) -> str:
+def take_part(place: Place, *, kind: DeviceKind | None = None) -> str:
     """Take part as `place` says; why rank 0 refused this rank.
 
     Ends this process once rank 0 says that it is over, or nothing was heard of it for long. Of
     `kind` "cpu" no GPU is looked for. Raises ProbeError where rank 0 is not to be reached.
     """
-    store = join_session(_connect(place, START_S), place, START_S)
+    store = open_session(place, START_S)
     rank, nonce = str(place.rank), secrets.token_hex(16)
-    with Heartbeat(place, store):
+    with Heartbeat(store, place.rank):
         store.post(f"facts/{rank}", {**own_facts(place, kind), "nonce": nonce})
         order = store.await_value("order")
         if reason := order["refused"].get(rank):
@@ -63,7 +58,7 @@ def take_part(
             raise ProbeError(
                 f"rank {rank} was answered as another process of that rank; start every rank once"
             )
-        store.post(f"ended/{rank}", run_share(place, store, order, ProbePlan()))
+        store.post(f"ended/{rank}", run_share(place.rank, store, order, ProbePlan()))
         store.await_value("never")
         return ""
 
@@ -96,20 +91,19 @@ def own_facts(place: Place, kind: DeviceKind | None) -> dict[str, Any]:
         # All threads of the node, of which this rank may use some.
         "cpu": asdict(replace(cpu, threads=os.cpu_count() or 1)),
         "gpus": [asdict(device) for device in gpus],
-        "visible": torch.cuda.device_count() if gpus else 0,
         "failure": failure,
     }
 
 
-def run_share(place: Place, store: SignedStore, order: Mapping[str, Any], plan: ProbePlan) -> str:
+def run_share(rank: int, store: SignedStore, order: Mapping[str, Any], plan: ProbePlan) -> str:
     """Run the steps of `order` with the other members, on this rank's device; why they failed.
 
     The calling thread and those that it starts stay on the device's cores.
     """
     members = tuple(from_plain(Member, member) for member in order["members"])
-    own = next((n for n, member in enumerate(members) if member.rank == place.rank), None)
+    own = next((n for n, member in enumerate(members) if member.rank == rank), None)
     if own is None:
-        return f"rank {place.rank} was taken for lost"
+        return f"rank {rank} was taken for lost"
     world, device = World(members=members, has_racks=order["has_racks"]), members[own].device
     if interface := _interface(members[own], members):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -118,17 +112,13 @@ def run_share(place: Place, store: SignedStore, order: Mapping[str, Any], plan: 
     try:
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
-        # A connection of its own, whose waits last as long as those of the process group.
-        addresses = _connect(place)
-        addresses.set_timeout(timedelta(seconds=order["timeout_s"]))
-        signed = SignedStore(
-            dist.PrefixStore(f"{prefix_of(place)}/world", addresses), store.signer.derived("world")
-        )
+        # Its waits last as long as those of the process group.
+        addresses = store.part("world", timeout_s=order["timeout_s"])
         with (
             pinned(device.cores, threads=max(1, len(device.cores))),
             process_group(
                 device.kind,
-                signed,
+                addresses,
                 rank=own,
                 world_size=len(members),
                 timeout_s=order["timeout_s"],
@@ -156,23 +146,14 @@ def _interface(own: Member, members: Sequence[Member]) -> str | None:
     return "lo" if sys.platform == "linux" else None
 
 
-def another_connection(place: Place, store: SignedStore) -> SignedStore:
-    """The same store for another thread."""
-    return SignedStore(dist.PrefixStore(prefix_of(place), _connect(place)), store.signer)
-
-
-def _connect(place: Place, timeout_s: float = _LATE_S) -> Any:
-    return connect(place.master_address, place.master_port, timeout_s=timeout_s)
-
-
 class Heartbeat:
     """Says every half second that this rank lives.
 
     On all ranks but 0 it ends this process once rank 0 says that it is over, or is out of reach.
     """
 
-    def __init__(self, place: Place, store: SignedStore) -> None:
-        self._store, self._rank = another_connection(place, store), place.rank
+    def __init__(self, store: SignedStore, rank: int) -> None:
+        self._store, self._rank = store.clone(), rank
         self._ended = threading.Event()
         self._silent_s = 0
 

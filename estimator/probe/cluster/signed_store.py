@@ -27,7 +27,7 @@ _DIGEST = "sha256"
 _MAC_CHARACTERS = 64
 # A question to the store takes milliseconds, unless the way to it is broken.
 _ANSWER_S = 20.0
-_FOREVER_S = 86_400.0
+_FOREVER = timedelta(days=1)
 # How often a key is read again that holds what nobody of this launch has signed.
 _POLL_S = 0.02
 
@@ -112,6 +112,12 @@ class SignedStore(dist.Store):  # type: ignore[misc]
         self._clones.append(SignedStore(self._store.clone(), self.signer))
         return self._clones[-1]
 
+    def part(self, name: str, *, timeout_s: float) -> SignedStore:
+        """Another connection to what stands under a name, whose signatures hold there alone."""
+        own = self._store.clone()
+        own.set_timeout(timedelta(seconds=timeout_s))
+        return SignedStore(dist.PrefixStore(name, own), self.signer.derived(name))
+
     def post(self, key: str, value: Any) -> None:
         """Set a key to a JSON value; raises ProbeError where the store is gone."""
         body = json.dumps(value, allow_nan=False)
@@ -139,24 +145,19 @@ class SignedStore(dist.Store):  # type: ignore[misc]
             return None
         return json.loads(body)
 
-    def await_value(self, key: str, timeout_s: float = _FOREVER_S) -> Any:
-        """The JSON value of a key once it is there; None where it is not within `timeout_s`.
+    def await_value(self, key: str) -> Any:
+        """The JSON value of a key once it is there.
 
-        Whoever waits without one is ended by its heartbeat, or by whoever started it.
+        Whoever waits is ended by its heartbeat, or by whoever started it.
         """
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        while True:
             try:
-                self._store.wait([key], timedelta(seconds=left_s))
-            except dist.DistStoreError:
-                return None
+                self._store.wait([key], _FOREVER)
             except RuntimeError:
                 raise _gone() from None
-            value = self.read(key)
-            if value is not None:
+            if (value := self.read(key)) is not None:
                 return value
             time.sleep(_POLL_S)
-        return None
 
 
 def _gone() -> ProbeError:
@@ -224,24 +225,31 @@ def prefix_of(place: Place) -> str:
     return f"estimator/{place.attempt}"
 
 
-def begin_session(store: Any, place: Place) -> SignedStore:
-    """Rank 0 draws the number of this run, which every later signature holds for."""
-    nonce = secrets.token_hex(16)
-    launch = _launch_store(store, place)
-    launch.post("session", nonce)
-    return SignedStore(
-        dist.PrefixStore(prefix_of(place), store), launch.signer.derived("session", nonce)
+def open_session(place: Place, timeout_s: float) -> SignedStore:
+    """The store of this run, which rank 0 serves where the launcher does not; raises ProbeError."""
+    serves = place.rank == 0 and not place.has_store
+    store = connect(
+        place.master_address,
+        place.master_port,
+        listener=listen(place) if serves else None,
+        timeout_s=timeout_s,
     )
+    return session_of(store, place, timeout_s)
 
 
-def join_session(store: Any, place: Place, timeout_s: float) -> SignedStore:
-    """The store of the run that rank 0 has begun; raises ProbeError where it has another secret.
+def session_of(store: Any, place: Place, timeout_s: float) -> SignedStore:
+    """What is this run's of a store: rank 0 draws its number, for which all later signatures hold.
 
-    That it is this run and no earlier one shows in rank 0's answer to the rank's own number.
+    That others hear this run's and no earlier one shows in rank 0's answer to a number of theirs.
+    Raises ProbeError where rank 0 has another secret than they, or says nothing so long.
     """
-    launch = _launch_store(store, place)
+    own = dist.PrefixStore(prefix_of(place), store)
+    launch, nonce = SignedStore(own, Signer(place.secret)), None
+    if place.rank == 0:
+        nonce = secrets.token_hex(16)
+        launch.post("session", nonce)
     deadline = time.monotonic() + timeout_s
-    while (nonce := launch.read("session")) is None:
+    while nonce is None and (nonce := launch.read("session")) is None:
         if launch.forged:
             raise ProbeError(
                 f"rank 0 at {place.master_address}:{place.master_port} has another secret than "
@@ -253,10 +261,4 @@ def join_session(store: Any, place: Place, timeout_s: float) -> SignedStore:
                 "together"
             )
         time.sleep(_POLL_S)
-    return SignedStore(
-        dist.PrefixStore(prefix_of(place), store), launch.signer.derived("session", str(nonce))
-    )
-
-
-def _launch_store(store: Any, place: Place) -> SignedStore:
-    return SignedStore(dist.PrefixStore(prefix_of(place), store), Signer(place.secret))
+    return SignedStore(own, launch.signer.derived("session", nonce))

@@ -308,7 +308,6 @@ def facts_of(host: str, cores: list[int], local_rank: int | None = None) -> dict
         "versions": {"estimator": "2"},
         "cpu": {"model": "cpu", "threads": 2, "memory_bytes": 64, "numa_cores": {"0": cores}},
         "gpus": [],
-        "visible": 0,
         "failure": "",
     }
 
@@ -330,14 +329,14 @@ def test_ranks_of_one_host_share_its_cores_where_the_launcher_does_not() -> None
 
 def test_ranks_have_the_gpus_of_their_numbers_and_no_more_than_there_are() -> None:
     gpu = {"kind": "cuda", "name": "gpu", "memory_bytes": 1, "cores": []}
-    both = {"gpus": [{**gpu, "index": 0}, {**gpu, "index": 1}], "visible": 2}
+    both = {"gpus": [{**gpu, "index": 0}, {**gpu, "index": 1}]}
     facts = {rank: {**facts_of("a", [0, 1]), **both} for rank in range(3)}
     members, refused = members_of(facts, ClusterRequest(), 3)
     assert [member.device.index for member in members] == [0, 1]
     assert members[1].machine.endswith("2 × gpu")
     assert "3 ranks were started on a node with 2 GPUs" in refused["2"]
     # Where the launcher shows each rank one of its own, that is its first.
-    facts = {rank: {**facts[rank], "visible": 1} for rank in range(2)}
+    facts = {rank: {**facts[rank], "gpus": both["gpus"][:1]} for rank in range(2)}
     assert device_of(facts, 1, None, on_cpu=False).index == 0
     assert device_of(facts, 0, None, on_cpu=True).kind == "cpu"
 

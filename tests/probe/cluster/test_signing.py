@@ -8,6 +8,7 @@ import hmac
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +23,10 @@ from estimator.probe.cluster.signed_store import (
     MAX_MESSAGE_BYTES,
     SignedStore,
     Signer,
-    begin_session,
     connect,
-    join_session,
     listen,
     prefix_of,
+    session_of,
 )
 from estimator.probe.devices.ranks import run_on_devices
 from tests.conftest import free_port
@@ -123,28 +123,28 @@ def test_a_taken_port_is_said() -> None:
 
 def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Place, Any]) -> None:
     place, tcp_store = served
-    first = begin_session(tcp_store, place)
-    second = join_session(tcp_store, place, 1.0)
+    first = session_of(tcp_store, place, 1.0)
+    second = session_of(tcp_store, replace(place, rank=1), 1.0)
     first.post("order/0", {"members": []})
     assert second.read("order/0") == {"members": []}
     assert second.read("order/1") is None
     raw = dist.PrefixStore(prefix_of(place), tcp_store)
     raw.set("order/1", raw.get("order/0"))
     assert second.read("order/1") is None
-    assert second.await_value("order/1", 0.2) is None
     assert second.forged == {"order/1"}
     # The next run of the same launch has the same secret, and another session.
-    assert begin_session(tcp_store, place).read("order/0") is None
+    assert session_of(tcp_store, place, 1.0).read("order/0") is None
 
 
 def test_a_rank_with_another_secret_finds_out_before_it_sends_anything(
     served: tuple[Place, Any],
 ) -> None:
     place, tcp_store = served
-    begin_session(tcp_store, place)
+    session_of(tcp_store, place, 1.0)
     keys = tcp_store.num_keys()
-    with pytest.raises(ProbeError, match="has another secret than rank 0; give all ranks"):
-        join_session(tcp_store, place_of("f" * 32, master_port=place.master_port), 1.0)
+    other = place_of("f" * 32, rank=1, master_port=place.master_port)
+    with pytest.raises(ProbeError, match="has another secret than rank 1; give all ranks"):
+        session_of(tcp_store, other, 1.0)
     assert tcp_store.num_keys() == keys
 
 
@@ -152,12 +152,16 @@ def test_what_is_posted_later_is_read_though_something_forged_was_there(
     served: tuple[Place, Any],
 ) -> None:
     place, tcp_store = served
-    first = begin_session(tcp_store, place)
+    first = session_of(tcp_store, place, 1.0)
     raw = dist.PrefixStore(prefix_of(place), tcp_store)
     SignedStore(raw, Signer(b"guessed")).post("order/0", "forged")
-    assert first.await_value("order/0", 0.1) is None
-    first.post("order/0", "real")
-    assert first.await_value("order/0", 0.1) == "real"
+    assert first.read("order/0") is None
+    # Another thread waits meanwhile, past what is forged.
+    own = first.clone()
+    later = threading.Timer(0.2, own.post, args=("order/0", "real"))
+    later.start()
+    assert first.await_value("order/0") == "real"
+    later.join()
 
 
 def test_addresses_of_a_process_group_are_taken_from_its_own_ranks_only() -> None:
