@@ -37,6 +37,10 @@ from estimator.tensors import ITEM_BYTES, OpCall
 _CUDA_HOST_ERROR = 0.21
 
 
+# By the call, and whether float32 was multiplied on tensor cores.
+KernelPoints = dict[tuple[OpCall, bool], KernelPoint]
+
+
 @dataclass(slots=True, kw_only=True)
 class Findings:
     """Everything found so far; grows while the probe runs, whole at any moment.
@@ -45,8 +49,7 @@ class Findings:
     """
 
     at: str
-    points: list[KernelPoint] = field(default_factory=list)
-    tf32_points: list[KernelPoint] = field(default_factory=list)
+    points: KernelPoints = field(default_factory=dict)
     kernels_done: int = 0
     lacking: dict[str, None] = field(default_factory=dict)
     is_lost: bool = False
@@ -87,13 +90,10 @@ class Findings:
 
     def described(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """The devices, which are alike, with what was found; the first is the one seen at work."""
-        return tuple(
-            replace(
-                device,
-                details={**device.details, **self.facts, **(self.sustained if first else {})},
-            )
-            for device, first in zip(devices, (True, *(False for _ in devices)), strict=False)
+        first, *others = (
+            replace(device, details={**device.details, **self.facts}) for device in devices
         )
+        return replace(first, details={**first.details, **self.sustained}), *others
 
     def all_of(self, what: str) -> tuple[Any, ...]:
         """The findings of that name of all parts."""
@@ -103,15 +103,15 @@ class Findings:
     @property
     def rank_jitter_ratio(self) -> float | None:
         """How unlike equal ranks run; None where that was not measured."""
-        ratios = (step.rank_jitter_ratio for step in self.steps.values())
-        return next((ratio for ratio in ratios if ratio is not None), None)
+        step = self.steps.get("contention")
+        return step.rank_jitter_ratio if step else None
 
     def _take_kernel(self, message: Mapping[str, Any]) -> None:
         if "call" in message:
             entries = {name: value for name, value in message.items() if name != "math"}
-            points = self.tf32_points if message.get("math") == "tf32" else self.points
             entries["call"] = OpCall.decode(entries["call"])
-            points.append(KernelPoint(**entries))
+            # One that was timed again had been disturbed before.
+            self.points[entries["call"], message.get("math") == "tf32"] = KernelPoint(**entries)
             return
         self.kernels_done, self.is_lost = message["done"], message["is_lost"]
         self.lacking |= dict.fromkeys(message["lacking"])
@@ -153,38 +153,29 @@ class Findings:
                 per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
                 points=tuple(points),
                 lanes=tuple(map(tuple, message.get("lanes", ()))),
-                provenance=Provenance(
-                    source="measured",
-                    at=self.at,
-                    samples=len(points),
-                    relative_error=relative_error,
-                ),
+                provenance=self._measured(len(points), relative_error),
             )
         )
 
     def kernels_timed_ratio(self, grid_calls: int) -> float:
         """The share of the grid's calls that was reached, those that do not run here included."""
         # What is cut short has not said how many are done.
-        timed = sum(len(list(_latest(points))) for points in (self.points, self.tf32_points))
-        return min(1.0, max(self.kernels_done, timed) / grid_calls)
+        return min(1.0, max(self.kernels_done, len(self.points)) / grid_calls)
 
     def kernel_costs(self) -> tuple[KernelCost, ...]:
         """The points grouped by operator and dtype, in the order in which they were met."""
         groups: dict[tuple[str, str], list[KernelPoint]] = {}
-        for point in _latest(self.points):
-            groups.setdefault((point.call.target, point.call.dtype), []).append(point)
-        for point in _latest(self.tf32_points):
-            groups.setdefault((point.call.target, "tfloat32"), []).append(point)
+        for (call, in_tf32), point in self.points.items():
+            dtype = "tfloat32" if in_tf32 else call.dtype
+            groups.setdefault((call.target, dtype), []).append(point)
         return tuple(
             KernelCost(
                 target=target,
                 dtype=dtype,
                 points=tuple(points),
-                provenance=Provenance(
-                    source="measured",
-                    at=self.at,
-                    samples=len(points),
-                    relative_error=statistics.median(point.noise_ratio for point in points),
+                provenance=self._measured(
+                    len(points),
+                    statistics.median(point.noise_ratio for point in points),
                     note="" if self.memory_resident is not False else "page faults included",
                 ),
             )
@@ -196,15 +187,13 @@ class Findings:
         if not self.host:
             return None
         error = _CUDA_HOST_ERROR if kind == "cuda" else None
-        provenance = Provenance(source="measured", at=self.at, samples=1, relative_error=error)
-        return HostCost(**self.host, provenance=provenance)
+        return HostCost(**self.host, provenance=self._measured(1, error))
 
     def input_cost(self) -> InputCost | None:
         """None where the part did not get that far."""
         if not self.input:
             return None
-        provenance = Provenance(source="measured", at=self.at, samples=len(self.input))
-        return InputCost(**self.input, provenance=provenance)
+        return InputCost(**self.input, provenance=self._measured(len(self.input)))
 
     def memory_cost(self, hardware: Mapping[str, Any], device: Device) -> MemoryCost | None:
         """None where neither touching nor reading was measured."""
@@ -218,37 +207,34 @@ class Findings:
         error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None
         return MemoryCost(
             **{"private_cache_bytes": private, "shared_cache_bytes": shared, **known},
-            provenance=Provenance(
-                source="measured", at=self.at, samples=len(rates), relative_error=error
-            ),
+            provenance=self._measured(len(rates), error),
+        )
+
+    def _measured(
+        self, samples: int, relative_error: float | None = None, *, note: str = ""
+    ) -> Provenance:
+        return Provenance(
+            source="measured",
+            at=self.at,
+            samples=samples,
+            relative_error=relative_error,
+            note=note,
         )
 
 
-def _latest(points: Sequence[KernelPoint]) -> Iterable[KernelPoint]:
-    """One point for each call: one that was timed again had been disturbed before."""
-    return {point.call: point for point in points}.values()
-
-
-def with_best_rates(
-    devices: Sequence[Device],
-    points: Sequence[KernelPoint],
-    tf32_points: Sequence[KernelPoint] = (),
-) -> tuple[Device, ...]:
+def with_best_rates(devices: Sequence[Device], points: KernelPoints) -> tuple[Device, ...]:
     """The devices with the best rates seen: matmuls and convolutions by dtype, a streaming sum.
 
-    What a datasheet already says of a device stays. `tf32_points` are float32 matmuls on tensor
-    cores, where cuDNN's convolutions of float32 run too (torch.backends.cudnn.allow_tf32).
+    What a datasheet already says of a device stays. cuDNN's convolutions of float32 run on tensor
+    cores too (torch.backends.cudnn.allow_tf32).
     """
     peaks: dict[str, float] = {}
-    for timed, in_tf32 in ((points, False), (tf32_points, True)):
-        for point in timed:
-            call = point.call
-            on_tensor_cores = in_tf32 or (call.target == _CONVOLUTION and devices[0].kind == "cuda")
-            is_rounded = on_tensor_cores and call.dtype == "float32"
-            dtype = "tfloat32" if is_rounded else call.dtype
-            if flops := _matrix_flops(call):
-                peaks[dtype] = max(peaks.get(dtype, 0.0), flops / point.warm_s)
-    bandwidth = _streamed_bytes_per_s(points)
+    for (call, in_tf32), point in points.items():
+        on_tensor_cores = in_tf32 or (call.target == _CONVOLUTION and devices[0].kind == "cuda")
+        dtype = "tfloat32" if on_tensor_cores and call.dtype == "float32" else call.dtype
+        if flops := _matrix_flops(call):
+            peaks[dtype] = max(peaks.get(dtype, 0.0), flops / point.warm_s)
+    bandwidth = _streamed_bytes_per_s(points.values())
     return tuple(
         replace(
             device,
@@ -273,7 +259,7 @@ def _matrix_flops(call: OpCall) -> float:
     return 0.0
 
 
-def _streamed_bytes_per_s(points: Sequence[KernelPoint]) -> float | None:
+def _streamed_bytes_per_s(points: Iterable[KernelPoint]) -> float | None:
     """What the largest sum of two contiguous tensors moved; None where none was timed."""
     most_moved, rate = 0, None
     for point in points:

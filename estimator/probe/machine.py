@@ -276,7 +276,7 @@ class _Probe:
             self.tell(step)
 
         self.ranks.run(
-            "estimator.probe.cluster.steps:run_on_node",
+            "estimator.probe.node:run_on_node",
             {
                 "step": step,
                 "devices": [asdict(device) for device in self.devices],
@@ -309,9 +309,7 @@ class _Probe:
         grid = kernel_grid(self.devices[0].kind, thorough=self.thorough)
         profile = MachineProfile(
             name=name,
-            devices=with_best_rates(
-                findings.described(self.devices), findings.points, findings.tf32_points
-            ),
+            devices=with_best_rates(findings.described(self.devices), findings.points),
             links=findings.all_of("links"),
             collectives=findings.all_of("collectives"),
             overlaps=findings.all_of("overlaps"),

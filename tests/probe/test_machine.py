@@ -22,7 +22,7 @@ from estimator.machines.profile import (
 )
 from estimator.probe import machine as machine_module
 from estimator.probe.cluster.findings import ClusterFindings, Member, World
-from estimator.probe.cluster.steps import ProbePlan, links_of_node
+from estimator.probe.cluster.steps import ProbePlan
 from estimator.probe.devices import inventory
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.calls import grid_call, tensor
@@ -31,6 +31,7 @@ from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
 from estimator.probe.links.copies import peer_links
 from estimator.probe.machine import probe_machine
+from estimator.probe.node import links_of_node
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.collectives.algorithms import widest_link
 
@@ -177,18 +178,16 @@ def point(target: str, inputs: tuple[TensorSpec, ...], warm_s: float) -> KernelP
 
 
 def test_a_devices_best_rates_come_from_products_and_the_largest_sum() -> None:
-    square = TensorSpec((100, 100))
+    square, wider = TensorSpec((100, 100)), TensorSpec((100, 200))
     million, small = TensorSpec((10**6,)), TensorSpec((10,))
     device = Device(kind="cpu", index=0, name="core", memory_bytes=1, cores=(0,))
-    (rated,) = with_best_rates(
-        [device],
-        [
-            point("aten.mm.default", (square, square), 1e-4),
-            point("aten.mm.default", (square, square), 2e-4),
-            point("aten.add.Tensor", (million, million), 1e-3),
-            point("aten.add.Tensor", (small, small), 1e-12),
-        ],
+    points = (
+        point("aten.mm.default", (square, square), 1e-4),
+        point("aten.mm.default", (square, wider), 4e-4),
+        point("aten.add.Tensor", (million, million), 1e-3),
+        point("aten.add.Tensor", (small, small), 1e-12),
     )
+    (rated,) = with_best_rates([device], {(each.call, False): each for each in points})
     # 2 · 100³ flops in 0.1 ms; three arrays of 4 MB in 1 ms.
     assert rated.peak_flops_per_s == {"float32": pytest.approx(2e10)}
     assert rated.memory_bandwidth_bytes_per_s == pytest.approx(1.2e10)
@@ -198,14 +197,14 @@ def test_convolutions_of_float32_run_on_tensor_cores_of_gpus() -> None:
     gpu = Device(kind="cuda", index=0, name="gpu", memory_bytes=1)
     x, weight = TensorSpec((1, 10, 10, 10)), TensorSpec((20, 10, 1, 1))
     steps, nothing, one = (1, 1), (0, 0), (1, 1)
-    convolution = point("aten.convolution.default", (x, weight), 5e-7)
     arguments = (x, weight, None, steps, nothing, one, False, nothing, 1)
     call = OpCall("aten.convolution.default", arguments, (), (TensorSpec((1, 20, 10, 10)),))
-    convolution = replace(convolution, call=call)
+    convolution = KernelPoint(call=call, warm_s=5e-7)
     square = TensorSpec((100, 100))
     exact = point("aten.mm.default", (square, square), 1e-4)
-    rounded = point("aten.mm.default", (square, square), 5e-5)
-    (rated,) = with_best_rates([gpu], [convolution, exact], [rounded])
+    rounded = replace(exact, warm_s=5e-5)
+    points = {(call, False): convolution, (exact.call, False): exact, (exact.call, True): rounded}
+    (rated,) = with_best_rates([gpu], points)
     # 2 · 100³ flops in 0.1 ms and in 50 µs; 2 · 2000 · 10 flops of the convolution in 0.5 µs.
     assert rated.peak_flops_per_s == pytest.approx({"float32": 2e10, "tfloat32": 8e10})
 

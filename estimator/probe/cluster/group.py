@@ -6,12 +6,11 @@ a name from the network. What is measured comes together on rank 0 of the launch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from estimator.machines.profile import Device
-from estimator.probe.cluster.findings import Member, World, from_plain
-from estimator.probe.cluster.signed_store import SignedStore, Signer, dist
+from estimator.probe.cluster.findings import World
+from estimator.probe.cluster.signed_store import SignedStore, dist
 
 
 class Group:
@@ -64,24 +63,3 @@ class Group:
     def _next_key(self) -> str:
         self._count += 1
         return f"step/{self._count}"
-
-
-_own_group: Group | None = None
-
-
-def group_of_node(devices: Sequence[Mapping[str, Any]]) -> Group:
-    """This rank's side of the world of one node's `devices`, whose process group is up.
-
-    It is the same in every call of a process: the world's keys are used once.
-    """
-    global _own_group
-    if _own_group is None:
-        members = tuple(
-            Member(rank=rank, host="", device=from_plain(Device, device), machine="")
-            for rank, device in enumerate(devices)
-        )
-        # The group's own store is a file that no other user can read.
-        own = dist.PrefixStore("steps", dist.distributed_c10d._get_default_store())
-        store = SignedStore(own, Signer(b""))
-        _own_group = Group(store, World(members=members), dist.get_rank())
-    return _own_group

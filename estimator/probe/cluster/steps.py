@@ -6,11 +6,10 @@ are kept on the home rank, which also decides what follows from them.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -19,7 +18,6 @@ from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
     DeviceKind,
-    LinkKind,
 )
 from estimator.placement.mesh import carrier_of
 from estimator.probe.cluster.findings import (
@@ -30,16 +28,10 @@ from estimator.probe.cluster.findings import (
     slow_links,
     slow_nodes,
 )
-from estimator.probe.cluster.group import Group, group_of_node
-from estimator.probe.cluster.signed_store import dist
+from estimator.probe.cluster.group import Group
 from estimator.probe.devices.backend import open_backend
-from estimator.probe.devices.contention import rank_jitter_ratio, summarise, time_contention
 from estimator.probe.devices.jobs import canary_s
-from estimator.probe.devices.ranks import report
 from estimator.probe.links.collectives import (
-    BLOCKING_PARTS,
-    NODE_PARTS,
-    NODE_SIZES_BYTES,
     OTHER_SIZES_BYTES,
     SIZES_BYTES,
     TimedPart,
@@ -48,11 +40,6 @@ from estimator.probe.links.collectives import (
 )
 from estimator.probe.links.copies import (
     MESSAGE_SIZES_BYTES,
-    Points,
-    host_copies,
-    link_from,
-    peer_links,
-    time_peer_copies,
     typical_link,
 )
 from estimator.probe.links.network import (
@@ -66,7 +53,7 @@ from estimator.probe.links.network import (
     time_flows,
     time_pairs,
 )
-from estimator.probe.links.overlap import NODE_CASES, overlap_cost, time_overlaps
+from estimator.probe.links.overlap import overlap_cost, time_overlaps
 from estimator.units import MIB
 
 # A step of so many planned seconds also starts and ends; that much of them is for measuring.
@@ -170,9 +157,7 @@ def _time_canary(*, kind: DeviceKind, **_more: Any) -> list[float]:
     """On average and not in the middle: a node whose CPU time is rationed computes at full speed
     most of the time, and not at all in between.
     """
-    import torch
-
-    backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    backend = open_backend(kind)
     means_s = []
     for _ in range(_CANARY_TURNS):
         began, count = time.perf_counter(), 0
@@ -248,11 +233,11 @@ def _node_pairs(
     place = {host: position for position, host in enumerate(hosts)}
     links = {(place[a], place[b]): world.links_between(a, b) for a, b in chosen}
     ranks = [world.nodes[host][0] for host in hosts]
-    timed = _pairs(group, ranks, grouped(links, links), sizes_bytes, seconds)
+    timed = measure_pairs(group, ranks, grouped(links, links), sizes_bytes, seconds)
     return {(hosts[source], hosts[target]): message for (source, target), message in timed.items()}
 
 
-def _pairs(
+def measure_pairs(
     group: Group,
     ranks: Sequence[int],
     pairs: Sequence[Sequence[tuple[int, int]]],
@@ -328,7 +313,7 @@ _LEAST_GROUP_RATIO = 0.1
 def all_reduce_everywhere(group: Group, plan: ProbePlan, seconds: float) -> None:
     """The group that data-parallel training uses, also with two all-reduces at once."""
     parts = [TimedPart("calls", "all_reduce", 2.0), TimedPart("pairs", "all_reduce")]
-    _collectives(group, plan, next(shapes(group.world)), parts, seconds, SIZES_BYTES)
+    measure_collectives(group, plan, next(shapes(group.world)), parts, seconds, SIZES_BYTES)
 
 
 def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
@@ -341,14 +326,14 @@ def all_reduce_in_groups(group: Group, plan: ProbePlan, seconds: float) -> str:
             words = ", ".join(shape_words(group.world, ranks) for ranks in groups[number:])
             return f"{words}: the budget was over"
         own_s = left_s / min(_GROUPS_AT_MOST, len(groups) - number)
-        _collectives(group, plan, ranks, _calls_of("all_reduce"), own_s, SIZES_BYTES)
+        measure_collectives(group, plan, ranks, _calls_of("all_reduce"), own_s, SIZES_BYTES)
     return ""
 
 
 def other_collectives(group: Group, plan: ProbePlan, seconds: float) -> None:
     """What sharded training and parameter servers use, over everything."""
     parts = _calls_of(*_sharding_ops(group.kind), "broadcast")
-    _collectives(group, plan, next(shapes(group.world)), parts, seconds, OTHER_SIZES_BYTES)
+    measure_collectives(group, plan, next(shapes(group.world)), parts, seconds, OTHER_SIZES_BYTES)
 
 
 def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> None:
@@ -356,28 +341,21 @@ def sharding_in_groups(group: Group, plan: ProbePlan, seconds: float) -> None:
     world = group.world
     ops = _sharding_ops(group.kind)
     # Calls inside nodes are short, and as they share the cores of a node, uneven.
-    _collectives(group, plan, world.firsts[:2], _calls_of(*ops), 0.4 * seconds, OTHER_SIZES_BYTES)
+    measure_collectives(
+        group, plan, world.firsts[:2], _calls_of(*ops), 0.4 * seconds, OTHER_SIZES_BYTES
+    )
     per_node = world.devices_per_node
     if per_node > 1:
         # Groups inside nodes, in all nodes at the same time, as HSDP shards a model.
         groups = [positions[:per_node] for positions in world.nodes.values()]
         ranks = [position for positions in groups for position in positions]
         parts = _calls_of(*ops, "all_reduce")
-        _collectives(group, plan, ranks, parts, 0.6 * seconds, OTHER_SIZES_BYTES, groups=groups)
+        measure_collectives(
+            group, plan, ranks, parts, 0.6 * seconds, OTHER_SIZES_BYTES, groups=groups
+        )
 
 
-def collectives_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """Every collective over the first 2, 3, … and all devices of this node."""
-    count = len(group.world.members)
-    parts = [*NODE_PARTS, *(BLOCKING_PARTS if group.kind == "cpu" else ())]
-    # All devices first: the group that data-parallel training uses most. It has half the time,
-    # where smaller groups are to be measured too.
-    for size in range(count, 1, -1):
-        share = 1.0 if count == 2 else 0.5 if size == count else 0.5 / (count - 2)
-        _collectives(group, plan, range(size), parts, seconds * share, NODE_SIZES_BYTES)
-
-
-def _collectives(
+def measure_collectives(
     group: Group,
     plan: ProbePlan,
     ranks: Sequence[int],
@@ -431,7 +409,6 @@ _COMPUTE_RATIO = 2.0
 # Rounds of overlap.time_overlaps with its warm-up, each of two computes and three collectives,
 # beside two kinds of compute.
 _OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
-_NODE_COMPUTE_RATIO = 3.0
 
 
 def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
@@ -444,17 +421,11 @@ def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
         if not cases:
             words = shape_words(world, ranks)
             return f"{words}: the links are too slow to do it in time; use a larger --budget"
-        _overlaps(group, plan, ranks, cases, _COMPUTE_RATIO, planned_s)
+        measure_overlaps(group, plan, ranks, cases, _COMPUTE_RATIO, planned_s)
     return ""
 
 
-def overlap_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """All-reduces over all devices of this node beside compute."""
-    ranks = range(len(group.world.members))
-    _overlaps(group, plan, ranks, NODE_CASES, _NODE_COMPUTE_RATIO, MEASURING_RATIO * seconds)
-
-
-def _overlaps(
+def measure_overlaps(
     group: Group,
     plan: ProbePlan,
     ranks: Sequence[int],
@@ -495,75 +466,3 @@ def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[
                 cases.append((size, flights))
                 left_s -= taken_s
     return cases
-
-
-def links_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """The links between devices of this node; of accelerators those to the host, all busy, too."""
-    if group.kind != "cuda":
-        # The loopback of a host is one, whichever cores talk over it.
-        timed = _pairs(group, (0, 1), [[(0, 1)]], MESSAGE_SIZES_BYTES, seconds)
-        plan.findings.links += [
-            pair_link("loopback", "node", message) for message in timed.values()
-        ]
-        return
-    devices = group.world.own_devices
-    everything = range(len(devices))
-    own_s = seconds / 2
-
-    def over_the_host(*, group: Any, **_: Any) -> list[Any]:
-        import torch
-
-        backend = open_backend("cuda", torch.cuda.current_device())
-
-        def meet() -> None:
-            dist.barrier(group)
-            backend.synchronize()
-
-        return host_copies(backend, torch, meet=meet, budget_s=own_s)
-
-    points: dict[tuple[LinkKind, bool], Points] = {}
-    for message in itertools.chain(*group.measured(everything, over_the_host)):
-        points.setdefault((message["kind"], message["pinned"]), []).extend(message["points"])
-    for (kind, pinned), copied in points.items():
-        plan.findings.links.append(link_from(kind, copied, pinned=pinned, flows=len(devices)))
-    plan.keep()
-    # One process copies from any device to any other.
-    indices = [device.index for device in devices]
-    (between,) = group.measured((0,), lambda **_: time_peer_copies(indices, budget_s=own_s)) or [[]]
-    pairs = {(one["from"], one["to"]): one["points"] for one in between}
-    plan.findings.links += peer_links(devices, pairs)
-    plan.keep()
-
-
-def contention_of_node(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """What calls take with 2 and with all devices of this node busy, beside what they do alone."""
-    counts = sorted({2, len(group.world.members)})
-    measure = partial(time_contention, budget_s=seconds / len(counts))
-    for count in counts:
-        if reports := group.measured(range(count), measure):
-            plan.findings.contentions += summarise(reports, at=plan.findings.at)
-            plan.findings.rank_jitter_ratio = rank_jitter_ratio(reports)
-            plan.keep()
-
-
-# What is measured of one node alone, by the name of its part of the probe.
-NODE_STEPS = {
-    "collectives": collectives_of_node,
-    "contention": contention_of_node,
-    "overlap": overlap_of_node,
-    "copies": links_of_node,
-}
-
-
-def run_on_node(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Run one of NODE_STEPS in the world of one node; the home rank reports the findings so far."""
-    group = group_of_node(arguments["devices"])
-    findings = ClusterFindings(at=arguments["at"])
-
-    def keep() -> None:
-        if group.is_home:
-            report(asdict(findings))
-
-    plan = ProbePlan(findings=findings, keep=keep)
-    NODE_STEPS[arguments["step"]](group, plan, arguments["seconds"])
-    keep()

@@ -85,7 +85,7 @@ def step_of_node(step: str, seconds: float) -> ClusterFindings:
     }
     with DeviceProcesses(DEVICES, world=True) as ranks:
         ranks.run(
-            "estimator.probe.cluster.steps:run_on_node",
+            "estimator.probe.node:run_on_node",
             arguments,
             timeout_s=120.0,
             on_report=lambda _, message: found.append(from_plain(ClusterFindings, message)),
