@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from estimator.probe.devices.backend import Backend
@@ -40,7 +41,7 @@ def cooling_backward(streamed: Any) -> Callable[[Any], Any]:
 
 
 _RANKS, _WIDTH = 2, 16
-_MODULES, _DTENSOR_ROUNDS, _DTENSOR_WARMUP = 12, 21, 3
+_MODULES, _DTENSOR_ROUNDS, _DTENSOR_WARM_UPS = 12, 21, 3
 # A tensor of fp32 and its states are more than the private caches of a core hold.
 _UPDATED, _UPDATED_ELEMENTS = 4, 1 << 19
 
@@ -88,13 +89,13 @@ def dtensor_costs(backend: Backend) -> dict[str, float]:
             "columns": model(_WIDTH, _RANKS * _WIDTH, ColwiseParallel()),
             "rows": model(_RANKS * _WIDTH, _WIDTH, RowwiseParallel()),
         }
-        rounds = _passes(backend, forms, x)
+        passes = _passes(backend, forms, x, warm_ups=_DTENSOR_WARM_UPS, rounds=_DTENSOR_ROUNDS)
         update = {"dtensor_update_tensor_s": _update_s(mesh)} if backend.kind == "cpu" else {}
 
     def more_s(slower: str, than: str, backward: bool) -> float:
         """What a layer of one form takes longer."""
         one_s, other_s = (
-            _quicker_s([passes[form][backward] for passes in rounds]) for form in (slower, than)
+            _quicker_s([each[backward] for each in passes[form]]) for form in (slower, than)
         )
         return max(0.0, one_s - other_s) / _MODULES
 
@@ -122,21 +123,35 @@ def _ranks_not_there() -> Iterator[None]:
 
 
 def _passes(
-    backend: Backend, forms: dict[str, Any], x: Any
-) -> list[dict[str, tuple[float, float]]]:
-    """Host seconds of forward and of backward of each form, by turns."""
-    rounds: list[dict[str, tuple[float, float]]] = []
-    for _ in range(_DTENSOR_WARMUP + _DTENSOR_ROUNDS):
-        rounds.append({})
+    backend: Backend,
+    forms: Mapping[str, Any],
+    x: Any,
+    *,
+    warm_ups: int,
+    rounds: int,
+    update: Callable[[], object] = lambda: None,
+) -> dict[str, list[tuple[float, float, float]]]:
+    """Host seconds of forward, of backward and of an `update` of each form, by turns.
+
+    The device is idle before each pass and each update.
+    """
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
+    for number in range(warm_ups + rounds):
         for name, form in forms.items():
             form.zero_grad()
             backend.synchronize()
-            begin = time.perf_counter()
+            begun = time.perf_counter()
             loss = form(x).sum()
             middle = time.perf_counter()
             loss.backward()
-            rounds[-1][name] = middle - begin, time.perf_counter() - middle
-    return rounds[_DTENSOR_WARMUP:]
+            ended = time.perf_counter()
+            backend.synchronize()
+            updating = time.perf_counter()
+            update()
+            if number >= warm_ups:
+                update_s = time.perf_counter() - updating
+                seconds[name].append((middle - begun, ended - middle, update_s))
+    return seconds
 
 
 def _update_s(mesh: Any) -> float:
@@ -159,12 +174,12 @@ def _update_s(mesh: Any) -> float:
 
     forms = optimizer(False), optimizer(True)
     seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_DTENSOR_WARMUP + _DTENSOR_ROUNDS):
+    for _ in range(_DTENSOR_WARM_UPS + _DTENSOR_ROUNDS):
         for form, own_s in zip(forms, seconds, strict=True):
             begin = time.perf_counter()
             form.step()
             own_s.append(time.perf_counter() - begin)
-    plain_s, dtensor_s = (_quicker_s(own_s[_DTENSOR_WARMUP:]) for own_s in seconds)
+    plain_s, dtensor_s = (_quicker_s(own_s[_DTENSOR_WARM_UPS:]) for own_s in seconds)
     return max(0.0, dtensor_s - plain_s) / _UPDATED
 
 
@@ -173,7 +188,7 @@ def _quicker_s(seconds: Sequence[float]) -> float:
     return statistics.quantiles(seconds, n=4)[0]
 
 
-_UNITS, _SHARD_ROUNDS, _SHARD_WARMUP = 12, 15, 3
+_UNITS, _SHARD_ROUNDS, _SHARD_WARM_UPS = 12, 15, 3
 
 
 def shard_costs(backend: Backend) -> tuple[float, float]:
@@ -182,29 +197,41 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
     The unit's figure contains its three collectives among one rank, which move next to nothing.
     """
     import torch
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    def model() -> nn.Module:
-        layers = [nn.Linear(16, 16, bias=False) for _ in range(_UNITS)]
-        return nn.Sequential(*layers).to(backend.device)
-
-    x = torch.ones(1, 16, device=backend.device)
+    x = torch.ones(1, _WIDTH, device=backend.device)
+    costs = []
     with world_of_one(backend):
-        plain, sharded = model(), model()
-        for layer in list(sharded.children()):
+        plain, sharded = (_layers(backend, _UNITS) for _ in range(2))
+        for layer in (*sharded, sharded):
             fully_shard(layer)
-        fully_shard(sharded)
-        forms = (plain, sharded)
-        optimizers = [torch.optim.AdamW(form.parameters(), lr=0.0) for form in forms]
-        steps = [
-            _medians(backend, form, x, o.step) for form, o in zip(forms, optimizers, strict=True)
-        ]
-    (whole_s, whole_update_s), (sharded_s, sharded_update_s) = steps
+        for form in (plain, sharded):
+            optimizer = torch.optim.AdamW(form.parameters(), lr=0.0)
+            (passes,) = _passes(
+                *(backend, {"": form}, x),
+                warm_ups=_SHARD_WARM_UPS,
+                rounds=_SHARD_ROUNDS,
+                update=optimizer.step,
+            ).values()
+            costs.append((_middle_s(passes), statistics.median(each[2] for each in passes)))
+    (whole_s, whole_update_s), (sharded_s, sharded_update_s) = costs
     return (
         max(0.0, sharded_s - whole_s) / _UNITS,
         max(0.0, sharded_update_s - whole_update_s) / _UNITS,
     )
+
+
+def _layers(backend: Backend, count: int) -> Any:
+    """So many tiny linear layers: of 16 × 16 float32, 1 KiB each."""
+    from torch import nn
+
+    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(count)]
+    return nn.Sequential(*layers).to(backend.device)
+
+
+def _middle_s(passes: Sequence[tuple[float, float, float]]) -> float:
+    """Of forward and backward together."""
+    return statistics.median(forward_s + backward_s for forward_s, backward_s, _ in passes)
 
 
 def world_of_one(backend: Backend) -> AbstractContextManager[None]:
@@ -213,24 +240,6 @@ def world_of_one(backend: Backend) -> AbstractContextManager[None]:
 
     dist: Any = torch_distributed
     return process_group(backend.kind, dist.HashStore(), rank=0, world_size=1, timeout_s=600.0)
-
-
-def _medians(
-    backend: Backend, form: Any, x: Any, update: Callable[[], object]
-) -> tuple[float, float]:
-    """Host seconds of forward and backward, and of the update; the device is idle before each."""
-    passes, updates = [], []
-    for _ in range(_SHARD_WARMUP + _SHARD_ROUNDS):
-        form.zero_grad()
-        backend.synchronize()
-        begin = time.perf_counter()
-        form(x).sum().backward()
-        passes.append(time.perf_counter() - begin)
-        backend.synchronize()
-        begin = time.perf_counter()
-        update()
-        updates.append(time.perf_counter() - begin)
-    return statistics.median(passes[_SHARD_WARMUP:]), statistics.median(updates[_SHARD_WARMUP:])
 
 
 _SHORT, _LONG = 20, 220
@@ -296,6 +305,11 @@ def _slope(short_s: float, long_s: float) -> float:
     return max(0.0, (long_s - short_s) / (_LONG - _SHORT))
 
 
+def _one_more_s(backend: Backend, chain: Callable[[int], object]) -> float:
+    """What one more call of a chain of so many costs the host."""
+    return _slope(*(_host_s(backend, partial(chain, length)) for length in (_SHORT, _LONG)))
+
+
 def _tiny(backend: Backend, *, requires_grad: bool = False) -> Any:
     import torch
 
@@ -309,15 +323,12 @@ def _bare_op_s(backend: Backend) -> float:
     left, right = _tiny(backend), _tiny(backend)
     product = torch.ops.aten.mul.Tensor
 
-    def chain(length: int) -> Callable[[], None]:
-        def call() -> None:
-            for _ in range(length):
-                product(left, right)
-
-        return call
+    def chain(length: int) -> None:
+        for _ in range(length):
+            product(left, right)
 
     with torch.no_grad():
-        return _slope(_host_s(backend, chain(_SHORT)), _host_s(backend, chain(_LONG)))
+        return _one_more_s(backend, chain)
 
 
 def _recording_s(backend: Backend) -> float:
@@ -454,15 +465,12 @@ def _view_s(backend: Backend) -> float:
     """One recorded view called from Python; views have no kernel, so this is all they cost."""
     leaf = _tiny(backend, requires_grad=True)
 
-    def chain(length: int) -> Callable[[], None]:
-        def call() -> None:
-            for _ in range(length // 2):
-                leaf.view(16)
-                leaf.transpose(0, 1)
+    def chain(length: int) -> None:
+        for _ in range(length // 2):
+            leaf.view(16)
+            leaf.transpose(0, 1)
 
-        return call
-
-    return _slope(_host_s(backend, chain(_SHORT)), _host_s(backend, chain(_LONG)))
+    return _one_more_s(backend, chain)
 
 
 def _module_call_s(backend: Backend) -> float:
@@ -505,31 +513,20 @@ def _zero_grad_s(backend: Backend) -> float:
 def _ddp_costs(backend: Backend) -> tuple[float, float]:
     """What DDP adds to a step of the host, and to it per bucket, in a world of one rank."""
     import torch
-    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
-    def model() -> nn.Module:
-        # 16 × 16 float32 is 1 KiB: one bucket under a cap of 25 MiB, a bucket each under 1 byte.
-        # Every form has its own, since DDP leaves hooks on the parameters it is given.
-        layers = [nn.Linear(16, 16, bias=False) for _ in range(_MANY_BUCKETS)]
-        return nn.Sequential(*layers).to(backend.device)
-
-    x = torch.ones(1, 16, device=backend.device)
+    x = torch.ones(1, _WIDTH, device=backend.device)
     with world_of_one(backend):
-        wrap = nn.parallel.DistributedDataParallel
+        # One bucket under a cap of 25 MiB, a bucket each under 1 byte. Every form has layers of its
+        # own, since DDP leaves hooks on the parameters it is given.
+        bare, few, many = (_layers(backend, _MANY_BUCKETS) for _ in range(3))
         forms = {
-            "bare": model(),
-            "few": wrap(model(), bucket_cap_mb=25),
-            "many": wrap(model(), bucket_cap_mb=1e-6),
+            "bare": bare,
+            "few": DistributedDataParallel(few, bucket_cap_mb=25),
+            "many": DistributedDataParallel(many, bucket_cap_mb=1e-6),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in forms}
-        for round_number in range(_ROUNDS + 4):
-            for name, form in forms.items():
-                form.zero_grad()
-                backend.synchronize()
-                begin = time.perf_counter()
-                form(x).sum().backward()
-                if round_number >= 4:  # DDP builds its buckets in the first steps
-                    seconds[name].append(time.perf_counter() - begin)
-    bare_s, few_s, many_s = (statistics.median(seconds[name]) for name in ("bare", "few", "many"))
+        # DDP builds its buckets in the first steps.
+        passes = _passes(backend, forms, x, warm_ups=4, rounds=_ROUNDS)
+    bare_s, few_s, many_s = map(_middle_s, passes.values())
     bucket_s = max(0.0, (many_s - few_s) / (_MANY_BUCKETS - _FEW_BUCKETS))
     return max(0.0, few_s - bare_s - bucket_s * _FEW_BUCKETS), bucket_s
