@@ -6,7 +6,6 @@ probe is over or says nothing for long: nothing else ends a wait for a rank that
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from estimator import __version__
 from estimator.errors import EstimatorError, ProbeError, sentence
 from estimator.machines.profile import DeviceKind
 from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
@@ -65,15 +65,13 @@ def take_part(place: Place, *, kind: DeviceKind | None = None) -> str:
 
 def versions() -> dict[str, str]:
     """What must be equal on all nodes for them to work together."""
-    named = {"python": platform.python_version()}
-    for name, package in (("estimator", "throughput-estimator"), ("torch", "torch")):
-        try:
-            named[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            named[name] = "unknown"
-    if torch.cuda.is_available():
-        named["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
-    return named
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    return {
+        "python": platform.python_version(),
+        "estimator": __version__,
+        "torch": str(torch.__version__),
+        **({"nccl": ".".join(map(str, nccl))} if nccl else {}),
+    }
 
 
 def own_facts(place: Place, kind: DeviceKind | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.probe.devices.backend import Backend
-from estimator.probe.devices.inventory import clock_facts, import_nvml, nvml_answer
+from estimator.probe.devices.inventory import clock_facts, nvml_answer
 from estimator.probe.devices.jobs import Emit
 
 Fact = str | int | float | bool | None
@@ -67,11 +67,12 @@ def half_attention(torch: Any, device: Any) -> str:
     return next((name for name in seen if "_scaled_dot_product" in name), "math")
 
 
-def sustained_facts(torch: Any, backend: Backend, *, seconds: float) -> dict[str, Fact]:
-    """Clocks, power and temperature read while bfloat16 matmuls of random numbers run."""
-    nvml = import_nvml()
+def sustained_facts(
+    torch: Any, backend: Backend, *, seconds: float, nvml: Any = None
+) -> dict[str, Fact]:
+    """Clocks and power read while bfloat16 matmuls of random numbers run."""
     if nvml is None:
-        return {}
+        import pynvml as nvml
     left, right = (
         torch.randn(_SIDE, _SIDE, device=backend.device, dtype=torch.bfloat16) for _ in range(2)
     )
@@ -84,8 +85,6 @@ def sustained_facts(torch: Any, backend: Backend, *, seconds: float) -> dict[str
             for _ in range(_QUEUED):
                 torch.mm(left, right)
             found = clock_facts(nvml, handle)
-            celsius = getattr(nvml, "NVML_TEMPERATURE_GPU", 0)
-            found["celsius"] = nvml_answer(nvml, "nvmlDeviceGetTemperature", handle, celsius)
             backend.synchronize()
         nvml.nvmlShutdown()
     except nvml.NVMLError as error:

@@ -47,8 +47,10 @@ class CpuBackend:
 
     kind: DeviceKind = "cpu"
 
-    def __init__(self, index: int = 0, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.index, self._clock = index, clock
+    index = 0
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
 
     @property
     def device(self) -> Any:
@@ -114,7 +116,11 @@ class CudaBackend:
     kind: DeviceKind = "cuda"
 
     def __init__(
-        self, index: int = 0, *, cuda: Any = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        index: int | None = None,
+        *,
+        cuda: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if cuda is None:
             import torch
@@ -122,13 +128,13 @@ class CudaBackend:
             cuda = torch.cuda
         if not cuda.is_available():
             raise ProbeError("torch sees no CUDA device; install a CUDA build of torch or use cpu")
-        self.index = index
+        self.index = cuda.current_device() if index is None else index
         self._cuda = cuda
         self._clock = clock
         self._sequence_host_s = _HOST_ALLOWANCE_S
         # What two events add to the time between them, beyond what the kernels take back to back.
         self.event_s = 0.0
-        cuda.set_device(index)
+        cuda.set_device(self.index)
 
     @property
     def device(self) -> Any:
@@ -325,9 +331,9 @@ def _flights(count: int) -> Iterator[range]:
         yield range(first, min(count, first + _CALLS_PER_FLIGHT))
 
 
-def open_backend(kind: DeviceKind, index: int = 0) -> Backend:
-    """The backend of one device of this machine; raises ProbeError where there is none."""
-    return CudaBackend(index) if kind == "cuda" else CpuBackend(index)
+def open_backend(kind: str, index: int | None = None) -> Backend:
+    """The backend of one device, by default the current one; raises ProbeError without a GPU."""
+    return CudaBackend(index) if kind == "cuda" else CpuBackend()
 
 
 def _libc() -> Any:

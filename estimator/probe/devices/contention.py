@@ -80,7 +80,7 @@ def time_contention(*, kind: DeviceKind, group: Any, budget_s: float) -> Iterato
 
     dist: Any = torch_distributed
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    backend = open_backend(kind)
     if kind == "cpu":
         keep_memory_resident()
     rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES[kind])) * _ROUNDS

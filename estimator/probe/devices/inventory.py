@@ -32,11 +32,6 @@ class Cpu:
     memory_bytes: int
     cache_bytes: Mapping[int, int] = field(default_factory=dict)
     cache_shared_by: Mapping[int, int] = field(default_factory=dict)
-    virtualization: str | None = None
-    governor: str | None = None
-    huge_pages: str | None = None
-    features: tuple[str, ...] = ()
-    cpu_quota: float | None = None
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -51,19 +46,11 @@ class Cpu:
             "threads": self.threads,
             "numa_nodes": len(self.numa_cores),
             "memory_bytes": self.memory_bytes,
-            "virtualization": self.virtualization,
-            "governor": self.governor,
-            "transparent_huge_pages": self.huge_pages,
-            "cpu_features": " ".join(self.features),
-            "cpu_quota_cores": self.cpu_quota,
         }
         for level, size in sorted(self.cache_bytes.items()):
             facts[f"l{level}_cache_bytes"] = size
             facts[f"l{level}_cache_shared_by_threads"] = self.cache_shared_by.get(level, 1)
         return facts
-
-
-_TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd", "sve")
 
 
 def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
@@ -72,8 +59,6 @@ def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
         usable = usable_threads()
     info = _read(root / "proc/cpuinfo")
     model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", info, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
     system = root / "sys/devices/system"
     sizes, sharing = _read_caches(system / "cpu", min(usable))
     return Cpu(
@@ -83,11 +68,6 @@ def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
         memory_bytes=_memory_bytes(root),
         cache_bytes=sizes,
         cache_shared_by=sharing,
-        virtualization=_virtualization(root, info),
-        governor=_read(system / f"cpu/cpu{min(usable)}/cpufreq/scaling_governor").strip() or None,
-        huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        features=tuple(name for name in _TELLING_FEATURES if name in present),
-        cpu_quota=_cpu_quota(_read(root / "sys/fs/cgroup/cpu.max")),
     )
 
 
@@ -135,11 +115,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _chosen(text: str) -> str | None:
-    match = re.search(r"\[(\w+)\]", text)
-    return match.group(1) if match else None
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:
@@ -206,18 +181,6 @@ def _memory_bytes(root: Path) -> int:
     return min(total, int(limit)) if limit.isdigit() and int(limit) > 0 else total
 
 
-def _cpu_quota(text: str) -> float | None:
-    match = re.fullmatch(r"(\d+) (\d+)\s*", text)
-    return int(match.group(1)) / int(match.group(2)) if match else None
-
-
-def _virtualization(root: Path, cpuinfo: str) -> str | None:
-    maker = _read(root / "sys/class/dmi/id/sys_vendor").strip()
-    if re.search(r"^flags\s*:.*\bhypervisor\b", cpuinfo, re.MULTILINE):
-        return f"virtual machine ({maker})" if maker else "virtual machine"
-    return None
-
-
 def core_groups(cpu: Cpu, devices: int | None = None) -> tuple[Device, ...]:
     """Split the cores into equal pinned groups, the devices of a machine without accelerators.
 
@@ -257,15 +220,6 @@ def core_device(cpu: Cpu, index: int, cores: tuple[int, ...], *, memory_bytes: i
     )
 
 
-def import_nvml() -> Any:
-    """nvidia-ml-py's module, or None where it is not installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
-
-
 def read_gpus(
     nvml: Any = None,
     *,
@@ -278,10 +232,9 @@ def read_gpus(
     MIG instances is left out beside others, and stands for its first instance alone. Raises
     ProbeError where there is a driver and it does not answer.
     """
-    nvml = import_nvml() if nvml is None else nvml
-    environment = os.environ if environment is None else environment
     if nvml is None:
-        return ()
+        import pynvml as nvml
+    environment = os.environ if environment is None else environment
     try:
         nvml.nvmlInit()
         handles = visible_handles(nvml, environment.get("CUDA_VISIBLE_DEVICES"))

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from estimator.machines.profile import OverlapCost, Provenance
-from estimator.probe.devices.backend import (
-    CpuBackend,
-    open_backend,
-    square_matmul,
-)
+from estimator.probe.devices.backend import open_backend, square_matmul
 from estimator.probe.links.copies import RankTimer
 from estimator.units import KIB, MIB
 
@@ -103,10 +99,9 @@ class _Meeting(RankTimer):
 
     def __init__(self, kind: str, compute_ratio: float, group: Any) -> None:
         super().__init__(kind, group, group)
-        self.compute_ratio, torch = compute_ratio, self.torch
-        here = open_backend("cuda", torch.cuda.current_device()) if self.on_cuda else CpuBackend()
-        matmul = square_matmul(here, _MATMUL_SIDE)
-        stream = torch.zeros(_STREAM_ELEMENTS[kind], device=self.device).fill_(0.0)
+        self.compute_ratio = compute_ratio
+        matmul = square_matmul(open_backend(kind), _MATMUL_SIDE)
+        stream = self.torch.zeros(_STREAM_ELEMENTS[kind], device=self.device).fill_(0.0)
         self.ops: dict[str, Callable[[], object]] = {
             "compute_bound": lambda: matmul(0),
             "memory_bound": lambda: stream.add_(1.0),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from estimator.machines.profile import Device
-from estimator.probe.devices import accelerator
 from estimator.probe.devices.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.findings import Findings
@@ -43,9 +41,6 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
         return 4
 
-    def nvmlDeviceGetTemperature(self, _handle: str, _sensor: int) -> int:
-        return 61
-
 
 class FakeTorch:
     """torch, but for its CUDA runtime."""
@@ -67,11 +62,6 @@ class FakeTorch:
         return torch.mm(left, right)
 
 
-@pytest.fixture(autouse=True)
-def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "import_nvml", FakeNvml)
-
-
 def test_the_runtime_is_asked_for_what_a_device_is() -> None:
     facts = device_facts(FakeTorch(), 0)
     assert facts["sm_count"] == 132
@@ -81,16 +71,10 @@ def test_the_runtime_is_asked_for_what_a_device_is() -> None:
 
 
 def test_clocks_and_power_are_read_at_work_from_the_gpu_that_torch_uses() -> None:
-    found = sustained_facts(FakeTorch(), CpuBackend(), seconds=0.0)
+    found = sustained_facts(FakeTorch(), CpuBackend(), seconds=0.0, nvml=FakeNvml())
     assert found["sm_clock_mhz_at_work"] == 1700
     assert found["power_draw_w_at_work"] == 650.0
     assert found["throttle_reasons_at_work"] == "SwPowerCap"
-    assert found["celsius_at_work"] == 61
-
-
-def test_without_a_driver_nothing_is_said_of_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "import_nvml", lambda: None)
-    assert sustained_facts(FakeTorch(), CpuBackend(), seconds=0.0) == {}
 
 
 def test_the_operator_of_attention_is_the_one_that_is_dispatched() -> None:
