@@ -176,7 +176,7 @@ def grid_call(target: str, *arguments: Any, **given: Any) -> GridCall:
     Lists stand for lists of the operator. Of `given`, fields of a GridCall mark the call, all
     others are keywords of the operator.
     """
-    marks = {name: given.pop(name) for name in _MARKS & given.keys()}
+    marks = {name: _tree(given.pop(name)) for name in _MARKS & given.keys()}
     call = OpCall(
         target=f"aten.{target}" if "." in target else f"aten.{target}.default",
         arguments=tuple(_tree(argument) for argument in arguments),

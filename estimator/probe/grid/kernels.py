@@ -69,7 +69,7 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     products, batched, *convolutions = map(list, _dense("cuda"))
     matmuls, recurrent = [*products, *batched], list(dense.recurrent_on_cuda())
     streamed = (
-        memory_bound.pointwise_on_cuda(),
+        memory_bound.operators("operators", "cuda"),
         memory_bound.rows_on_cuda(),
         memory_bound.strided("cuda"),
         memory_bound.lookups("cuda"),
@@ -110,7 +110,7 @@ def _dense(kind: DeviceKind) -> tuple[Iterator[GridCall], ...]:
 def _light() -> tuple[Iterator[GridCall], ...]:
     return (
         memory_bound.pointwise(),
-        memory_bound.pointwise_gradients(),
+        memory_bound.operators("operators of gradients", "cpu"),
         memory_bound.in_place(),
         memory_bound.broadcasts(),
         memory_bound.strided("cpu"),
@@ -122,7 +122,7 @@ def _light() -> tuple[Iterator[GridCall], ...]:
         memory_bound.fills(),
         memory_bound.pools("cpu"),
         memory_bound.likelihoods("cpu"),
-        memory_bound.orders(),
+        memory_bound.operators("orders of rows", "cpu", of="ordered rows"),
     )
 
 

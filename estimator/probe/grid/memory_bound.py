@@ -63,103 +63,34 @@ def pointwise() -> Calls:
         yield from (grid_call(target, tensor(n), positive=(0,)) for n in _elements(target))
     for target, number in _WITH_NUMBER.items():
         yield from (grid_call(target, tensor(n), number) for n in _elements(target))
-    for (n,) in sizes("elements", "cpu"):
-        x = tensor(n)
-        yield grid_call("gelu", x, approximate="tanh")
-        yield grid_call("pow.Tensor_Scalar", x, 3)
-        yield grid_call("hardtanh", x, 0.0, 6.0)
-        yield grid_call("where.self", mask(n), x, x)
-        yield grid_call("masked_fill.Scalar", x, mask(n), -1e9)
-        yield grid_call("eq.Tensor", x, x)
-        yield grid_call("addcmul", x, x, x)
-        yield from _casts(n)
-        yield grid_call("_to_copy", mask(n), dtype="torch.float32")
+    yield from operators("operators", "cpu")
     for (n,) in sizes("random elements", "cpu"):
         yield grid_call("native_dropout", tensor(n), 0.1, True)
 
 
-def _casts(n: int) -> Calls:
-    yield grid_call("_to_copy", tensor(n), dtype="torch.bfloat16")
-    yield grid_call("_to_copy", tensor(n, dtype="bfloat16"), dtype="torch.float32")
-
-
-def pointwise_on_cuda() -> Calls:
-    """What streams through memory, forward, backward and in place."""
-    for (n,) in sizes("elements", "cuda"):
-        x = tensor(n)
-        for target in ("add.Tensor", "mul.Tensor", "add_.Tensor"):
-            yield grid_call(target, x, x)
-        for target in ("relu", "gelu", "silu", "clone", "relu_", "sigmoid", "hardswish"):
-            yield grid_call(target, x)
-        for target in ("gelu_backward", "silu_backward", "tanh_backward", "hardswish_backward"):
-            yield grid_call(target, x, x)
-        yield grid_call("mul.Tensor", x, 0.5)
-        yield grid_call("div.Tensor", x, 3.0)
-        yield grid_call("pow.Tensor_Scalar", x, 2)
-        yield grid_call("pow.Tensor_Scalar", x, 0.7)
-        yield grid_call("threshold_backward", x, x, 0)
-        yield grid_call("hardtanh_", x, 0.0, 6.0)
-        yield grid_call("hardtanh_backward", x, x, 0.0, 6.0)
-        yield grid_call("native_dropout", x, 0.1, True)
-        yield grid_call("native_dropout_backward", x, mask(n), 1.1)
-        yield grid_call("where.self", mask(n), x, x)
-        yield grid_call("masked_fill.Scalar", x, mask(n), -1e9)
-        yield grid_call("copy_", x, x)
-        yield grid_call("zero_", x)
-        yield grid_call("sum", x)
-        yield from _casts(n)
-        yield grid_call("gelu", x, approximate="tanh")
-        yield grid_call("gelu_backward", x, x, approximate="tanh")
-
-
-_ACTIVATION_GRADIENTS = (
-    *("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"),
-    *("hardswish_backward", "hardsigmoid_backward"),
-)
-
-
-def pointwise_gradients() -> Calls:
-    """Gradients of activation functions and of dropout."""
-    for (n,) in sizes("elements", "cpu"):
-        x = tensor(n)
-        for target in _ACTIVATION_GRADIENTS:
-            yield grid_call(target, x, x)
-        yield grid_call("threshold_backward", x, x, 0)
-        yield grid_call("gelu_backward", x, x, approximate="tanh")
-        yield grid_call("hardtanh_backward", x, x, 0.0, 6.0)
-        yield grid_call("leaky_relu_backward", x, x, 0.01, False)
-        yield grid_call("elu_backward", x, 1.0, 1, 1, False, x)
-        yield grid_call("native_dropout_backward", x, mask(n), 1.1)
+def operators(name: str, kind: DeviceKind, *, of: str = "elements") -> Calls:
+    """What data/grid.json lists under a name, on tensors of the sizes under another."""
+    for shape in sizes(of, kind):
+        x, column = tensor(*shape), tensor(*shape[:-1], 1)
+        tensors = {"x": x, "low": replace(x, dtype="bfloat16"), "mask": mask(*shape)}
+        tensors |= {"row": tensor(shape[-1]), "column": column}
+        tensors["spread"] = replace(x, strides=(1, *[0] * (len(shape) - 1)))
+        for target, *arguments in sizes(name, kind):
+            keywords = arguments.pop() if isinstance(arguments[-1], dict) else {}
+            given = (tensors.get(str(each), each) for each in arguments)
+            yield grid_call(target, *given, **keywords)
 
 
 def in_place() -> Calls:
-    """Operators that write into their first argument (dropout masks, residuals, accumulation)."""
-    for (n,) in sizes("elements", "cpu"):
-        x = tensor(n)
-        yield grid_call("add_.Tensor", x, x)
-        yield grid_call("relu_", x)
-        yield grid_call("div_.Scalar", x, 1.0)
-        yield grid_call("mul_.Tensor", x, 1.0)
-        yield grid_call("zero_", x)
-        yield grid_call("fill_.Scalar", x, 1.0)
-        yield grid_call("copy_", x, x)
-        yield grid_call("sigmoid_", x)
-        yield grid_call("masked_fill_.Scalar", x, mask(n), 0.0)
+    """Operators that write into their first argument."""
+    yield from operators("operators in place", "cpu")
     for (n,) in sizes("random elements", "cpu"):
         yield grid_call("bernoulli_.float", tensor(n), 0.9)
 
 
 def broadcasts() -> Calls:
     """A row, a column, a channel or one number against a whole tensor."""
-    for rows, columns in sizes("rows", "cpu"):
-        x, column = tensor(rows, columns), tensor(rows, 1)
-        yield grid_call("add.Tensor", x, tensor(columns))
-        yield grid_call("mul.Tensor", x, column)
-        yield grid_call("sub.Tensor", x, column)
-        yield grid_call("div.Tensor", x, column, positive=(1,))
-        # A gradient that sum() or mean() spreads over its input.
-        yield grid_call("div.Scalar", replace(x, strides=(1, 0)), 10.0)
-        yield grid_call("clone", replace(x, strides=(1, 0)))
+    yield from operators("operators of rows", "cpu", of="rows")
     for batch, channels, places in sizes("places", "cpu"):
         x = tensor(batch, channels, places)
         yield grid_call("add.Tensor", x, tensor(1, channels, 1))
@@ -201,22 +132,9 @@ def strided(kind: DeviceKind) -> Calls:
             yield grid_call("mean.dim", first, [-1, -2], True)
 
 
-def _row_sums(x: TensorSpec) -> Calls:
-    yield grid_call("sum.dim_IntList", x, [0], True)
-    yield grid_call("sum.dim_IntList", x, [1], True)
-    yield grid_call("mean.dim", x, [-1], True)
-
-
 def reductions() -> Calls:
     """Sums, means and extremes over rows, columns, places and everything."""
-    for rows, columns in sizes("rows", "cpu"):
-        x = tensor(rows, columns)
-        yield from _row_sums(x)
-        yield grid_call("sum", x)
-        yield grid_call("var_mean.correction", x, [-1], correction=0, keepdim=True)
-        yield grid_call("amax", x, [-1], True)
-        yield grid_call("max.dim", x, 1)
-        yield grid_call("argmax", x, -1)
+    yield from operators("reductions of rows", "cpu", of="rows")
     for (n,) in sizes("elements", "cpu"):
         yield grid_call("mean", tensor(n))
     for batch, channels, side in sizes("reduced images", "cpu"):
@@ -235,7 +153,9 @@ def rows_on_cuda() -> Calls:
         yield grid_call("add.Tensor", x, tensor(columns))
         yield grid_call("mul.Tensor", x, tensor(columns))
         yield grid_call("mul.Tensor", x, tensor(rows, 1))
-        yield from _row_sums(x)
+        for dimension in (0, 1):
+            yield grid_call("sum.dim_IntList", x, [dimension], True)
+        yield grid_call("mean.dim", x, [-1], True)
         yield grid_call("amax", x, [-1], True)
         yield from layer_norm(rows, columns)
     for batch, heads, length in sizes("scores", "cuda"):
@@ -448,13 +368,3 @@ def likelihoods(kind: DeviceKind) -> Calls:
             yield grid_call("mse_loss", x, x)
             yield grid_call("mse_loss_backward", one, x, x, 1)
             yield grid_call("binary_cross_entropy_with_logits", x, x, positive=(1,))
-
-
-def orders() -> Calls:
-    """Sorting, picking the largest, running sums."""
-    for rows, columns in sizes("ordered rows", "cpu"):
-        x = tensor(rows, columns)
-        yield grid_call("topk", x, 2)
-        yield grid_call("sort", x)
-        yield grid_call("cumsum", x, -1)
-        yield grid_call("tril", x)
