@@ -56,7 +56,7 @@ class Findings:
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     input: dict[str, float] = field(default_factory=dict)
-    updates: list[UpdateCost] = field(default_factory=list)
+    updates: dict[tuple[str, ...], UpdateCost] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     steps: dict[str, ClusterFindings] = field(default_factory=dict)
     memory_resident: bool | None = None
@@ -139,22 +139,17 @@ class Findings:
             launch_s, per_tensor_s, per_parameter_s = fit_lanes(message["lanes"])
         tensors, parameters, idle_s = message["zero_point"]
         busy_s = next(s for t, p, s in points if (t, p) == (tensors, parameters))
-        measured = (message["optimizer"], message["form"], message["device"])
+        form = {name: message[name] for name in ("optimizer", "form", "device")}
         # One that was measured again had been disturbed before.
-        self.updates = [u for u in self.updates if (u.optimizer, u.form, u.device) != measured]
-        self.updates.append(
-            UpdateCost(
-                optimizer=message["optimizer"],
-                form=message["form"],
-                device=message["device"],
-                launch_s=launch_s,
-                per_tensor_s=per_tensor_s,
-                per_parameter_s=per_parameter_s,
-                per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
-                points=tuple(points),
-                lanes=tuple(map(tuple, message.get("lanes", ()))),
-                provenance=self._measured(len(points), relative_error),
-            )
+        self.updates[tuple(form.values())] = UpdateCost(
+            **form,
+            launch_s=launch_s,
+            per_tensor_s=per_tensor_s,
+            per_parameter_s=per_parameter_s,
+            per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
+            points=tuple(points),
+            lanes=tuple(map(tuple, message.get("lanes", ()))),
+            provenance=self._measured(len(points), relative_error),
         )
 
     def kernels_timed_ratio(self, grid_calls: int) -> float:

@@ -106,13 +106,11 @@ def probe_machine(
     budget_s *= THOROUGH_FACTOR if thorough else 1.0
     cpu = read_cpu()
     chosen = choose_devices(cpu, devices=devices, kind=kind)
-    at = datetime.now(UTC).isoformat(timespec="seconds")
     probe = _Probe(
         chosen,
         cpu,
         budget_s,
         thorough,
-        Findings(at=at),
         report or (lambda _part, _fraction: None),
         say,
         patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
@@ -149,14 +147,14 @@ class _Probe:
         cpu: Cpu,
         budget_s: float,
         thorough: bool,
-        findings: Findings,
         report: Report,
         say: Callable[[str], None] | None,
         *,
         patience_s: float,
         usual_canary_s: float | None,
     ) -> None:
-        self.devices, self.cpu, self.findings = devices, cpu, findings
+        self.devices, self.cpu = devices, cpu
+        self.findings = Findings(at=datetime.now(UTC).isoformat(timespec="seconds"))
         self.budget_s, self.thorough, self._report = budget_s, thorough, report
         self._say = say
         # A GPU needs one core, which issues its work.
@@ -318,7 +316,7 @@ class _Probe:
             host=findings.host_cost(self.devices[0].kind),
             memory=findings.memory_cost(hardware, self.devices[0]),
             input=findings.input_cost(),
-            updates=tuple(findings.updates),
+            updates=tuple(findings.updates.values()),
             software=software_versions(self.devices[0]),
             hardware=hardware,
             canary_s=self.watch.canary_s,

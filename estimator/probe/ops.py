@@ -21,8 +21,10 @@ from estimator.probe.devices.calls import (
     find_operator,
     output_tensors,
     real_arguments,
+    shaped,
     span_elements,
     torch_dtype,
+    whole_numbers,
 )
 from estimator.probe.devices.interference import SHARED_GPU_RATIO
 from estimator.probe.devices.inventory import read_cpu, torch_sees_cuda
@@ -74,7 +76,6 @@ _SPARED_SHARE = 0.5
 _DISTURBED_RATIO = 1.15
 _WAITING_SHARE = 0.25
 _CANARY_REPEATS = {"cpu": 21, "cuda": 5}
-_MASK_TRUE_RATIO = 0.9
 _REASON_LENGTH = 160
 
 
@@ -305,13 +306,11 @@ def make_tensor(spec: TensorSpec, kind: str, low: int | None, high: int | None, 
 
     span = max(1, span_elements(spec))
     dtype = torch_dtype(spec.dtype)
-    if spec.dtype == "bool":
-        flat = torch.rand(span, device=device) < _MASK_TRUE_RATIO
-    elif not (dtype.is_floating_point or dtype.is_complex):
+    if not (dtype.is_floating_point or dtype.is_complex):
         # Where nothing is known of an integer, 1 is valid as a divisor and as most indices.
         low, high = (1, 1) if high is None or low is None else (low, high)
-        flat = torch.randint(low, high + 1, (span,), device=device).to(dtype)
-    elif kind == "parameter":
+        return whole_numbers(spec, low, high, device)
+    if kind == "parameter":
         flat = _weights(spec, span, device).to(dtype)
     elif kind == "buffer":
         flat = torch.rand(span, device=device).add_(0.5).to(dtype)
@@ -319,9 +318,7 @@ def make_tensor(spec: TensorSpec, kind: str, low: int | None, high: int | None, 
         flat = torch.ones(span, device=device, dtype=dtype)
     else:
         flat = torch.randn(span, device=device).to(dtype)
-    if spec.strides is None:
-        return flat[: spec.numel].view(spec.shape)
-    return flat.as_strided(spec.shape, spec.strides)
+    return shaped(flat, spec)
 
 
 def _weights(spec: TensorSpec, span: int, device: Any) -> Any:

@@ -311,7 +311,7 @@ def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:
     for factor in (3.0, 1.0):
         points = [(1, 10, factor), (2, 10, 1.5 * factor), (1, 20, 1.5 * factor)]
         findings.take("updates", {**update, "points": points})
-    assert [cost.points[0][2] for cost in findings.updates] == [1.0]
+    assert [cost.points[0][2] for cost in findings.updates.values()] == [1.0]
     for skipped in (["adam (fused)", "sgd (fused)"], ["sgd (fused)"]):
         findings.take("updates", {"skipped": skipped})
     assert findings.missing == ["updates: sgd (fused)"]

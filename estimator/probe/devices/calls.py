@@ -105,6 +105,27 @@ def span_elements(spec: TensorSpec) -> int:
     return 1 + sum((size - 1) * stride for size, stride in reach)
 
 
+def shaped(memory: Any, spec: TensorSpec, start: int = 0) -> Any:
+    """The tensor of that shape and strides that begins at an element of a flat one."""
+    if spec.strides is None:
+        return memory[start : start + spec.numel].view(spec.shape)
+    return memory.as_strided(spec.shape, spec.strides, start)
+
+
+_MASK_TRUE_RATIO = 0.9
+
+
+def whole_numbers(spec: TensorSpec, least: int, most: int, device: Any) -> Any:
+    """A tensor of whole numbers within bounds, or of truth values."""
+    import torch
+
+    span = max(1, span_elements(spec))
+    if spec.dtype == "bool":
+        return shaped(torch.rand(span, device=device) < _MASK_TRUE_RATIO, spec)
+    values = torch.randint(least, most + 1, (span,), device=device)
+    return shaped(values.to(torch_dtype(spec.dtype)), spec)
+
+
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -293,7 +314,8 @@ class TensorSource:
                 cut = self._cut(spec, positive=position in grid_call.positive)
                 tensors.append(cut.clone() if private and position == 0 else cut)
             else:
-                tensors.append(self._whole_numbers(spec, grid_call.index_high))
+                high = max(0, grid_call.index_high - 1)
+                tensors.append(whole_numbers(spec, 0, high, self.backend.device))
         return tensors
 
     def is_cheap(self, grid_call: GridCall) -> bool:
@@ -344,22 +366,7 @@ class TensorSource:
             self._places[key] = 0
         place = self._places[key]
         self._places[key] = place + -(-span // step) * step
-        if spec.strides is None:
-            return block[place : place + span].view(spec.shape)
-        return block.as_strided(spec.shape, spec.strides, place)
-
-    def _whole_numbers(self, spec: TensorSpec, high: int) -> Any:
-        import torch
-
-        device, span = self.backend.device, max(1, span_elements(spec))
-        if spec.dtype == "bool":
-            values = torch.rand(span, device=device) < 0.9
-        else:
-            values = torch.randint(0, max(1, high), (span,), device=device)
-            values = values.to(torch_dtype(spec.dtype))
-        if spec.strides is None:
-            return values[: spec.numel].view(spec.shape)
-        return values.as_strided(spec.shape, spec.strides)
+        return shaped(block, spec, place)
 
     def _counting(self, spec: TensorSpec) -> Any:
         import torch
