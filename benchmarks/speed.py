@@ -319,11 +319,11 @@ def calibration(_options: Options) -> Found:
     seen, texts = [observation(text) for text in asked[:OBSERVATIONS]], asked[OBSERVATIONS:]
     with tempfile.TemporaryDirectory() as folder:
         calibrator = Calibrator(Path(folder, "observations.db"))
-        calibrator.add_many(seen[:-TURNS])
+        calibrator.store.add_many(seen[:-TURNS])
         first_s = seconds(lambda: step_s(asked[-1], 8, calibrator))
         taken_s, refit_s = [], []
         for one in seen[-TURNS:]:
-            taken_s.append(seconds(partial(calibrator.add_many, [one])))
+            taken_s.append(seconds(partial(calibrator.store.add_many, [one])))
             refit_s.append(seconds(calibrator.fit))
         cold_s, new_s, known_s = [], [], []
         for text in texts:

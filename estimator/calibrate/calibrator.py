@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observed import Observation, ObservedWorkload, hosts_of
-from estimator.calibrate.store import ObservationStore
+from estimator.calibrate.store import ObservationStore, opened
 from estimator.coefficients import (
     UNCALIBRATED,
     Coefficients,
@@ -76,7 +75,7 @@ class Calibrator:
     """
 
     def __init__(self, store: ObservationStore | str | os.PathLike[str] | None = None) -> None:
-        self.store = store if isinstance(store, ObservationStore) else ObservationStore(store)
+        self.store = opened(store)
         self._fitted = _Fitted(self.store)
         self._learning = threading.Lock()
 
@@ -102,17 +101,7 @@ class Calibrator:
             batch_per_gpu=batch_per_gpu,
             **details,
         )
-        self.add_many([observation], summaries=[summary])
-
-    def add_many(
-        self,
-        observations: Iterable[Observation],
-        *,
-        summaries: Iterable[ObservedWorkload] = (),
-        patience_s: float = PATIENCE_S,
-    ) -> int:
-        """Keep observations; how many were new. `estimator.observe` writes here."""
-        return self.store.add_many(observations, summaries=summaries, patience_s=patience_s)
+        self.store.add_many([observation], summaries=[summary])
 
     def fit(self) -> Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""

@@ -250,6 +250,11 @@ class ObservationStore:
         return int(rows[0][0]) if rows else 0
 
 
+def opened(store: ObservationStore | str | os.PathLike[str] | None) -> ObservationStore:
+    """A store as it is, that of a path, or the user's own."""
+    return store if isinstance(store, ObservationStore) else ObservationStore(store)
+
+
 def _insert(
     connection: sqlite3.Connection,
     observations: Iterable[Observation],

@@ -16,14 +16,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observed import Observation, ObservedWorkload
-from estimator.calibrate.store import ObservationStore
+from estimator.calibrate.store import ObservationStore, opened
 from estimator.errors import ObservationError, StoreError
 from estimator.units import parse_whole
 from estimator.workload.strategies import Strategy
@@ -247,22 +247,8 @@ _MOST_WAITING = 1000
 _WITH_MEAN_GRADIENTS = ("ddp", "zero1")
 
 
-class Sink(Protocol):
-    """What takes observations in: an ObservationStore, or what holds one."""
-
-    def add_many(
-        self,
-        observations: Iterable[Observation],
-        *,
-        summaries: Iterable[ObservedWorkload] = (),
-        patience_s: float = PATIENCE_S,
-    ) -> int:
-        """Keep observations and what is known of their workloads; how many were new."""
-        ...
-
-
 def observe(
-    store: Sink | str | os.PathLike[str] | None = None,
+    store: ObservationStore | str | os.PathLike[str] | None = None,
     *,
     workload: str | ObservedWorkload | OpGraph,
     allocation: str,
@@ -279,10 +265,10 @@ def observe(
 ) -> Watch:
     """Watch a loop that calls `step()` after every optimizer step, and keep its step time.
 
-    `store` is an ObservationStore, a calibrator, a path, or None for the user's store. Of several
-    ranks only rank 0 (by `rank`, torch.distributed or $RANK) watches. The first `warmup_steps` are
-    dropped, then more until steps are steady. What cannot be written is logged and tried again. Of
-    a `model` with whole gradients (DDP, ZeRO-1) their noise is measured too: `GradientNoise`.
+    `store` is an ObservationStore, a path, or None for the user's store. Of several ranks only rank
+    0 (by `rank`, torch.distributed or $RANK) watches. The first `warmup_steps` are dropped, then
+    more until steps are steady. What cannot be written is logged and tried again. Of a `model` with
+    whole gradients (DDP, ZeRO-1) their noise is measured too: `GradientNoise`.
 
     On accelerators the host runs ahead. For a loop that does not read the loss in every step give
     ``synchronize=torch.cuda.synchronize``: it is called once in 10 steps or 0.5 s, and steps are
@@ -313,7 +299,7 @@ def observe(
     seen = observation(step_time_s=1.0)
     is_first = (own_rank() if rank is None else rank) == 0
     return Watch(
-        sink=_opened(store) if is_first else None,
+        store=opened(store) if is_first else None,
         noise=_noise_of(model if is_first else None, seen),
         summary=summary,
         observation=observation,
@@ -335,13 +321,13 @@ class Watch:
     """Times the steps of one loop; made by `observe`, used in a ``with`` statement.
 
     `recorded` are its observations, of `recorded_steps` steps; `dropped_steps` were warm-up.
-    Without a sink (on other ranks) it does nothing.
+    Without a store (on other ranks) it does nothing.
     """
 
     def __init__(
         self,
         *,
-        sink: Sink | None,
+        store: ObservationStore | None,
         summary: ObservedWorkload,
         observation: Callable[..., Observation],
         windows: Windows,
@@ -349,7 +335,7 @@ class Watch:
         clock: Callable[[], float],
         noise: GradientNoise | None = None,
     ) -> None:
-        self._sink, self._summary, self._observation = sink, summary, observation
+        self._store, self._summary, self._observation = store, summary, observation
         self._windows, self._synchronize, self._clock = windows, synchronize, clock
         self._noise = noise
         self.recorded: list[Observation] = []
@@ -371,7 +357,7 @@ class Watch:
 
     def step(self) -> None:
         """One optimizer step is done."""
-        if self._sink is None:
+        if self._store is None:
             return
         if self._noise is not None:
             self._noise.step()
@@ -390,7 +376,7 @@ class Watch:
 
     def skip(self) -> None:
         """Leave out the time since the last step: an evaluation, a checkpoint."""
-        if self._sink is None:
+        if self._store is None:
             return
         if self._synchronize is not None:
             self._synchronize()
@@ -412,10 +398,10 @@ class Watch:
             )
             self._waiting.append(seen)
             self.recorded.append(seen)
-        if self._sink is None or not self._waiting:
+        if self._store is None or not self._waiting:
             return
         try:
-            self._sink.add_many(self._waiting, summaries=[self._summary], patience_s=patience_s)
+            self._store.add_many(self._waiting, summaries=[self._summary], patience_s=patience_s)
         except StoreError as error:
             if not self._has_complained:
                 logger.warning("observations cannot be written now: %s", error)
@@ -423,12 +409,6 @@ class Watch:
             del self._waiting[:-_MOST_WAITING]
         else:
             self._waiting.clear()
-
-
-def _opened(store: Sink | str | os.PathLike[str] | None) -> Sink:
-    if store is None or isinstance(store, str | os.PathLike):
-        return ObservationStore(store)
-    return store
 
 
 def own_rank() -> int:

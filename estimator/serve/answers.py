@@ -355,7 +355,7 @@ class Answers:
             identity=seen.identity or uuid4().hex,
             **seen.model_dump(exclude={"graph", "on", "identity"}),
         )
-        return self.calibrator.add_many([observation], summaries=[summary])
+        return self.calibrator.store.add_many([observation], summaries=[summary])
 
     def machines(self) -> list[dict[str, Any]]:
         """Every machine that can be named, with its devices."""

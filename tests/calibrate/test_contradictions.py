@@ -370,7 +370,7 @@ def test_a_job_that_saw_a_host_grow_slow_among_others_expects_it_slow_there(
     for hour in range(36):
         host, step_s = (f"a{1 + hour % 3}", 1.1) if hour < 30 else ("a3", 1.1 * 1.2)
         one = review_observed(hour, f"{host}[0]", step_s * healthy_s)
-        calibrator.add_many([replace(one, workload=graph.name, batch_per_gpu=4)])
+        calibrator.store.add_many([replace(one, workload=graph.name, batch_per_gpu=4)])
     counted, _ = calibrator.counting_drifts(cluster)
     for known in (cluster, counted):
         slow = estimate(graph, "a3[0]", cluster=known, calibration=calibrator)
@@ -385,7 +385,7 @@ def test_a_table_counts_the_drift_of_hosts_by_the_calibrators_cluster(
 ) -> None:
     calibrator = Calibrator(tmp_path / "seen.sqlite")
     steps = [review_observed(hour, f"a{1 + hour % 3}[0]", 0.2) for hour in range(30)]
-    calibrator.add_many([*steps, *(review_observed(30 + hour, "a3[0]", 0.24) for hour in range(6))])
+    calibrator.store.add_many([*steps, *(review_observed(30 + hour, "a3[0]", 0.24) for hour in range(6))])
     graph = perceptron([8, 16, 4], batch=4)
     cluster = Cluster(nodes={f"a{number}": Node(machine="local") for number in (1, 2, 3)})
     counted, (said,) = calibrator.counting_drifts(cluster)

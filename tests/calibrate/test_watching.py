@@ -136,16 +136,16 @@ def test_only_rank_0_watches(
 def test_a_store_that_fails_gets_the_same_observations_again(
     clock: Clock, caplog: pytest.LogCaptureFixture, kept: ObservationStore
 ) -> None:
-    class Failing:
+    class Failing(ObservationStore):
         calls = 0
 
         def add_many(self, observations: Iterable[Observation], **options: Any) -> int:
             self.calls += 1
             if self.calls == 1:
                 raise StoreError("the disk is full; free space")
-            return kept.add_many(observations, **options)
+            return super().add_many(observations, **options)
 
-    with observe(Failing(), **JOB, clock=clock) as watch:
+    with observe(Failing(kept.path), **JOB, clock=clock) as watch:
         train(watch, clock, [0.0625] * 60)
     assert [one.steps for one in kept] == [50, 5]
     assert caplog.text.count("the disk is full") == 1
@@ -165,13 +165,13 @@ def test_a_store_held_by_another_process_does_not_hold_up_training(
 
 
 def test_a_store_lost_for_good_is_told_and_ends_nothing(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    kept: ObservationStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
+    class Broken(ObservationStore):
         def add_many(self, observations: Iterable[Observation], **options: Any) -> int:
             raise StoreError("the disk is full; free space")
 
-    with observe(Broken(), **JOB, clock=clock) as watch:
+    with observe(Broken(kept.path), **JOB, clock=clock) as watch:
         train(watch, clock, [0.0625] * 60)
     assert "2 observations of gpt2 are lost" in caplog.text
 
