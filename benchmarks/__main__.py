@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -100,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     answers = [
         (part.name, _answer(part, told)) for part in _parts(suite, given.keys(), options.quick)
     ]
-    if not any(answer.get("cases") for _, answer in answers):
+    if not any(answer.get("cases") or answer.get("report") for _, answer in answers):
         failed(
             f"{options.suite} has no such case; 'python -m benchmarks run' without --only has all"
         )
@@ -131,8 +130,6 @@ def _answer(part: Part, told: Mapping[str, Any]) -> Mapping[str, Any]:
     here = Path(__file__).resolve().parent
     work = here.parent / "build" / part.name
     work.mkdir(parents=True, exist_ok=True)
-    if part.words is not None:
-        return _printed(part, told, work)
     options = Options(work=work, **told)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -140,26 +137,6 @@ def _answer(part: Part, told: Mapping[str, Any]) -> Mapping[str, Any]:
         except (EstimatorError, FileNotFoundError) as error:
             failed(f"{part.name}: {error}")
             raise AssertionError from error
-
-
-def _printed(part: Part, told: Mapping[str, Any], work: Path) -> Mapping[str, Any]:
-    """What a script with a command line prints; its exit code tells goals missed."""
-    script = Path(__file__).resolve().parent / f"{part.name}.py"
-    words = part.quick if told["quick"] and part.quick is not None else part.words or ()
-    folders = {"data": told.get("data") or shipped_tables(), "work": work}
-    command = [sys.executable, str(script), *(word.format_map(folders) for word in words)]
-    command += ["--json"] * part.prints_json
-    command += ["--only", *told["only"]] if told["only"] else []
-    if "models" in told:
-        command += ["--models", str(told["models"].resolve())]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if not part.prints_json and done.stdout:
-        return {"report": done.stdout.splitlines()}
-    try:
-        answer = json.loads(done.stdout)
-    except json.JSONDecodeError:
-        failed(f"{script.name} ended with code {done.returncode} and printed no result")
-    return answer if isinstance(answer, dict) else {"cases": answer}
 
 
 def _fetch(options: argparse.Namespace) -> int:

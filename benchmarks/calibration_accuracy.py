@@ -1,111 +1,129 @@
-"""Judge calibration on tables of measured steps.
+"""Judge calibration on a table of measured steps: learn from some rows and predict the others.
 
-python benchmarks/calibration_accuracy.py --data TABLE.csv [--protocol P] [--k 3,5,10] [--json]
+Beside it stand linear scaling and the models of Optimus, Pollux and ONES, on the same draws.
+``--only`` names protocols, tables of ``--data`` and numbers of observations, by default k-shot on
+`pollux_t4`: *k-shot* learns from k rows, one of them on a single device; *online* from all
+single-device rows and k others; *few-shot* from single-device rows and six others; *cv* is five
+folds; *pairs* asks after few-shot which of two placements is faster.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import click
-from calibration.evaluation import evaluate, processes
-from calibration.protocols import PROTOCOLS, PROTOCOLS_WITH_K
-from calibration.scores import evaluation_report, scores_of, to_dict
-from calibration.tables import is_worker_table, read_steps, read_workers
+import numpy as np
+from calibration.evaluation import Array, Run, cases, evaluate, processes
+from calibration.protocols import PROTOCOLS
+from calibration.tables import Job, read_steps
+from numpy.typing import NDArray
+from options import Options
+from records import now, say
+from summary import FAILED_ERROR_RATIO, format_table, percent
 
-from estimator.cli.console import progress, remark
-from estimator.cli.option_types import Count
-from estimator.errors import EstimatorError
-
-
-def _counts(
-    context: click.Context, option: click.Parameter, text: str | None
-) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    count = Count(0, 10**9)
-    return tuple(dict.fromkeys(count.convert(part, option, context) for part in text.split(",")))
+# Pairs of placements that a scheduler has to order: these two, and any with nearly equal ranks on
+# different numbers of nodes whose rates differ by at least the gap.
+FEWER_DEVICES, MORE_NODES = (2, 1), (3, 2)
+CLOSE_RANKS, CLOSE_GAP_RATIO = 1, 0.05
+# Rows of one batch that are compared pairwise; of more, every second, third and so on.
+MOST_COMPARED = 500
 
 
-@click.command()
-@click.option(
-    "--data",
-    "paths",
-    required=True,
-    multiple=True,
-    metavar="FILE.csv",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A table of measured steps; repeat.",
-)
-@click.option("--protocol", type=click.Choice(tuple(PROTOCOLS)), help="Default k-shot, or workers.")
-@click.option("--k", "ks", callback=_counts, metavar="N,N...", help="Numbers of observations.")
-@click.option("--json", "as_json", is_flag=True, help="Print every prediction, in base units.")
-def main(
-    paths: tuple[Path, ...], protocol: str | None, ks: tuple[int, ...] | None, as_json: bool
-) -> None:
-    """Learn from some rows of a table of measured steps and predict the others, beside linear
-    scaling and the models of Optimus, Pollux and ONES on the same draws.
+def run(options: Options) -> Mapping[str, Any]:
+    """The cases of each protocol that is asked for; a quick run learns from three rows of Gavel."""
+    protocols = [name for name in PROTOCOLS if name in options.only] or ["k-shot"]
+    ks = tuple(int(word) for word in options.only if word.isdigit())
+    known = [path.stem for path in sorted(options.data.glob("*.csv"))]
+    tables = [name for name in known if name in options.only]
+    if options.quick:
+        ks, tables = ks or (3,), tables or ["gavel"]
+    paths = [options.data / f"{name}.csv" for name in tables or ["pollux_t4"]]
+    table = read_steps(paths)
+    for what, counts in (("left out", table.refused), ("completed", table.assumed)):
+        for reason, count in counts.items():
+            say(f"{count} rows {what}: {reason}")
+    found, lines = list[dict[str, Any]](), list[str]()
+    with processes() as executor:
+        for protocol in protocols:
+            runs = evaluate(table.jobs, protocol, ks=ks or None, executor=executor)
+            found += cases(table.jobs, runs, protocol, now())
+            lines += report(table.jobs, runs, protocol)
+    return {"cases": found, "report": lines}
 
-    Columns: model, gpu, gpus, nodes, placement (devices used per node, as in 1+3), local_batch,
-    grad_accum, step_time_s; others may be present, most may be missing. Rows that cannot be used
-    are counted on stderr with the reason.
 
-    \b
-    k-shot    k rows, one of them on a single device
-    online    all single-device rows and k others
-    few-shot  single-device rows and six others
-    cv        five folds
-    pairs     which of two placements is faster, after few-shot
-    workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
+def report(jobs: Sequence[Job], runs: Sequence[Run], protocol: str) -> Iterator[str]:
+    """Mean errors of each method, each job weighing the same, what an outlier moves, and order."""
+    groups: defaultdict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    for each in runs:
+        groups[each.method, each.split.k].append(each)
+    lines = [["method", "k", "mean error", "worst job", "outlier instead", "outlier added"]]
+    for (method, k), members in groups.items():
+        errors = mean_errors(jobs, members)
+        moves = [
+            most_of([getattr(each, name) for each in members])
+            for name in ("moved_ratio", "added_ratio")
+        ]
+        ratios = map(percent, (float(np.mean(errors)), max(errors)))
+        lines.append([method, "-" if k is None else str(k), *ratios, *moves])
+    yield f"{protocol}: mean over jobs\n{format_table(lines)}"
+    if protocol == "pairs":
+        lines = [["method", "2 devices of a node or 3 over 2 nodes", "close placements"]]
+        for (method, _), members in groups.items():
+            few, few_right, close, close_right = np.sum([ordered(jobs, r) for r in members], axis=0)
+            lines.append([method, f"{few_right} of {few}", f"{close_right} of {close}"])
+        yield f"which is faster\n{format_table(lines)}"
+
+
+def mean_errors(jobs: Sequence[Job], runs: Sequence[Run]) -> list[float]:
+    """The mean relative error of each job; a row without a prediction counts 100 %."""
+    by_job: defaultdict[int, list[Array]] = defaultdict(list)
+    for each in runs:
+        errors = np.abs(each.predicted_s / jobs[each.job].y()[each.split.test] - 1)
+        by_job[each.job].append(np.where(np.isnan(errors), FAILED_ERROR_RATIO, errors))
+    return [float(np.concatenate(errors).mean()) for errors in by_job.values()]
+
+
+def most_of(ratios: Sequence[float | None]) -> str:
+    """Their mean and the largest, for people."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{percent(float(np.mean(known)))}, at most {percent(max(known))}" if known else "-"
+
+
+def ordered(jobs: Sequence[Job], run: Run) -> tuple[int, int, int, int]:
+    """Pairs of few devices against more nodes, how many are right, and so of close placements.
+
+    The former once for each batch, repetitions averaged.
     """
-    try:
-        if protocol is None:
-            protocol = "workers" if is_worker_table(paths[0]) else "k-shot"
-        if ks is not None and protocol not in PROTOCOLS_WITH_K:
-            raise click.UsageError(f"--k goes with {' and '.join(PROTOCOLS_WITH_K)}; leave it out")
-        table = read_workers(paths) if protocol == "workers" else read_steps(paths)
-        _tell_rows("left out", table.refused)
-        _tell_rows("completed", table.assumed)
-        with processes() as executor, progress("evaluating") as report:
-            evaluation = evaluate(table.jobs, protocol, ks=ks, executor=executor, report=report)
-    except EstimatorError as error:
-        raise click.ClickException(str(error)) from None
-    if evaluation.skipped:
-        few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
-        remark(f"too few rows for {protocol}: {few}")
-    if not as_json:
-        click.echo("\n".join(evaluation_report(evaluation)))
-        return
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    about = {
-        "machine": ", ".join(dict.fromkeys(job.gpu for job in evaluation.jobs)),
-        "at": at,
-        "protocol": protocol,
-        "data": [path.name for path in paths],
-        "refused": dict(table.refused),
-        "skipped": list(evaluation.skipped),
-        **to_dict(evaluation, scores_of(evaluation)),
-    }
-    _print_json(about, evaluation.cases(at))
+    X, y = jobs[run.job].X()[run.split.test], jobs[run.job].y()[run.split.test]
+    # Throughput up to a factor that the rows of one batch have in common.
+    measured, predicted = X[:, 0] / y, X[:, 0] / run.predicted_s
+    first, second = _same_batch(X)
+    close = np.abs(np.log(measured[first] / measured[second])) >= np.log1p(CLOSE_GAP_RATIO)
+    close &= (X[first, 1] != X[second, 1]) & (np.abs(X[first, 0] - X[second, 0]) <= CLOSE_RANKS)
+    # A missing prediction is NaN, which is never right.
+    agreement = (measured[first] - measured[second]) * (predicted[first] - predicted[second])
+    few = right = 0
+    for batch in np.unique(X[:, 2:4], axis=0):
+        alike = (X[:, 2:4] == batch).all(axis=1)
+        two, three = (
+            alike & (X[:, :2] == placement).all(axis=1) for placement in (FEWER_DEVICES, MORE_NODES)
+        )
+        if two.any() and three.any():
+            few += 1
+            difference = measured[two].mean() - measured[three].mean()
+            right += bool((predicted[two].mean() - predicted[three].mean()) * difference > 0)
+    return few, right, int(close.sum()), int((close & (agreement > 0)).sum())
 
 
-def _print_json(about: Mapping[str, Any], cases: Iterable[Any]) -> None:
-    """One JSON object whose last field is a list too long to be held as text."""
-    head = json.dumps({**about, "cases": []}, allow_nan=False)
-    click.echo(head.removesuffix("]}"), nl=False)
-    for index, case in enumerate(cases):
-        click.echo((",\n" if index else "\n") + json.dumps(case, allow_nan=False), nl=False)
-    click.echo("\n]}")
-
-
-def _tell_rows(what: str, counts: Mapping[str, int]) -> None:
-    for reason, count in counts.items():
-        remark(f"{count} row{'s' if count > 1 else ''} {what}: {reason}")
-
-
-if __name__ == "__main__":
-    main()
+def _same_batch(X: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First and second place of every two rows of one batch and number of micro-batches."""
+    firsts, seconds = [], []
+    _, groups = np.unique(X[:, 2:4], axis=0, return_inverse=True)
+    for group in range(groups.max() + 1):
+        members = np.flatnonzero(groups.ravel() == group)
+        members = members[:: -(-len(members) // MOST_COMPARED)]
+        first, second = np.triu_indices(len(members), 1)
+        firsts.append(members[first])
+        seconds.append(members[second])
+    return np.concatenate(firsts), np.concatenate(seconds)

@@ -1,7 +1,5 @@
 """Judge how calibration follows machines that become slower or faster.
 
-    python benchmarks/calibration_changes.py [--seeds N] [--json]
-
 A job follows a formula that is not the calibrator's, with 3 % of noise, and is observed so many
 times, on one allocation or on several. Then all of its steps take 1.3 or 1.5 times as long, or 0.6
 times, or their synchronisation twice as long; or they change twice, or back again, or little by
@@ -13,20 +11,20 @@ far one step in a steady cluster that takes three times as long moves the answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from options import parser_of
+from options import Options
 
 from estimator.calibrate.performance_model import ENGINE_PRIORS, EngineTimes
 from estimator.calibrate.regressor import StepTimeRegressor
 
 Array = NDArray[np.float64]
 
-NOISE, AFTER, DAY_S = 0.03, (1, 3, 10, 20), 86400.0
+SEEDS, NOISE, AFTER, DAY_S = 5, 0.03, (1, 3, 10, 20), 86400.0
 # Placements as ranks, nodes and most devices on a node, and batches of a rank.
 PLACEMENTS = ((1, 1, 1), (2, 1, 2), (4, 1, 4), (8, 1, 8), (8, 2, 4), (16, 2, 8), (32, 4, 8))
 BATCHES = (8, 16, 32)
@@ -70,8 +68,7 @@ def true_s(rows: Array, level: tuple[Array, Array]) -> Array:
     return np.asarray(compute_s * level[0] + sync_s * level[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """Of one case, seed and number of new steps: errors, and the share of good answers."""
 
     error: float
@@ -81,8 +78,8 @@ class Answer:
     half_width: float
 
 
-def answers(case: str, before: int, mixed: bool, seed: int) -> Iterator[tuple[int, Answer]]:
-    """After each number of new steps."""
+def answers(case: str, before: int, mixed: bool, seed: int) -> Iterator[Answer]:
+    """One for each number of new steps."""
     rng, pool = np.random.default_rng(seed), ROWS if mixed else SAME
     count = before + max(AFTER)
     place = np.arange(count) - before
@@ -109,19 +106,13 @@ def answers(case: str, before: int, mixed: bool, seed: int) -> Iterator[tuple[in
         off = np.abs(np.expm1(found.log_step - np.log(wanted_s)))
         inside = np.abs(found.log_step - np.log(wanted_s)) <= found.half_width
         unchanged_s = true_s(pool, (ones, ones))
-        yield (
-            after,
-            Answer(
-                error=float(off.mean()),
-                cold_error=float(np.abs(engine_s / wanted_s - 1).mean()),
-                fresh_error=float(
-                    np.abs(
-                        fresh.predict(pool, engine_times=engine_times(pool)) / unchanged_s - 1
-                    ).mean()
-                ),
-                good=float((inside | (off <= 0.1)).mean()),
-                half_width=float(found.half_width.mean()),
-            ),
+        fresh_s = fresh.predict(pool, engine_times=engine_times(pool))
+        yield Answer(
+            error=float(off.mean()),
+            cold_error=float(np.abs(engine_s / wanted_s - 1).mean()),
+            fresh_error=float(np.abs(fresh_s / unchanged_s - 1).mean()),
+            good=float((inside | (off <= 0.1)).mean()),
+            half_width=float(found.half_width.mean()),
         )
 
 
@@ -141,31 +132,22 @@ def moved_by_an_outlier(count: int, mixed: bool, seed: int) -> float:
     return float(np.abs(with_it / without - 1).max())
 
 
-def main() -> None:
-    """Print a line for each case."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    print("case | before | allocations | new | error | uncalibrated | fresh fit | good | ± %")
-    for case, before, mixed in product(CASES, (50, 5), (False, True)):
+def run(options: Options) -> Mapping[str, Any]:
+    """A line for each case; a quick run has one seed."""
+    seeds = range(1 if options.quick else SEEDS)
+    lines = ["case | before | allocations | new | error | uncalibrated | fresh fit | good | ± %"]
+    for case, before, mixed in product(filter(options.takes, CASES), (50, 5), (False, True)):
         if before <= _EARLIER.get(case, 0):
             continue
-        found = [list(answers(case, before, mixed, seed)) for seed in range(options.seeds)]
-        for turn, after in enumerate(AFTER):
-            each = [of_seed[turn][1] for of_seed in found]
-            mean = {
-                name: np.mean([getattr(one, name) for one in each])
-                for name in ("error", "cold_error", "fresh_error", "good", "half_width")
-            }
-            print(
-                f"{case} | {before} | {'mixed' if mixed else 'same'} | {after} | "
-                + " | ".join(f"{100 * value:.1f}" for value in mean.values())
-            )
-    print("one step x3 | steps | allocations | worst move of any answer")
+        found = [list(answers(case, before, mixed, seed)) for seed in seeds]
+        for after, *each in zip(AFTER, *found, strict=True):
+            means = (f"{100 * mean:.1f}" for mean in np.mean(each, axis=0))
+            what = case, before, "mixed" if mixed else "same", after, *means
+            lines.append(" | ".join(map(str, what)))
+    if options.only:
+        return {"report": lines if lines[1:] else []}
+    lines.append("one step x3 | steps | allocations | worst move of any answer")
     for count, mixed in product((6, 20, 50), (False, True)):
-        worst = max(moved_by_an_outlier(count, mixed, seed) for seed in range(options.seeds))
-        print(f"one step x3 | {count} | {'mixed' if mixed else 'same'} | {100 * worst:.1f}")
-
-
-if __name__ == "__main__":
-    main()
+        worst = max(moved_by_an_outlier(count, mixed, seed) for seed in seeds)
+        lines.append(f"one step x3 | {count} | {'mixed' if mixed else 'same'} | {100 * worst:.1f}")
+    return {"report": lines}

@@ -1,7 +1,5 @@
 """Judge calibration on every job and machine of tables of measured steps: is it never worse?
 
-    python benchmarks/calibration_pairs.py TABLE.csv... [--draws N] [--k 3,5,10]
-
 A pair is a job on a machine after k observations. Prints on which share of pairs the calibrated
 median, 90th percentile and mean error are below those of the Pollux form and of the Optimus form,
 where the mean is at most 1.1 times the best simple form's or within the 80 % range of a bootstrap
@@ -12,27 +10,26 @@ observations of each.
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.machine_priors import priors_of
-from calibration.protocols import DRAWS, Split, k_shot
+from calibration.protocols import Split, k_shot
 from calibration.rivals import LinearScaling
 from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
-from summary import interval_score
+from options import Options
+from summary import format_table, interval_score
 
 from estimator.calibrate.intervals import COVERAGE_RATIO, Spread
-from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 
 Array = NDArray[np.float64]
 
+TABLES, KS = ("gavel", "pollux_t4", "dlperf"), (3, 5, 10)
 OURS = "calibrated"
 RIVALS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
 # How much worse than the best simple form a mean error may be, and how often a bootstrap over draws
@@ -59,18 +56,15 @@ class Draw(NamedTuple):
     high_s: Array
 
 
-def draws_of(
-    jobs: Iterable[Job[MeasuredStep]], source: str, ks: Sequence[int], draws: int
-) -> Iterator[Draw]:
+def draws_of(jobs: Iterable[Job], source: str, ks: Sequence[int]) -> Iterator[Draw]:
     """Every draw of every job: each method fitted to the same rows."""
-    fitted: defaultdict[object, list[tuple[Job[MeasuredStep], Split, StepTimeRegressor]]]
+    fitted: defaultdict[object, list[tuple[Job, Split, StepTimeRegressor]]]
     fitted = defaultdict(list)
     for job in jobs:
         X, y, priors = job.X(), job.y(), priors_of(job.steps[0])
         for split in k_shot(job, ks):
-            if split.draw < draws and split.k is not None:
-                ours = StepTimeRegressor(priors=priors).fit(X[split.train], y[split.train])
-                fitted[job.gpu, split.k, split.draw].append((job, split, ours))
+            ours = StepTimeRegressor(priors=priors).fit(X[split.train], y[split.train])
+            fitted[job.gpu, split.k, split.draw].append((job, split, ours))
     for alike in fitted.values():
         mixtures = [ours.mixture_ for _, _, ours in alike]
         spreads = [
@@ -81,7 +75,7 @@ def draws_of(
             yield _draw(job, source, split, ours)
 
 
-def _draw(job: Job[MeasuredStep], source: str, split: Split, ours: StepTimeRegressor) -> Draw:
+def _draw(job: Job, source: str, split: Split, ours: StepTimeRegressor) -> Draw:
     X, y = job.X(), job.y()
     seen, times, rows, measured_s = X[split.train], y[split.train], X[split.test], y[split.test]
     predicted_s = ours.predict(rows)
@@ -135,13 +129,12 @@ Pairs = Mapping[tuple[str, str, int], Sequence[Draw]]
 def report(pairs: Pairs) -> Iterator[str]:
     """The figures in lines: errors of each source and k, then intervals."""
     judged_pairs = {key: judged(draws) for key, draws in pairs.items()}
-    yield _line("source", "k", "pairs", *COLUMNS)
+    lines = [["source", "k", "pairs", *COLUMNS]]
     for source, k in sorted({(source, k) for source, _, k in pairs}):
         of_cell = [pair for key, pair in judged_pairs.items() if (key[0], key[2]) == (source, k)]
-        yield _figures(source, k, of_cell)
-    yield _figures("all", None, list(judged_pairs.values()))
-    yield ""
-    yield "80 % intervals:"
+        lines.append(_figures(source, str(k), of_cell))
+    yield format_table([*lines, _figures("all", "all", list(judged_pairs.values()))])
+    yield "\n80 % intervals:"
     yield from interval_report(pairs)
 
 
@@ -150,19 +143,16 @@ def interval_report(pairs: Pairs) -> Iterator[str]:
     cells: defaultdict[tuple[str, int], list[Draw]] = defaultdict(list)
     for (source, _, k), draws in sorted(pairs.items()):
         cells[source, k] += draws
-    yield _line("source", "k", "rows", "inside %", "score %", "of one width %", "less %")
-    coverages, saved, sizes = [], [], []
+    lines = [["source", "k", "rows", "inside %", "score %", "of one width %", "less %"]]
+    found = []
     for (source, k), draws in sorted(cells.items()):
         rows, coverage, score, constant = intervals_of(draws)
-        coverages.append(coverage)
-        sizes.append(rows)
-        saved.append(1 - score / constant)
-        yield _line(
-            source, k, rows, *(f"{100 * x:.1f}" for x in (coverage, score, constant, saved[-1]))
-        )
-    inside = np.array(coverages)
+        found.append((coverage, *bounds_of(rows), 1 - score / constant))
+        ratios = (coverage, score, constant, 1 - score / constant)
+        lines.append([source, str(k), str(rows), *(f"{100 * x:.1f}" for x in ratios)])
+    yield format_table(lines)
+    inside, low, high, saved = np.transpose(found)
     good = 100 * np.mean((inside >= LEAST_COVERAGE) & (inside <= MOST_COVERAGE))
-    low, high = np.transpose([bounds_of(rows) for rows in sizes])
     as_told = 100 * np.mean((inside >= low) & (inside <= high))
     yield (
         f"{good:.0f} % of {len(inside)} cells hold 75 to 90 %, {as_told:.0f} % where cells of few "
@@ -182,18 +172,12 @@ def bounds_of(rows: int) -> tuple[float, float]:
 
 
 COLUMNS = (
-    "< Pollux %",
-    "< Optimus %",
-    "near best %",
-    "worst draw %",
-    "median",
-    "p90",
-    "mean",
-    "best",
+    *("< Pollux %", "< Optimus %", "near best %", "worst draw %"),
+    *("median", "p90", "mean", "best"),
 )
 
 
-def _figures(source: str, k: int | None, pairs: Sequence[Pair]) -> str:
+def _figures(source: str, k: str, pairs: Sequence[Pair]) -> list[str]:
     shares = [
         100 * np.mean([getattr(pair, name) for pair in pairs])
         for name in ("below_pollux", "below_optimus", "is_near_best")
@@ -202,7 +186,7 @@ def _figures(source: str, k: int | None, pairs: Sequence[Pair]) -> str:
     errors = 100 * np.mean([pair.ours for pair in pairs], axis=0)
     best = 100 * np.mean([pair.best_mean for pair in pairs])
     texts = [*(f"{x:.0f}" for x in (*shares, worst)), *(f"{x:.1f}" for x in (*errors, best))]
-    return _line(source, k or "all", len(pairs), *texts)
+    return [source, k, str(len(pairs)), *texts]
 
 
 def intervals_of(draws: Iterable[Draw]) -> tuple[int, float, float, float]:
@@ -218,25 +202,10 @@ def intervals_of(draws: Iterable[Draw]) -> tuple[int, float, float, float]:
     return len(measured_s), coverage, *(float(np.mean(x / measured_s)) for x in (score, constant))
 
 
-def _line(*cells: object) -> str:
-    first, *rest = (str(cell) for cell in cells)
-    return f"{first:14}" + "".join(f"{cell:>15}" for cell in rest)
-
-
-def main() -> None:
-    """Read tables, fit and judge."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--k", default="3,5,10")
-    options = parser.parse_args()
-    ks = tuple(map(int, options.k.split(",")))
+def run(options: Options) -> Mapping[str, Any]:
+    """Fit and judge every pair of the tables."""
     pairs: defaultdict[tuple[str, str, int], list[Draw]] = defaultdict(list)
-    for path in options.tables:
-        for draw in draws_of(read_steps([path]).jobs, path.stem, ks, options.draws):
+    for name in filter(options.takes, TABLES):
+        for draw in draws_of(read_steps([options.data / f"{name}.csv"]).jobs, name, KS):
             pairs[draw.source, draw.label, draw.k].append(draw)
-    print("\n".join(report(pairs)))
-
-
-if __name__ == "__main__":
-    main()
+    return {"report": list(report(pairs)) if pairs else []}

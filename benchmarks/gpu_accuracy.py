@@ -1,29 +1,28 @@
 """Predict training steps on one GPU, write the predictions down, then measure them.
 
-``python benchmarks/gpu_accuracy.py --profile FILE --seconds N`` traces the models of `zoo.gpu` for
-CUDA, predicts every case from the profile alone, then, case after case in order of information and
-as long as the time lasts, times the case's operators, predicts again, and trains for real (`steps`
-of `gpu_steps`). Everything found is appended to a file in --work, from which a second run
-continues. ``--target cpu`` runs three tiny cases through the same code where there is no GPU.
+The models of `zoo.gpu` are traced for CUDA and every case is predicted from the profile alone;
+then, in order of information and as long as the time lasts, the operators of a case are timed, it
+is predicted again, and trained for real (`gpu_steps`). Everything found is appended to a file of
+the work, from which a second run continues. A quick run has three tiny cases, for cores.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, device_backend, release, run_for_real
-from options import local_machine, parser_of
+from options import Options, local_machine
 from records import NOT_YET, Record, Records, judged_case, prediction_of, say
 from summary import Bound, describe, noise_ratio, summarise
 from zoo.gpu import ALL, BY_NAME, TINY
@@ -331,33 +330,43 @@ def figures(cases: Sequence[Record]) -> Iterator[Record]:
         yield {"id": f"peak memory of {len(errors)} cases: median error", **median}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trace, predict, write down, measure, report."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--work", type=Path, default=Path("build", "gpu_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="the file of this machine's profile; without it, a probe")
-    add("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: three tiny cases")
-    add("--seconds", type=float, default=720.0, help="time for all of it, tracing included")
-    add("--only", help="names of models, joined by commas")
-    options = parser.parse_args(arguments)
-    end = time.monotonic() + options.seconds
-    options.work.mkdir(parents=True, exist_ok=True)
-    records, graphs = Records(options.work / "records.jsonl"), options.work / "graphs"
-    cases = tiny_cases() if options.target == "cpu" else gpu_cases()
-    if options.only:
-        cases = [case for case in cases if case.workload in options.only.split(",")]
-    trace_missing(cases, graphs, options.target, records)
-    profile = local_machine(options.work, options.profile)
-    predict_all(cases, graphs, profile, records)
-    measure_all(cases, graphs, profile, records, end)
-    found = assemble(cases, profile, records)
-    rows = [asdict(row) for row in summarise(found, by=("method",), bounds=BOUNDS)]
+def judged(
+    work: Path, profile: Path | None, target: DeviceKind, seconds: float, only: Sequence[str]
+) -> Mapping[str, Any]:
+    """Trace, predict, write down, measure within the time, report."""
+    end = time.monotonic() + seconds
+    work.mkdir(parents=True, exist_ok=True)
+    records, graphs = Records(work / "records.jsonl"), work / "graphs"
+    cases = tiny_cases() if target == "cpu" else gpu_cases()
+    cases = [case for case in cases if not only or case.workload in only]
+    trace_missing(cases, graphs, target, records)
+    machine = local_machine(work, profile)
+    predict_all(cases, graphs, machine, records)
+    measure_all(cases, graphs, machine, records, end)
+    found = assemble(cases, machine, records)
+    rows = summarise(found, by=("method",), bounds=BOUNDS)
     report = list(describe(found, BOUNDS))
-    answer = {"cases": [*found, *figures(found)], "summary": rows, "report": report}
-    print(json.dumps(answer, allow_nan=False) if options.json else "\n".join(report))
+    return {"cases": [*found, *figures(found)], "summary": rows, "report": report}
+
+
+def run(options: Options) -> Mapping[str, Any]:
+    """Twelve minutes of cases on this machine's GPU; a quick run has the tiny ones."""
+    target: DeviceKind = "cpu" if options.quick else "cuda"
+    return judged(options.work, None, target, 720.0, options.only)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """What `gpu_run.sh` runs where the time is short."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--profile", type=Path, help="of this machine; without it, a probe")
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=720.0, help="time for all of it")
+    options = parser.parse_args(arguments)
+    found = judged(options.work, options.profile, options.target, options.seconds, ())
+    print("\n".join(found["report"]))
     # 1: what was asked for is not all there yet; a further run continues.
-    sys.exit(int(any(case["reason"] == NOT_YET for case in found)))
+    sys.exit(int(any(case.get("reason") == NOT_YET for case in found["cases"])))
 
 
 if __name__ == "__main__":

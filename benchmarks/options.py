@@ -1,4 +1,4 @@
-"""What every suite can be told, and options of scripts with a command line of their own."""
+"""What every suite can be told, and where what it needs is found."""
 
 from __future__ import annotations
 
@@ -52,15 +52,6 @@ def local_machine(work: Path, given: Path | None = None, *, name: str = "local")
     if profile.missing:
         say(f"the profile lacks {', '.join(profile.missing)}")
     return profile
-
-
-def parser_of(manual: str | None) -> argparse.ArgumentParser:
-    """A command line that describes itself by the first line of a module, with ``--json``."""
-    parser = argparse.ArgumentParser(description=(manual or "").splitlines()[0])
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout instead of the tables"
-    )
-    return parser
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

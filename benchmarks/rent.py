@@ -16,8 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 from calibration.machine_priors import priors_of
-from calibration.protocols import few_shot, workers
-from calibration.rivals import AsynchronousRegressor
+from calibration.protocols import few_shot
+from calibration.rivals import (
+    AsynchronousOptimusRegressor,
+    AsynchronousRegressor,
+    IndependentWorkers,
+)
 from calibration.tables import Job, read_steps, read_workers
 from numpy.typing import ArrayLike
 from options import Options
@@ -31,7 +35,6 @@ from estimator.advise.rent.transient import (
     checkpoint_s,
     expected_time_s,
 )
-from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 
 BUDGETS = 50
@@ -64,7 +67,7 @@ class Configuration(NamedTuple):
     linear_usd: float
 
 
-def configurations(job: Job[MeasuredStep]) -> Iterator[Configuration]:
+def configurations(job: Job) -> Iterator[Configuration]:
     """Every placement and batch of a job, repetitions taken together.
 
     The nodes of a job are alike, so that 1+3 and 3+1 devices of them are one placement.
@@ -235,16 +238,31 @@ def _figures(
     yield {"id": f"{name}: regret", "value": about["regret"], "bound": bound}
 
 
-def asynchronous_workers(folder: Path) -> Record:
-    """The mean error of numbers of workers that were not seen."""
-    errors: list[float] = []
-    for job in read_workers([folder / "cmdare_workers.csv"]).jobs:
-        for split in workers(job):
-            fitted = AsynchronousRegressor().fit(job.X()[split.train], job.y()[split.train])
-            ratio = fitted.predict(job.X()[split.test]) / job.y()[split.test]
-            errors += np.abs(ratio - 1).tolist()
-    name = f"asynchronous workers, {len(errors)} rows: mean error"
-    return {"id": name, "value": float(np.mean(errors)), "bound": 0.04}
+# Numbers of asynchronous workers that are learnt from.
+WORKERS_SEEN = (1, 2, 4, 8)
+
+
+def asynchronous_workers(folder: Path) -> Iterator[Record]:
+    """The mean error of numbers of workers that were not seen, ours and those of other forms."""
+    forms = (AsynchronousRegressor, IndependentWorkers, AsynchronousOptimusRegressor)
+    errors: dict[str, list[float]] = {form.__name__: [] for form in forms}
+    inside: list[bool] = []
+    for X, y in read_workers(folder / "cmdare_workers.csv").values():
+        seen = np.isin(X[:, 0], WORKERS_SEEN)
+        if seen.all() or not seen.any():
+            continue
+        for form in forms:
+            fitted = form().fit(X[seen], y[seen])
+            errors[form.__name__] += np.abs(fitted.predict(X[~seen]) / y[~seen] - 1).tolist()
+            if isinstance(fitted, AsynchronousRegressor):
+                low_s, high_s = fitted.predict_interval(X[~seen])
+                inside += ((low_s <= y[~seen]) & (y[~seen] <= high_s)).tolist()
+    name = f"asynchronous workers, {len(inside)} rows"
+    ours, independent, optimus = (float(np.mean(each)) for each in errors.values())
+    yield {"id": f"{name}: mean error", "value": ours, "bound": 0.04}
+    yield {"id": f"{name}: inside 80 %", "value": float(np.mean(inside))}
+    yield {"id": f"{name}: mean error of the sum of workers", "value": independent}
+    yield {"id": f"{name}: mean error of Optimus' form", "value": optimus}
 
 
 def played() -> Iterator[Record]:
@@ -297,6 +315,6 @@ def _off(label: str, expected_s: float, played_s: float) -> Record:
 def run(options: Options) -> Iterator[Record]:
     """Every figure; a quick run plays no training."""
     yield from choices(list(measured_models(options.data)))
-    yield asynchronous_workers(options.data)
+    yield from asynchronous_workers(options.data)
     if not options.quick:
         yield from played()

@@ -1,17 +1,13 @@
 """Time looks at models, estimates, tables, timelines, refits and start-up against their bounds.
 
-    python benchmarks/speed.py [--parts looks traced memory timeline …]
-
-Estimates, tables and timelines run in one thread and are given in seconds of its CPU, since others
-share the machine. `cold` times the first answers of fresh processes (wall time), graphs being
-written to the folder `--graphs` beforehand, or found there; `loop` times the rounds of a scheduler
-that asks of the same jobs again (CPU).
+Parts, of which ``--only`` names some, run in fresh processes. Estimates, tables and timelines run
+in one thread and are given in seconds of its CPU, since others share the machine. `cold` times the
+first answers of processes (wall time), graphs being written to the work's folder beforehand, or
+found there; `loop` times the rounds of a scheduler that asks of the same jobs again (CPU).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -20,13 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from options import Options
+from records import Record, kept_graph
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT2_SMALL = "hf:gpt2"
@@ -34,50 +33,33 @@ LLAMA_70B = (
     "hf:llama,hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,"
     "num_attention_heads=64,num_key_value_heads=8,vocab_size=128256"
 )
-# One line of the report: value, unit, bound (None: told beside the others).
+# Figures by name: value, unit, bound (None: told beside the others).
 Found = dict[str, tuple[float, str, float | None]]
-Options = argparse.Namespace
 
 
-def main() -> None:
-    """Run the parts asked for and print one line each, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=10**6)
-    parser.add_argument("--graphs", metavar="FOLDER", help="keep what `cold` asks about")
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(CHILDREN[options.child](options)))
-        return
-    found: Found = {}
-    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        options.graphs = options.graphs or folder
-        for part in options.parts:
-            found.update(PARTS[part](options))
-    if options.json:
-        lines = [
-            {"id": name, "value": value, "unit": unit, "bound": bound}
-            for name, (value, unit, bound) in found.items()
-        ]
-        print(json.dumps({"cases": lines}))
-        return
-    for name, (value, unit, bound) in found.items():
-        print(f"{name:<58} {value:>10.3f} {unit:<5}" + (f" target <= {bound:g}" if bound else ""))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How often is timed, over how many rows and in how many threads, and where graphs are kept."""
+
+    graphs: Path
+    repeats: int = 5
+    rows: int = 10**6
+    threads: int = 1
 
 
-def in_child(name: str, options: Options, *, rows: int | None = None, threads: int = 1) -> Any:
+def run(options: Options) -> Iterator[Record]:
+    """The parts asked for; a quick run has two of them."""
+    effort = Effort(graphs=options.work / "graphs", repeats=2 if options.quick else 5)
+    named = [part for part in PARTS if part in options.only]
+    for part in named or (("traced", "start-up") if options.quick else PARTS):
+        for name, (value, unit, bound) in PARTS[part](effort).items():
+            yield {"id": name, "value": value, "unit": unit, "bound": bound}
+
+
+def in_child(function: Callable[[Effort], Any], effort: Effort) -> Any:
     """Run a part in a process of its own, so that memory and imports are its own."""
-    command = [sys.executable, __file__, "--child", name, "--repeats", str(options.repeats)]
-    command += ["--rows", str(rows or options.rows), "--threads", str(threads)]
-    command += ["--graphs", options.graphs]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, effort).result()
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -125,7 +107,7 @@ def traced(model: str, batch: int | None = None, length: int | None = None, **ho
 # Looks at models
 
 
-def look_at_gpt2(options: Options) -> Found:
+def look_at_gpt2(effort: Effort) -> Found:
     """GPT-2-small: the whole look beside a bare fake forward and backward, interleaved."""
     import torch
 
@@ -137,7 +119,7 @@ def look_at_gpt2(options: Options) -> Found:
     first = seconds(lambda: trace_graph(model, batch))
     bare_fake_step(model, batch)
     looks, bares = [], []
-    for _ in range(options.repeats):
+    for _ in range(effort.repeats):
         bares.append(seconds(lambda: bare_fake_step(model, batch)))
         looks.append(seconds(lambda: trace_graph(model, batch)))
     look, bare = statistics.median(looks), statistics.median(bares)
@@ -163,7 +145,7 @@ def bare_fake_step(model: Any, batch: Any) -> None:
             model(**fakes).loss.backward()
 
 
-def look_at_llama(_options: Options) -> Found:
+def look_at_llama(_effort: Effort) -> Found:
     """Llama-70B built without memory: seconds and resident memory of the whole process."""
     import torch
 
@@ -187,7 +169,7 @@ SHIPPED = (
 )
 
 
-def one_and_many(options: Options) -> Found:
+def one_and_many(effort: Effort) -> Found:
     """Questions asked again, of shapes of groups met before, of new ones; rows of a table."""
     from estimator import Allocation, estimate, estimate_many
 
@@ -215,12 +197,12 @@ def one_and_many(options: Options) -> Found:
     ):
         one_s = medians(partial(ask, each) for each in questions)
         found[f"GPT-2, {name}"] = (one_s * 1e6, "µs", bound)
-    rows = min(options.rows, 200_000)
+    rows = min(effort.rows, 200_000)
     columns = table_columns(rows)
     for name, asked, bound in (("columns", columns, 0.5), ("texts", [*table_texts(columns)], 1.0)):
         call = partial(estimate_many, ask.args[0], asked)
         call()
-        row_s = min(cpu_seconds(call) for _ in range(options.repeats)) / rows
+        row_s = min(cpu_seconds(call) for _ in range(effort.repeats)) / rows
         found[f"GPT-2, a row of {rows} as {name}"] = (row_s * 1e6, "µs", bound)
     return found
 
@@ -246,9 +228,9 @@ def table_texts(columns: Any) -> Iterator[str]:
         yield "+".join(f"{n}x{d}:{SHIPPED[m]}" for m, n, d in groups if m >= 0)
 
 
-def memory(options: Options) -> Found:
+def memory(effort: Effort) -> Found:
     """The most memory held over 10⁶ and over 10⁷ texts, in chunks."""
-    few, more = (in_child("chunks", options, rows=rows) for rows in (10**6, 10**7))
+    few, more = (in_child(chunks, replace(effort, rows=rows)) for rows in (10**6, 10**7))
     return {
         "memory, chunks of 1e6 texts": (few / 2**20, "MiB", None),
         "memory, chunks of 1e7 texts": (more / 2**20, "MiB", None),
@@ -256,22 +238,22 @@ def memory(options: Options) -> Found:
     }
 
 
-def chunks(options: Options) -> int:
+def chunks(effort: Effort) -> int:
     """The most memory that this process holds over the rows."""
     from estimator import estimate_chunks
 
     at_once = 1 << 14
     texts = (
         text
-        for first in range(0, options.rows, at_once)
-        for text in table_texts(table_columns(min(at_once, options.rows - first), first))
+        for first in range(0, effort.rows, at_once)
+        for text in table_texts(table_columns(min(at_once, effort.rows - first), first))
     )
     done = sum(len(table) for table in estimate_chunks(traced(GPT2_SMALL), texts))
-    assert done == options.rows
+    assert done == effort.rows
     return resident_bytes()
 
 
-def timeline(options: Options) -> Found:
+def timeline(effort: Effort) -> Found:
     """An event timeline of some 2,000 operators on 1,024 ranks in 16 unlike classes."""
     from estimator import estimate
 
@@ -279,7 +261,7 @@ def timeline(options: Options) -> Found:
     text = "+".join(f"16x4:{name}" for name in SHIPPED)
     compiling_s = cpu_seconds(lambda: estimate(graph, text))
     whole_s = min(
-        cpu_seconds(lambda: estimate(graph, text).timeline) for _ in range(options.repeats)
+        cpu_seconds(lambda: estimate(graph, text).timeline) for _ in range(effort.repeats)
     )
     spans = estimate(graph, text).timeline.spans
     name = f"timeline, {len(graph.ops)} ops, 1,024 ranks, 16 classes"
@@ -296,7 +278,7 @@ def timeline(options: Options) -> Found:
 OBSERVATIONS, TURNS, ESTIMATES, ROUNDS = 1000, 20, 300, 5
 
 
-def calibration(_options: Options) -> Found:
+def calibration(_effort: Effort) -> Found:
     """Medians over single new observations, each followed by a refit; calibrated estimates."""
     from estimator import Calibrator, estimate
     from estimator.calibrate.observed import Observation
@@ -348,7 +330,7 @@ def calibration(_options: Options) -> Found:
 # Start-up
 
 
-def start_up(options: Options) -> Found:
+def start_up(effort: Effort) -> Found:
     """Medians over fresh processes of the command's help and of the import."""
     commands = {
         "help": [sys.executable, "-m", "estimator", "--help"],
@@ -356,7 +338,7 @@ def start_up(options: Options) -> Found:
         "bare": [sys.executable, "-c", "pass"],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(max(5, options.repeats)):
+    for _ in range(max(5, effort.repeats)):
         for name, command in commands.items():
             run = partial(subprocess.run, command, check=True, capture_output=True)
             times[name].append(seconds(run))
@@ -407,19 +389,19 @@ FLEET = (("dgx-a100", 3, 8), ("v100-p3dn", 3, 8), ("t4-g4dn", 4, 4))
 LOOP_ROUNDS = 10
 
 
-def write_graphs(options: Options) -> None:
+def write_graphs(effort: Effort) -> None:
     """Trace the graphs that are not in the folder yet, and put the probed machine there."""
     from estimator.machines.catalogue import load_profile
 
-    folder = Path(options.graphs)
+    folder = effort.graphs
     probed = load_profile(str(ROOT / "data" / "measured" / f"{MEASURED}.json"))
     # It was probed alone.
     network = load_profile("h100-sxm").network
     replace(probed, network=network).save(folder / "machines" / f"{MEASURED}.json")
     for name, each in TRACES.items():
-        if not (folder / f"{name}.graph").exists():
-            how = {"precision": each.precision, "name": name, **each.more}
-            traced(each.model, each.batch, each.length, **how).save(folder / f"{name}.graph")
+        how = {"precision": each.precision, "name": name, **each.more}
+        look = partial(traced, each.model, each.batch, each.length, **how)
+        kept_graph(folder / f"{name}.graph", look)
 
 
 def jobs(folder: Path) -> list[tuple[Any, dict[str, Any]]]:
@@ -455,9 +437,9 @@ def allocations() -> list[str]:
     return list(texts)
 
 
-def ask_cold(options: Options) -> dict[str, Any]:
+def ask_cold(effort: Effort) -> dict[str, Any]:
     """Every job on every allocation, in a process that has answered nothing yet."""
-    os.environ["ESTIMATOR_HOME"] = options.graphs
+    os.environ["ESTIMATOR_HOME"] = str(effort.graphs)
     from estimator import estimate
 
     def answer(question: tuple[Any, dict[str, Any], str]) -> tuple[float, float, int]:
@@ -466,13 +448,13 @@ def ask_cold(options: Options) -> dict[str, Any]:
         found = estimate(graph, text, **how)
         return time.perf_counter() - began, found.step_time_s, found.peak_memory_bytes
 
-    queue = jobs(Path(options.graphs))
+    queue = jobs(effort.graphs)
     questions = [(*job, text) for job in queue for text in allocations()]
     began, began_cpu = time.perf_counter(), time.process_time()
-    if options.threads == 1:
+    if effort.threads == 1:
         answers = [answer(each) for each in questions]
     else:
-        with ThreadPoolExecutor(options.threads) as pool:
+        with ThreadPoolExecutor(effort.threads) as pool:
             answers = list(pool.map(answer, questions))
     return {
         "ops": [len(graph.ops) for graph, _ in queue],
@@ -483,13 +465,13 @@ def ask_cold(options: Options) -> dict[str, Any]:
     }
 
 
-def cold(options: Options) -> Found:
+def cold(effort: Effort) -> Found:
     """The first answers of fresh processes, with one thread and with many."""
-    in_child("graphs", options)
+    in_child(write_graphs, effort)
     runs: dict[int, list[dict[str, Any]]] = {1: [], THREADS: []}
-    for _ in range(options.repeats):
+    for _ in range(effort.repeats):
         for threads, some in runs.items():
-            some.append(in_child("cold", options, threads=threads))
+            some.append(in_child(ask_cold, replace(effort, threads=threads)))
     one, many = runs[1], runs[THREADS]
     if any(run["answers"] != one[0]["answers"] for run in (*one, *many)):
         sys.exit("answers differ between processes or numbers of threads")
@@ -527,11 +509,11 @@ def candidates() -> list[str]:
     return turns[:ALLOCATIONS]
 
 
-def ask_rounds(options: Options, *, is_prepared: bool = False) -> dict[str, Any]:
+def ask_rounds(effort: Effort, *, is_prepared: bool = False) -> dict[str, Any]:
     """Some rounds of a scheduler in a process that has answered nothing yet, prepared or not."""
     import estimator as est
 
-    queue, texts = jobs(Path(options.graphs)), candidates()
+    queue, texts = jobs(effort.graphs), candidates()
     machines = [machine for machine, _, _ in FLEET]
 
     def prepare() -> None:
@@ -548,11 +530,11 @@ def ask_rounds(options: Options, *, is_prepared: bool = False) -> dict[str, Any]
     return {"prepare_s": prepared_s, "rounds_s": rounds, "jobs": len(queue)}
 
 
-def loop(options: Options) -> Found:
+def loop(effort: Effort) -> Found:
     """The first and the later rounds of fresh processes, in seconds of their CPU."""
-    in_child("graphs", options)
-    unprepared = [in_child("loop", options) for _ in range(options.repeats)]
-    ahead = [in_child("prepared", options) for _ in range(options.repeats)]
+    in_child(write_graphs, effort)
+    unprepared = [in_child(ask_rounds, effort) for _ in range(effort.repeats)]
+    ahead = [in_child(partial(ask_rounds, is_prepared=True), effort) for _ in range(effort.repeats)]
     first_s, prepared_first_s = (
         min(run["rounds_s"][0] for run in runs) for runs in (unprepared, ahead)
     )
@@ -573,14 +555,14 @@ PIPELINE = {"layout": "tp=8,pp=16,dp=*", "batch_per_gpu": 1, "accumulation_steps
 DIVIDED = {"layout": "tp=8,dp=*", "batch_per_gpu": 1}
 
 
-def layouts(options: Options) -> Found:
+def layouts(effort: Effort) -> Found:
     """A plan of 1,024 GPUs by a new engine each time, new layouts, layouts known already."""
     from estimator import Allocation, best_layouts, estimate
     from estimator.estimates.engine import Engine
 
     graph = traced(f"{LLAMA_70B},gradient_checkpointing=true", 2, 2048, precision="bf16")
     plan = partial(best_layouts, graph, PLACE, global_batch=GLOBAL_BATCH)
-    plans_s = [seconds(lambda: plan(engine=Engine())) for _ in range(min(options.repeats, 3))]
+    plans_s = [seconds(lambda: plan(engine=Engine())) for _ in range(min(effort.repeats, 3))]
     count = plan(engine=Engine()).candidates
     ask = partial(estimate, graph)
     ask("16x8:h100-sxm", **PIPELINE)
@@ -603,28 +585,14 @@ def layouts(options: Options) -> Found:
     }
 
 
-CHILDREN: dict[str, Callable[[Options], Any]] = {
-    "look": look_at_gpt2,
-    "llama": look_at_llama,
-    "traced": one_and_many,
-    "chunks": chunks,
-    "graphs": write_graphs,
-    "cold": ask_cold,
-    "loop": ask_rounds,
-    "prepared": partial(ask_rounds, is_prepared=True),
-    "layouts": layouts,
-}
-PARTS: dict[str, Callable[[Options], Found]] = {
-    "looks": lambda options: in_child("look", options) | in_child("llama", options),
-    "traced": partial(in_child, "traced"),
+PARTS: dict[str, Callable[[Effort], Found]] = {
+    "looks": lambda effort: in_child(look_at_gpt2, effort) | in_child(look_at_llama, effort),
+    "traced": partial(in_child, one_and_many),
     "memory": memory,
-    "timeline": timeline,
-    "calibration": calibration,
+    "timeline": partial(in_child, timeline),
+    "calibration": partial(in_child, calibration),
     "start-up": start_up,
     "cold": cold,
     "loop": loop,
-    "layouts": partial(in_child, "layouts"),
+    "layouts": partial(in_child, layouts),
 }
-
-if __name__ == "__main__":
-    main()

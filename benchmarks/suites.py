@@ -2,8 +2,7 @@
 
 A part of a suite is a module of this folder whose ``run(options)`` finds its cases, each with an
 ``id`` (`results.py` says what else): a list of them, or a mapping of ``cases``, ``summary`` and
-``report``, lines for people. A part with `words` is a script that prints such a mapping with
-``--json``. The parts run one after the other, each in a process of its own.
+``report``, lines for people. The parts run one after the other, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,24 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Words = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One module; one that is slow is left out of a quick run.
-
-    A script has `words`; `quick` stands for them in a run of minutes. ``{data}`` and ``{work}`` in
-    words stand for the folder of tables and one to work in. What a script that does not
-    `prints_json` says to people is kept as the report.
-    """
+    """One module; one that is slow is left out of a quick run."""
 
     name: str
     is_slow: bool = False
     takes: frozenset[str] = frozenset()
-    words: Words | None = None
-    quick: Words | None = None
-    prints_json: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +41,7 @@ MODELS = frozenset(("models",))
 SUITES: dict[str, Suite] = {
     "speed": Suite(
         question="what looks, estimates, tables, timelines, refits and start-up cost",
-        parts=(
-            Part(name="speed", words=(), quick=("--parts", "traced", "start-up", "--repeats", "2")),
-        ),
+        parts=(Part(name="speed"),),
     ),
     "local": Suite(
         question="training steps on this machine, predicted first and then measured",
@@ -81,20 +68,9 @@ SUITES: dict[str, Suite] = {
     "calibration": Suite(
         question="what a few observed steps teach, beside Pollux, Optimus and linear scaling",
         parts=(
-            Part(
-                name="calibration_accuracy",
-                words=("--data", "{data}/pollux_t4.csv"),
-                quick=("--data", "{data}/gavel.csv", "--k", "3"),
-                takes=DATA,
-            ),
-            Part(
-                name="calibration_pairs",
-                words=("{data}/gavel.csv", "{data}/pollux_t4.csv", "{data}/dlperf.csv"),
-                is_slow=True,
-                takes=DATA,
-                prints_json=False,
-            ),
-            Part(name="calibration_changes", words=(), quick=("--seeds", "1"), prints_json=False),
+            Part(name="calibration_accuracy", takes=DATA),
+            Part(name="calibration_pairs", is_slow=True, takes=DATA),
+            Part(name="calibration_changes"),
         ),
         times=False,
     ),
@@ -153,13 +129,7 @@ SUITES: dict[str, Suite] = {
     ),
     "gpu": Suite(
         question="training steps on this machine's GPU, predicted first and then measured",
-        parts=(
-            Part(
-                name="gpu_accuracy",
-                words=("--work", "{work}"),
-                quick=("--work", "{work}", "--target", "cpu"),
-            ),
-        ),
+        parts=(Part(name="gpu_accuracy"),),
         needs="gpu",
     ),
 }

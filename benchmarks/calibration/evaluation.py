@@ -8,24 +8,25 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from records import Progress, say
 from summary import noise_ratio
 
+from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.machine_priors import priors_of
 from calibration.protocols import Split, all_splits
+from calibration.rivals import LinearScaling, OnesRegressor
 from calibration.tables import Job
 from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.errors import EstimatorError, ObservationError
 
 Array = NDArray[np.float64]
-Report = Callable[[str, float], None]
 
 
 class Regressor(Protocol):
@@ -40,18 +41,12 @@ class Regressor(Protocol):
         ...
 
 
-# The regressor of each method; the protocol of asynchronous training has its own.
-REGRESSORS = {
-    "calibrated": "estimator.calibrate.regressor:StepTimeRegressor",
-    "linear": "calibration.rivals:LinearScaling",
-    "optimus": "calibration.baselines:OptimusRegressor",
-    "pollux": "calibration.baselines:PolluxRegressor",
-    "ones": "calibration.rivals:OnesRegressor",
-}
-WORKER_REGRESSORS = {
-    "calibrated": "calibration.rivals:AsynchronousRegressor",
-    "linear": "calibration.rivals:IndependentWorkers",
-    "optimus": "calibration.rivals:AsynchronousOptimusRegressor",
+REGRESSORS: Mapping[str, Callable[[], Regressor]] = {
+    "calibrated": StepTimeRegressor,
+    "linear": LinearScaling,
+    "optimus": OptimusRegressor,
+    "pollux": PolluxRegressor,
+    "ones": OnesRegressor,
 }
 # Robustness is tested by one outlier of this factor, from so many observations on.
 OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5
@@ -61,7 +56,7 @@ _SPLITS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """What a method predicted for the test rows of one split; NaN where it could not.
+    """What a method predicted for the test rows of one split of a job; NaN where it could not.
 
     `moved_ratio` is the mean relative change of the predictions when the last observation of the
     split is made an outlier, three times too long: what it had taught is lost then. `added_ratio`
@@ -72,80 +67,63 @@ class Run:
     method: str
     split: Split
     predicted_s: Array
-    low_s: Array | None
-    high_s: Array | None
-    moved_ratio: float | None
-    added_ratio: float | None
-    reason: str | None
+    low_s: Array | None = None
+    high_s: Array | None = None
+    moved_ratio: float | None = None
+    added_ratio: float | None = None
+    reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluation:
-    """All runs of one protocol; `skipped` are the labels of jobs with too few rows for it."""
-
-    protocol: str
-    jobs: tuple[Job[Any], ...]
-    methods: tuple[str, ...]
-    runs: tuple[Run, ...]
-    skipped: tuple[str, ...]
-
-    def cases(self, at: str) -> Iterator[dict[str, Any]]:
-        """Every prediction beside its measurement, in the form of all accuracy benchmarks."""
-        abouts = [[step.about() for step in job.steps] for job in self.jobs]
-        noises = [_noises(job) for job in self.jobs]
-        for run in self.runs:
-            job = self.jobs[run.job]
-            for place, index in enumerate(run.split.test):
-                predicted_s = _known(run.predicted_s, place)
-                yield {
-                    "id": f"{self.protocol}/{job.label}/{index}",
-                    **abouts[run.job][index],
-                    "method": run.method,
-                    "k": run.split.k,
-                    "draw": run.split.draw,
-                    "predicted_s": predicted_s,
-                    "low_s": _known(run.low_s, place),
-                    "high_s": _known(run.high_s, place),
-                    "measured_s": job.steps[index].step_time_s,
-                    "noise_ratio": noises[run.job][index],
-                    "predicted_at": at,
-                    "measured_at": None,
-                    "status": "ok" if predicted_s is not None else "no_prediction",
-                    "reason": None if predicted_s is not None else run.reason,
-                }
-
-
-def methods_of(protocol: str) -> dict[str, Callable[[], Regressor]]:
-    """The regressors that a protocol compares, by method."""
-    paths = WORKER_REGRESSORS if protocol == "workers" else REGRESSORS
-    regressors: dict[str, Callable[[], Regressor]] = {}
-    for method, path in paths.items():
-        module, name = path.split(":")
-        regressors[method] = getattr(import_module(module), name)
-    return regressors
+def cases(
+    jobs: Sequence[Job], runs: Sequence[Run], protocol: str, at: str
+) -> Iterator[dict[str, Any]]:
+    """Every prediction beside its measurement, in the form of all accuracy benchmarks."""
+    abouts = [[step.about() for step in job.steps] for job in jobs]
+    noises = [_noises(job) for job in jobs]
+    for run in runs:
+        job = jobs[run.job]
+        for place, index in enumerate(run.split.test):
+            predicted_s = _known(run.predicted_s, place)
+            yield {
+                "id": f"{protocol}/{job.label}/{index}",
+                **abouts[run.job][index],
+                "job": job.label,
+                "method": run.method,
+                "k": run.split.k,
+                "draw": run.split.draw,
+                "predicted_s": predicted_s,
+                "low_s": _known(run.low_s, place),
+                "high_s": _known(run.high_s, place),
+                "measured_s": job.steps[index].step_time_s,
+                "noise_ratio": noises[run.job][index],
+                "predicted_at": at,
+                "measured_at": None,
+                "status": "ok" if predicted_s is not None else "no_prediction",
+                "reason": None if predicted_s is not None else run.reason,
+            }
 
 
 def evaluate(
-    jobs: Sequence[Job[Any]],
+    jobs: Sequence[Job],
     protocol: str,
     *,
     ks: Sequence[int] | None = None,
     methods: Mapping[str, Callable[[], Regressor]] | None = None,
     executor: Executor | None = None,
-    report: Report | None = None,
-) -> Evaluation:
+) -> list[Run]:
     """Run methods over all jobs by a protocol of `protocols.PROTOCOLS`, all on the same draws.
 
     `ks` are the numbers of observations of k-shot and online. Raises ObservationError where no job
     has rows enough.
     """
-    regressors = methods if methods is not None else methods_of(protocol)
     splits = all_splits(jobs, protocol, ks)
     if not splits:
         raise ObservationError(
             f"none of the {len(jobs)} jobs of the table has rows enough for the protocol "
             f"'{protocol}'; take another protocol, or a table with more rows of one model and GPU"
         )
+    if skipped := [job.label for n, job in enumerate(jobs) if n not in {n for n, _ in splits}]:
+        say(f"too few rows for {protocol}: {len(skipped)} jobs, such as {skipped[0]}")
     tasks = [
         _Task(
             job=index,
@@ -158,22 +136,14 @@ def evaluate(
         )
         for index, of_job in groupby(splits, key=lambda pair: pair[0])
         for members in _chunks([split for _, split in of_job])
-        for method, regressor in regressors.items()
+        for method, regressor in (methods or REGRESSORS).items()
     ]
-    runs: list[Run] = []
+    runs, progress = list[Run](), Progress(protocol, len(tasks))
     answers = executor.map(_run, tasks) if executor is not None else map(_run, tasks)
-    for done, (task, answer) in enumerate(zip(tasks, answers, strict=True), start=1):
+    for task, answer in zip(tasks, answers, strict=True):
         runs += answer
-        if report is not None:
-            report(f"{task.method}, {jobs[task.job].label}", done / len(tasks))
-    used = {index for index, _ in splits}
-    return Evaluation(
-        protocol=protocol,
-        jobs=tuple(jobs),
-        methods=tuple(regressors),
-        runs=tuple(runs),
-        skipped=tuple(job.label for index, job in enumerate(jobs) if index not in used),
-    )
+        progress.advance(f"{task.method}, {jobs[task.job].label}")
+    return runs
 
 
 @contextmanager
@@ -202,9 +172,7 @@ class _Task:
     has_outlier: bool
 
 
-def _with_machine_priors(
-    regressor: Callable[[], Regressor], job: Job[Any]
-) -> Callable[[], Regressor]:
+def _with_machine_priors(regressor: Callable[[], Regressor], job: Job) -> Callable[[], Regressor]:
     """The regressor for a job: ours takes priors from the job's machine."""
     if regressor is StepTimeRegressor:
         return partial(_regressor_of_machine, job.steps[0])
@@ -226,17 +194,7 @@ def _run(task: _Task) -> list[Run]:
 
 def _run_split(task: _Task, split: Split) -> Run:
     X = task.X[split.test]
-    run = Run(
-        job=task.job,
-        method=task.method,
-        split=split,
-        predicted_s=np.full(len(X), np.nan),
-        low_s=None,
-        high_s=None,
-        moved_ratio=None,
-        added_ratio=None,
-        reason=None,
-    )
+    run = Run(job=task.job, method=task.method, split=split, predicted_s=np.full(len(X), np.nan))
     try:
         fitted = _fitted(task, split, task.y)
         predicted_s = np.asarray(fitted.predict(X), dtype=float)
@@ -276,7 +234,7 @@ def _outlier_changes(task: _Task, split: Split, predicted_s: Array) -> tuple[flo
     return float(moved), float(added)
 
 
-def _noises(job: Job[Any]) -> list[float | None]:
+def _noises(job: Job) -> list[float | None]:
     """Half the 10–90 % range of each row's repetitions over their median; None for a single one."""
     repeated: dict[tuple[Any, ...], list[float]] = {}
     keys = [(step.about()["allocation"], *step.features) for step in job.steps]

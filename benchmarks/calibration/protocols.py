@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibration.tables import Job
-from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.performance_model import BATCH, RANKS
 
 Indices = NDArray[np.intp]
@@ -21,8 +19,6 @@ DRAWS = 8
 FOLDS, FOLD_DRAWS = 5, 3
 # Placements of the multi-device training rows of few-shot.
 FEW_PLACEMENTS = ((2,), (1, 1), (4,))
-# Numbers of workers in the training rows of asynchronous training.
-WORKERS_SEEN = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +31,7 @@ class Split:
     test: Indices
 
 
-def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
+def k_shot(job: Job, ks: Sequence[int] = SHOTS) -> list[Split]:
     """k training rows, one on a single device, the others drawn at random; tests on all others.
 
     Draw number n is the same permutation for every k, so that a larger k adds to a smaller one. A
@@ -55,7 +51,7 @@ def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
     return _one_draw_of_none(splits)
 
 
-def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
+def online(job: Job, ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
     """All single-device rows and k random rows on several; tests on the others on several."""
     ranks = job.X()[:, RANKS]
     alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
@@ -70,21 +66,21 @@ def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
     return _one_draw_of_none(splits)
 
 
-def few_shot(job: Job[MeasuredStep]) -> list[Split]:
+def few_shot(job: Job) -> list[Split]:
     """All single-device rows, and 2, 1+1 and 4 devices at the smallest and largest batch."""
     train = _few_shot_rows(job)
     test = np.setdiff1d(np.arange(len(job.steps)), train)
     return [_split(None, 0, train, test)] if len(train) and len(test) else []
 
 
-def pairs(job: Job[MeasuredStep]) -> list[Split]:
+def pairs(job: Job) -> list[Split]:
     """Trains as few-shot, and predicts all rows, to compare these with each other."""
     train = _few_shot_rows(job)
     several = (job.X()[:, RANKS] > 1).any()
     return [_split(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
 
 
-def _few_shot_rows(job: Job[MeasuredStep]) -> Indices:
+def _few_shot_rows(job: Job) -> Indices:
     """One row of each placement and batch, the first of those measured more than once."""
     batches = job.X()[:, BATCH]
     extremes = (batches.min(), batches.max())
@@ -99,7 +95,7 @@ def _few_shot_rows(job: Job[MeasuredStep]) -> Indices:
     return np.array(train, dtype=np.intp)
 
 
-def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
+def cross_validation(job: Job) -> list[Split]:
     """Five-fold cross-validation, repeated with several shuffles."""
     splits = []
     for draw in range(FOLD_DRAWS if len(job.steps) >= FOLDS else 0):
@@ -109,14 +105,6 @@ def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
     return splits
 
 
-def workers(job: Job[Any]) -> list[Split]:
-    """Train on 1, 2, 4 and 8 asynchronous workers, test on the numbers between."""
-    seen = np.isin(job.X()[:, RANKS], WORKERS_SEEN)
-    if seen.all() or not seen.any():
-        return []
-    return [_split(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
-
-
 # Every protocol, and whether it takes k.
 PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
     "k-shot": k_shot,
@@ -124,13 +112,12 @@ PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
     "few-shot": few_shot,
     "cv": cross_validation,
     "pairs": pairs,
-    "workers": workers,
 }
 PROTOCOLS_WITH_K = ("k-shot", "online")
 
 
 def all_splits(
-    jobs: Sequence[Job[Any]], protocol: str, ks: Sequence[int] | None = None
+    jobs: Sequence[Job], protocol: str, ks: Sequence[int] | None = None
 ) -> list[tuple[int, Split]]:
     """(place of the job in `jobs`, split) of every job that has rows enough for the protocol."""
     rule = PROTOCOLS[protocol]

@@ -9,36 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate.observation_files import MeasuredStep, Row, measured_step, read_rows
+from estimator.calibrate.observation_files import MeasuredStep, measured_step, read_rows
 from estimator.errors import ObservationError
 
 Array = NDArray[np.float64]
 
-
-class Step(Protocol):
-    """What every kind of row offers."""
-
-    @property
-    def step_time_s(self) -> float:
-        """What was measured."""
-        ...
-
-    @property
-    def features(self) -> tuple[float, ...]:
-        """What a regressor predicts it from."""
-        ...
-
-    def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `summary`)."""
-        ...
-
-
-StepT = TypeVar("StepT", bound=Step)
 
 # Facts in notes that tell jobs of one model apart: nnU-Net in 2 or 3 dimensions, a layer's sample
 # ratio, XLA; and what such a fact says of batches or logs alone.
@@ -49,13 +28,13 @@ _NO_SETTING = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Generic[StepT]):
+class Job:
     """All steps of one model on one kind of GPU under one setting."""
 
     label: str
     gpu: str
     model: str
-    steps: tuple[StepT, ...]
+    steps: tuple[MeasuredStep, ...]
 
     def X(self) -> Array:
         """The features of every step, one row each."""
@@ -67,15 +46,15 @@ class Job(Generic[StepT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTable(Generic[StepT]):
+class StepTable:
     """The jobs of one or several files, and how many rows were left out or completed, and why."""
 
-    jobs: tuple[Job[StepT], ...]
+    jobs: tuple[Job, ...]
     refused: Mapping[str, int]
     assumed: Mapping[str, int]
 
 
-def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredStep]:
+def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable:
     """Read tables in the standard columns, of which others may be missing or more present.
 
     A row needs `model` or `gpu`; `gpus`, else `placement` (devices used per node, such as ``1+3``);
@@ -136,7 +115,7 @@ def _noted_setting(notes: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def _jobs(steps: Sequence[MeasuredStep]) -> tuple[Job[MeasuredStep], ...]:
+def _jobs(steps: Sequence[MeasuredStep]) -> tuple[Job, ...]:
     """Steps of one GPU, model and setting together, labelled by what tells them apart."""
     found: defaultdict[tuple[str, str, tuple[str, ...]], list[MeasuredStep]] = defaultdict(list)
     for step in steps:
@@ -160,94 +139,22 @@ def _jobs(steps: Sequence[MeasuredStep]) -> tuple[Job[MeasuredStep], ...]:
 COLUMNS = ("workers", "parameter_servers", "steps_per_s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStep:
-    """One row: the time between two updates, whichever of the workers they come from."""
+def read_workers(path: Path) -> dict[str, tuple[Array, Array]]:
+    """(workers, parameter servers) and seconds between two updates of each GPU, model and servers.
 
-    source: str
-    gpu: str
-    model: str
-    workers: int
-    parameter_servers: int
-    step_time_s: float
-
-    @property
-    def features(self) -> tuple[float, ...]:
-        """(workers, parameter servers)."""
-        return (self.workers, self.parameter_servers)
-
-    def about(self) -> dict[str, Any]:
-        """The fields of an accuracy case that identify the row (see `summary`)."""
-        return {
-            "source": self.source,
-            "model": self.model,
-            "machine": self.gpu,
-            "allocation": None,
-            "ranks": self.workers,
-            "nodes": None,
-            "strategy": f"ps:{self.parameter_servers},async",
-            "precision": None,
-            "batch_per_gpu": None,
-            "accumulation_steps": 1,
-            "global_batch": None,
-        }
-
-
-def is_worker_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a table's rows count workers and parameter servers; raises ObservationError."""
-    return any(all(name in row for name in COLUMNS) for _, row in read_rows(path))
-
-
-def read_workers(paths: Sequence[str | os.PathLike[str]]) -> StepTable[WorkerStep]:
-    """Read tables with the columns `gpu, model, workers, parameter_servers, steps_per_s`.
-
-    Raises ObservationError where a file is no table or no row of them all can be used.
+    Raises ObservationError where a file is no table with these columns.
     """
-    refused: Counter[str] = Counter()
-    found: defaultdict[tuple[str, str, int], list[WorkerStep]] = defaultdict(list)
-    for path in paths:
-        for _, row in read_rows(path):
-            try:
-                step = _worker_step(row, Path(path).stem)
-            except ObservationError as error:
-                refused[str(error)] += 1
-            else:
-                found[step.gpu, step.model, step.parameter_servers].append(step)
-    if not found:
-        reason, count = refused.most_common(1)[0]
-        raise ObservationError(
-            f"no row of {', '.join(map(str, paths))} can be used: {reason} ({count} rows); give "
-            f"{', '.join(COLUMNS)}"
-        )
-    jobs = tuple(
-        Job(
-            label=f"{gpu}, {model}, {servers} server{'s' if servers > 1 else ''}",
-            gpu=gpu,
-            model=model,
-            steps=tuple(steps),
-        )
-        for (gpu, model, servers), steps in found.items()
-    )
-    return StepTable(jobs=jobs, refused=refused, assumed={})
-
-
-def _worker_step(row: Row, source: str) -> WorkerStep:
-    return WorkerStep(
-        source=row.get("source", source),
-        gpu=row.get("gpu", "unknown GPU"),
-        model=row.get("model", "unknown model"),
-        workers=int(_positive(row, "workers", whole=True)),
-        parameter_servers=int(_positive(row, "parameter_servers", whole=True)),
-        step_time_s=1 / _positive(row, "steps_per_s"),
-    )
-
-
-def _positive(row: Row, name: str, *, whole: bool = False) -> float:
-    try:
-        number = float(row.get(name, "nan"))
-    except ValueError:
-        raise ObservationError(f"its {name} is no number") from None
-    if not 0 < number < math.inf or (whole and number != int(number)):
-        kind = "a whole number above 0" if whole else "a positive number"
-        raise ObservationError(f"its {name} is not {kind}")
-    return number
+    found: defaultdict[str, list[Array]] = defaultdict(list)
+    for line, row in read_rows(path):
+        try:
+            numbers = np.array([float(row.get(name, "nan")) for name in COLUMNS])
+        except ValueError:
+            numbers = np.full(len(COLUMNS), math.nan)
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            raise ObservationError(
+                f"{path.name} line {line} has no positive {', '.join(COLUMNS)}; correct it"
+            )
+        label = f"{row.get('gpu', 'unknown GPU')}, {row.get('model', 'unknown model')}"
+        found[f"{label}, {numbers[1]:g} servers"].append(numbers)
+    tables = {label: np.array(numbers) for label, numbers in found.items()}
+    return {label: (table[:, :2], 1 / table[:, 2]) for label, table in tables.items()}

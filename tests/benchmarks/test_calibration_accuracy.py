@@ -2,86 +2,67 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import calibration_accuracy
 import pytest
 from calibration import evaluation
 from calibration.rivals import LinearScaling, OnesRegressor
-from click.testing import CliRunner, Result
+from options import Options
 
-Command = Callable[..., Result]
-
-
-@pytest.fixture
-def command() -> Command:
-    """Run the benchmark with words as on a command line."""
-    return lambda *words: CliRunner().invoke(
-        calibration_accuracy.main, [str(word) for word in words]
-    )
+from estimator.errors import ObservationError
 
 
 @pytest.fixture(autouse=True)
 def _two_quick_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     methods = {"calibrated": LinearScaling, "ones": OnesRegressor}
-    monkeypatch.setattr(evaluation, "methods_of", lambda protocol: methods)
+    monkeypatch.setattr(evaluation, "REGRESSORS", methods)
     # In this process, where the methods are replaced.
     monkeypatch.setattr("os.cpu_count", lambda: 1)
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    """Perfect linear scaling of a step of 0.1 s + 0.01 s a sample, and one bad row."""
+def judged(folder: Path, content: str, *only: str) -> Any:
+    (folder / "mine.csv").write_text(content)
+    return calibration_accuracy.run(Options(data=folder, only=("mine", *only)))
+
+
+def test_every_case_of_a_table_is_judged_and_bad_rows_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Perfect linear scaling of a step of 0.1 s + 0.01 s a sample, and one bad row.
     lines = ["model,gpu,gpus,nodes,local_batch,step_time_s"]
     lines += [
         f"m,T4,{gpus},1,{batch},{0.1 + 0.01 * batch}" for gpus in (1, 2, 4) for batch in (8, 16)
     ]
-    path = tmp_path / "table.csv"
-    path.write_text("\n".join([*lines, "m,T4,4,1,8,nan"]))
-    return path
-
-
-def test_a_table_is_printed_and_bad_rows_counted_on_stderr(command: Command, table: Path) -> None:
-    answer = command("--data", table, "--protocol", "online", "--k", "1")
-    assert answer.exit_code == 0
-    assert answer.stderr.startswith("estimator: 1 row left out: its step time is not a positive")
-    for words in ("T4, m", "calibrated", "ones", "mean over jobs"):
-        assert words in answer.stdout
-
-
-def test_json_holds_every_case_alone_on_stdout(command: Command, table: Path) -> None:
-    words = ("--protocol", "online", "--k", "1", "--json")
-    content = json.loads(command("--data", table, *words).stdout)
-    assert (content["machine"], content["protocol"]) == ("T4", "online")
+    found = judged(tmp_path, "\n".join([*lines, "m,T4,4,1,8,nan"]), "online", "1")
+    assert "1 rows left out: its step time is not a positive" in capsys.readouterr().err
     # 4 rows on several devices, of which one is drawn, 8 times, for two methods.
-    assert len(content["cases"]) == 3 * 8 * 2
-    ours = [case for case in content["cases"] if case["method"] == "calibrated"]
+    assert len(found["cases"]) == 3 * 8 * 2
+    ours = [case for case in found["cases"] if case["method"] == "calibrated"]
     assert all(case["predicted_s"] == pytest.approx(case["measured_s"]) for case in ours)
-    assert sum(content["refused"].values()) == 1
+    (table,) = found["report"]
+    assert table.startswith("online: mean over jobs")
+    assert [line.split()[:4] for line in table.splitlines()[2:3]] == [
+        ["calibrated", "1", "0.0", "%"]
+    ]
+
+
+ONE = "model,gpus,local_batch,step_time_s\nm,1,8,1\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "only"),
     [
         ("", ()),
         ("some text\nwithout columns\n", ()),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,0\n", ()),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ()),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--protocol", "workers")),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\nm,1,16,2\n", ("--protocol", "few-shot")),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\nm,1,16,2\n", ("--k", "some")),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--protocol", "cv", "--k", "1")),
-        ("model,gpus,local_batch,step_time_s\nm,1,8,1\n", ("--data", "missing.csv")),
+        (ONE.replace(",1\n", ",0\n"), ()),
+        (ONE, ()),
+        (f"{ONE}m,1,16,2\n", ("few-shot",)),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_sentence(
-    command: Command, tmp_path: Path, content: str, words: tuple[str, ...]
+    tmp_path: Path, content: str, only: tuple[str, ...]
 ) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text(content)
-    answer = command("--data", path, *words)
-    assert answer.exit_code in (1, 2)
-    assert answer.stdout == ""
-    assert answer.stderr.splitlines()[-1].startswith("Error: ")
+    with pytest.raises(ObservationError):
+        judged(tmp_path, content, *only)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibration.evaluation import Regressor, evaluate
+from calibration.evaluation import Regressor, cases, evaluate
 from calibration.protocols import DRAWS, Split, all_splits
-from calibration.scores import overall, pair_scores, scores_of
-from calibration.tables import Job, StepTable, WorkerStep, is_worker_table, read_steps, read_workers
+from calibration.tables import Job, StepTable, read_steps, read_workers
+from calibration_accuracy import mean_errors, ordered
 from summary import summarise
 
 from estimator.calibrate.observation_files import MeasuredStep
@@ -42,7 +42,7 @@ def measured(sizes: tuple[int, ...], batch: float, gpu: str) -> MeasuredStep:
     )
 
 
-def make_job(model: str = "m", gpu: str = "T4") -> Job[MeasuredStep]:
+def make_job(model: str = "m", gpu: str = "T4") -> Job:
     steps = tuple(
         replace(measured(sizes, batch, gpu), model=model, step_time_s=true_step_s(sizes, batch))
         for sizes in SIZES
@@ -84,42 +84,39 @@ METHODS: dict[str, Callable[[], Regressor]] = {
 }
 
 
-def test_scores_are_those_of_forms_whose_errors_are_known() -> None:
-    evaluation = evaluate([make_job()], "k-shot", ks=[3, 5], methods=METHODS)
-    scores = {(score.method, score.k): score for score in scores_of(evaluation)}
-    assert set(scores) == {(method, k) for method in METHODS for k in (3, 5)}
-    above = scores["pollux", 3]
-    # 15 rows, of which 3 are learnt from; all others are 10 % off in each of 8 draws.
-    assert (above.draws, above.rows, above.failed) == (8, 12, 0)
-    for value in (above.median, above.p90, above.mape):
-        assert value.mean == pytest.approx(0.1)
-        assert value.deviation == pytest.approx(0, abs=1e-9)
-    assert scores["calibrated", 3].mape.mean == pytest.approx(0, abs=1e-6)
-    assert scores["calibrated", 3].order_right_ratio == 1
-    assert scores["calibrated", 3].coverage_ratio == 1
-
-
-def test_a_regressor_that_cannot_be_fitted_counts_as_an_error_of_100_percent() -> None:
-    evaluation = evaluate([make_job()], "k-shot", ks=[3], methods=METHODS)
-    (score,) = (score for score in scores_of(evaluation) if score.method == "linear")
-    assert score.failed == 12 * 8
-    assert score.median.mean == 1
-    failed = [case for case in evaluation.cases("now") if case["method"] == "linear"]
+def test_errors_are_those_of_forms_whose_errors_are_known() -> None:
+    jobs = [make_job()]
+    runs = evaluate(jobs, "k-shot", ks=[3, 5], methods=METHODS)
+    # 15 rows, of which 3 or 5 are learnt from, in each of 8 draws.
+    assert {(run.method, run.split.k) for run in runs} == {(m, k) for m in METHODS for k in (3, 5)}
+    assert len(runs) == 3 * 2 * 8
+    errors = {
+        method: mean_errors(jobs, [run for run in runs if run.method == method])
+        for method in METHODS
+    }
+    assert errors["pollux"] == pytest.approx([0.1])
+    assert errors["calibrated"] == pytest.approx([0], abs=1e-6)
+    # One that cannot be fitted counts as an error of 100 %.
+    assert errors["linear"] == [1]
+    failed = [case for case in cases(jobs, runs, "k-shot", "now") if case["method"] == "linear"]
+    assert len(failed) == 8 * (12 + 10)
     assert {(case["status"], case["reason"], case["predicted_s"]) for case in failed} == {
         ("no_prediction", "it needs 99 rows; give more", None)
     }
 
 
 def test_cases_have_the_form_of_every_accuracy_benchmark() -> None:
-    evaluation = evaluate([make_job()], "few-shot", methods={"calibrated": TenPercentAbove})
-    cases = list(evaluation.cases("2026-01-01"))
+    jobs = [make_job()]
+    runs = evaluate(jobs, "few-shot", methods={"calibrated": TenPercentAbove})
+    found = list(cases(jobs, runs, "few-shot", "2026-01-01"))
     # 3 single-device rows; of 2 and 4 devices in a node two rows each; there is no 1+1.
-    assert len(cases) == 15 - 3 - 4
-    case = next(case for case in cases if case["allocation"] == "1x1:t4+1x2:t4")
+    assert len(found) == 15 - 3 - 4
+    case = next(case for case in found if case["allocation"] == "1x1:t4+1x2:t4")
     assert (case["ranks"], case["nodes"], case["global_batch"]) == (3, 2, 3 * case["batch_per_gpu"])
     assert case["predicted_s"] == pytest.approx(1.1 * case["measured_s"])
-    (row,) = summarise(cases, by=("method",))
+    (row,) = summarise(found, by=("method",))
     assert row.median_ratio == pytest.approx(0.1)
+    assert row.coverage_ratio == row.pairs_right_ratio == 1
 
 
 def test_an_outlier_moves_the_predictions_of_a_mean_by_what_it_weighs() -> None:
@@ -132,24 +129,20 @@ def test_an_outlier_moves_the_predictions_of_a_mean_by_what_it_weighs() -> None:
             return np.full(len(X), self.mean_)
 
     job = make_job()
-    evaluation = evaluate([job], "online", ks=[3, 5], methods={"calibrated": Mean})
-    assert {run.moved_ratio for run in evaluation.runs if run.split.k == 3} == {None}
-    run = next(run for run in evaluation.runs if run.split.k == 5)
+    runs = evaluate([job], "online", ks=[3, 5], methods={"calibrated": Mean})
+    assert {run.moved_ratio for run in runs if run.split.k == 3} == {None}
+    run = next(run for run in runs if run.split.k == 5)
     learnt = job.y()[run.split.train]
     assert run.moved_ratio == pytest.approx(2 * learnt[-1] / learnt.sum())
     with_outlier = learnt.mean() + 2 * learnt[-1] / len(learnt)
     assert run.added_ratio == pytest.approx(abs(with_outlier / learnt[:-1].mean() - 1))
-    (row,) = [row for row in overall(scores_of(evaluation)) if row.k == 5]
-    assert row.moved is not None
-    assert row.moved.most == max(run.moved_ratio for run in evaluation.runs if run.split.k == 5)
 
 
 def test_pairs_ask_which_placement_is_faster() -> None:
-    evaluation = evaluate([make_job()], "pairs", methods={"calibrated": Oracle})
-    (row,) = pair_scores(evaluation)
+    jobs = [make_job()]
+    (run,) = evaluate(jobs, "pairs", methods={"calibrated": Oracle})
     # 2 on one node against 3 over two: one a batch. Close pairs add 4 on one node against those 3.
-    assert (row.few, row.few_right) == (3, 3)
-    assert (row.close, row.close_right) == (6, 6)
+    assert ordered(jobs, run) == (3, 3, 6, 6)
 
 
 def test_a_table_with_too_few_rows_is_refused() -> None:
@@ -180,7 +173,7 @@ def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -
 PROTOCOLS_SIZES = [(1,), (2,), (1, 1), (4,), (1, 2), (2, 2), (4, 4)]
 
 
-def protocols_make_job(gpu: str = "T4") -> Job[MeasuredStep]:
+def protocols_make_job(gpu: str = "T4") -> Job:
     steps = tuple(measured(sizes, batch, gpu) for sizes in PROTOCOLS_SIZES for batch in BATCHES)
     return Job(label=f"{gpu}, m", gpu=gpu, model="m", steps=steps)
 
@@ -238,27 +231,16 @@ def test_every_row_is_tested_once_a_draw_and_not_trained_on() -> None:
     assert all(not set(split.train) & set(split.test) for split in splits)
 
 
-def test_asynchronous_workers_train_on_powers_of_two() -> None:
-    steps = tuple(
-        WorkerStep(source="s", gpu="K80", model="m", workers=n, parameter_servers=1, step_time_s=1)
-        for n in range(1, 9)
-    )
-    job = Job(label="K80, m", gpu="K80", model="m", steps=steps)
-    ((_, split),) = all_splits([job], "workers")
-    assert (split.train + 1).tolist() == [1, 2, 4, 8]
-    assert (split.test + 1).tolist() == [3, 5, 6, 7]
-
-
 HEADER = "model,gpu,gpus,nodes,placement,local_batch,step_time_s"
 
 
-def read(folder: Path, *rows: str, header: str = HEADER) -> StepTable[MeasuredStep]:
+def read(folder: Path, *rows: str, header: str = HEADER) -> StepTable:
     path = folder / "table.csv"
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     return read_steps([path])
 
 
-def only_step(table: StepTable[MeasuredStep]) -> MeasuredStep:
+def only_step(table: StepTable) -> MeasuredStep:
     (job,) = table.jobs
     (step,) = job.steps
     return step
@@ -372,18 +354,19 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path: Path, content: by
         read_steps([path])
 
 
-def test_a_table_of_workers_is_known_by_its_columns(tmp_path: Path) -> None:
+def test_a_table_of_workers_is_read_by_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "w.csv"
     lines = ["gpu,parameter_servers,model,workers,steps_per_s", "K80,1,m,2,4.0", "K80,2,m,2,8.0"]
-    path.write_text("\n".join([*lines, "K80,1,m,3,-1", "K80,1,m,1.5,3"]))
-    assert is_worker_table(path)
-    table = read_workers([path])
-    jobs: tuple[Job[object], ...] = table.jobs  # type: ignore[assignment]
-    assert [job.label for job in jobs] == ["K80, m, 1 server", "K80, m, 2 servers"]
-    assert jobs[0].X().tolist() == [[2, 1]]
+    path.write_text("\n".join(lines))
+    found = read_workers(path)
+    assert list(found) == ["K80, m, 1 servers", "K80, m, 2 servers"]
+    rows, seconds = found["K80, m, 1 servers"]
     # 4 updates a second are 0.25 s between two of them.
-    assert jobs[0].y().tolist() == [0.25]
-    assert sum(table.refused.values()) == 2
+    assert (rows.tolist(), seconds.tolist()) == ([[2, 1]], [0.25])
+    for wrong in ("K80,1,m,3,-1", "K80,1,m,many,3"):
+        path.write_text("\n".join([*lines, wrong]))
+        with pytest.raises(ObservationError, match=r"w\.csv line 4 has no positive"):
+            read_workers(path)
 
 
 def test_notes_tell_jobs_of_one_model_apart_by_what_is_no_batch(tmp_path: Path) -> None:
