@@ -385,7 +385,9 @@ def test_a_table_counts_the_drift_of_hosts_by_the_calibrators_cluster(
 ) -> None:
     calibrator = Calibrator(tmp_path / "seen.sqlite")
     steps = [review_observed(hour, f"a{1 + hour % 3}[0]", 0.2) for hour in range(30)]
-    calibrator.store.add_many([*steps, *(review_observed(30 + hour, "a3[0]", 0.24) for hour in range(6))])
+    calibrator.store.add_many(
+        [*steps, *(review_observed(30 + hour, "a3[0]", 0.24) for hour in range(6))]
+    )
     graph = perceptron([8, 16, 4], batch=4)
     cluster = Cluster(nodes={f"a{number}": Node(machine="local") for number in (1, 2, 3)})
     counted, (said,) = calibrator.counting_drifts(cluster)

@@ -72,7 +72,9 @@ def sustained_facts(
 ) -> dict[str, Fact]:
     """Clocks and power read while bfloat16 matmuls of random numbers run."""
     if nvml is None:
-        import pynvml as nvml
+        import pynvml
+
+        nvml = pynvml
     left, right = (
         torch.randn(_SIDE, _SIDE, device=backend.device, dtype=torch.bfloat16) for _ in range(2)
     )

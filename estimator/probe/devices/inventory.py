@@ -233,7 +233,9 @@ def read_gpus(
     ProbeError where there is a driver and it does not answer.
     """
     if nvml is None:
-        import pynvml as nvml
+        import pynvml
+
+        nvml = pynvml
     environment = os.environ if environment is None else environment
     try:
         nvml.nvmlInit()
