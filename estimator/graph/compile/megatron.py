@@ -36,11 +36,12 @@ from estimator.graph.compile.float8 import FACTORS, FLOAT8, MULTIPLE, scaled, wi
 from estimator.graph.compile.fusion import COMPILED_ASSUMPTION, compile_graph
 from estimator.graph.compile.unfused_kernels import with_unfused_rotary
 from estimator.graph.costs.call_costs import FUSED
+from estimator.graph.costs.matmuls import WINDOWS, attention_arguments
 from estimator.graph.ir.collectives import collective_call, is_collective
 from estimator.graph.ir.op_graph import GraphChanges, OpGraph, unit_path
 from estimator.graph.ir.ops import GraphColumns, Op, with_calls
 from estimator.graph.ir.structure import owners
-from estimator.tensors import TensorSpec
+from estimator.tensors import OpCall, TensorSpec
 from estimator.workload.recipe import Recipe
 
 FLOAT4 = "float4_e2m1fn_x2"
@@ -102,9 +103,10 @@ def as_megatron(graph: OpGraph, recipe: Recipe) -> OpGraph:
     said = _SAID + (_SAID_FP8.format(recipe.fp8) if recipe.fp8 else "")
     if recipe.graphs != "iteration" and any("_grouped_mm" in op.call.target for op in graph.ops):
         said += _SAID_EXPERTS
+    tokens = graph.tokens_per_sample
     graph = replace(
         graph,
-        ops=tuple([_exchanged(_by_cudnn(op, recipe), recipe) for op in graph.ops]),
+        ops=tuple([_exchanged(_by_cudnn(op, recipe, tokens), recipe) for op in graph.ops]),
         recipe=str(recipe),
         optimizer=_optimizer(graph.optimizer, recipe),
         assumptions=(*(a for a in graph.assumptions if a != COMPILED_ASSUMPTION), said),
@@ -118,12 +120,31 @@ def _optimizer(name: str, recipe: Recipe) -> str:
     return _FUSED_OPTIMIZERS.get(name, name)
 
 
-def _by_cudnn(op: Op, recipe: Recipe) -> Op:
+def _by_cudnn(op: Op, recipe: Recipe, tokens: int | None) -> Op:
     if not any(kind in op.call.target for kind in _FUSED_ATTENTION):
         return op
     variant = "fp8" * recipe.fp8_attention + "deterministic" * recipe.deterministic
+    # In FP8 it matters what a window is cut from.
+    windows = [_windows(call, tokens) if recipe.fp8_attention else 1 for call in op.calls]
+    variant += "window" * (min(windows) > 1)
     target = f"te.{op.call.target.split('.')[1]}.{variant or 'default'}"
-    return with_calls(op, [replace(call, target=target) for call in op.calls])
+    calls = [
+        replace(call, target=target, keywords=(*call.keywords, (WINDOWS, count)))
+        if min(windows) > 1
+        else replace(call, target=target)
+        for call, count in zip(op.calls, windows, strict=True)
+    ]
+    return with_calls(op, calls)
+
+
+def _windows(call: OpCall, tokens: int | None) -> int:
+    """Of how many windows of each sample the queries of a call of attention are."""
+    start, _, _ = attention_arguments(call)
+    query, key = call.arguments[start : start + 2]
+    size = query.shape[-2]
+    count = (tokens or size) // size
+    is_cut = size == key.shape[-2] and count * size == tokens and not query.shape[0] % count
+    return count if count > 1 and is_cut else 1
 
 
 def _exchanged(op: Op, recipe: Recipe) -> Op:

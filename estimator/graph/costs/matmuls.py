@@ -198,18 +198,26 @@ ATTENTION = {
 }
 
 
+# How many windows of a sample's tokens a call's queries are, each of which meets its own keys.
+WINDOWS = "windows"
+
+
 def attention_arguments(call: OpCall) -> tuple[int, bool, int]:
     """Where a call of attention has its query, whether it is backward, and its is_causal flag."""
     return ATTENTION[call.name]
 
 
 def _attention_dims(call: OpCall) -> tuple[float, ...]:
-    """(batch x heads, queries, keys, head size, 1 if causal) of (batch, heads, length, size)."""
+    """(batch x heads, queries, keys, head size, 1 if causal) of (batch, heads, length, size).
+
+    Queries are those of all windows of a sample, keys those of one.
+    """
     start, _, causal = attention_arguments(call)
     query, key = call.arguments[start], call.arguments[start + 1]
+    windows = dict(call.keywords).get(WINDOWS, 1)
     return (
-        float(math.prod(query.shape[:-2])),
-        float(query.shape[-2]),
+        float(math.prod(query.shape[:-2]) // windows),
+        float(query.shape[-2] * windows),
         float(key.shape[-2]),
         float(query.shape[-1]),
         float(bool(argument(call, causal, "is_causal", False))),
