@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     answers = [
         (part.name, _answer(part, told)) for part in _parts(suite, given.keys(), options.quick)
     ]
-    if not any(answer.get("cases") or answer.get("report") for _, answer in answers):
+    if not any(answer.get("cases", answer.get("report")) for _, answer in answers):
         failed(
             f"{options.suite} has no such case; 'python -m benchmarks run' without --only has all"
         )
