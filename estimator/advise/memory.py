@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from estimator.advise.swap.problem import swap_problem
+from estimator.advise.swap.problem import swap_problems
 from estimator.advise.swap.search import Means, Planned, plan_within
 from estimator.elementwise import Array
 from estimator.errors import AllocationError, ProfileError, StrategyError, WorkloadError
@@ -232,6 +232,7 @@ _PLANS = (
     ("swap optimizer state to the host", Means(recompute=False, kinds=("state",))),
     ("swap anything, compute activations again", Means()),
 )
+_AS_READY = "update each parameter as its gradient is ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,10 +351,12 @@ def _plans(answer: Estimate) -> Iterator[Remedy]:
     device_bytes = answer.plan.kinds[0].device.usable_bytes
     budget = int(device_bytes * (1 - 2 * NOT_FIT_MARGIN_RATIO))
     try:
-        problem = swap_problem(answer)
+        problems = swap_problems(answer)
     except (ProfileError, WorkloadError):
         return
-    for change, means in _PLANS:
+    each = [(change, means, problems[0]) for change, means in _PLANS]
+    each += [(f"{_AS_READY}, {_PLANS[-1][0]}", _PLANS[-1][1], ready) for ready in problems[1:]]
+    for change, means, problem in each:
         planned = plan_within(problem, budget, means=means)
         if planned.played.peak_bytes <= budget and (planned.plan.swaps or planned.plan.recomputes):
             yield _planned_remedy(change, planned)

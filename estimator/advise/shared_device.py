@@ -94,7 +94,11 @@ def share_device(
     device = answers[0].plan.kinds[0].device
     further = (len(answers) - 1) * (device.context_bytes + device.workspaces_bytes)
     usable = replace(device, capacity_bytes=device.capacity_bytes - further).usable_bytes
-    alone = [Planned(plan=SwapPlan(), played=play(one.problem, SwapPlan())) for one in sharing]
+    nothing = SwapPlan()
+    alone = [
+        Planned(problem=one.problem, plan=nothing, played=play(one.problem, nothing))
+        for one in sharing
+    ]
     most = sum(planned.played.peak_bytes for planned in alone)
     side_by_side = _played(sharing, alone, usable)
     fits = FITS[int(fits_code(most / usable, True))]

@@ -398,7 +398,8 @@ def memory(
 
     By kind and module over a step, and what is alive at the peak.
     With --plans, how low the peak of one device gets, and at what slow-down, where tensors are
-    swapped to the host or computed again; the picture shows that curve too.
+    swapped to the host or computed again, and the optimizer steps for each parameter as its
+    gradient is ready; what a script has to do for it is said. The picture shows that curve too.
 
     With --beside, of several jobs on one device: their steps, which share it as their speeds are,
     what they hold together, and plans of swapping and recomputing with which all fit.
@@ -436,7 +437,11 @@ def memory(
     print_answer(
         as_json,
         lambda: report.to_dict() | more,
-        lambda: [*memory_sections(report), remedies_section(suggested), plans_section(plans)],
+        lambda: [
+            *memory_sections(report),
+            remedies_section(suggested),
+            plans_section(report.answer, plans),
+        ],
     )
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
@@ -467,12 +472,12 @@ def _show_shared(requests: Sequence[Request], on: str, *, as_json: bool) -> None
 
 
 def _plans(answer: Estimate) -> list[Planned]:
-    from estimator.advise.swap.problem import swap_problem
+    from estimator.advise.swap.problem import swap_problems
     from estimator.advise.swap.search import pareto
 
-    problem = swap_problem(answer)
+    problems = swap_problems(answer)
     with progress("planning") as report:
-        return pareto(problem, report=lambda done: report("budgets", done))
+        return pareto(*problems, report=lambda done: report("budgets", done))
 
 
 class Stalls(click.Group):

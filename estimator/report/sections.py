@@ -368,19 +368,58 @@ def remedies_section(remedies: Sequence[Remedy]) -> Section:
     return Section("what would make it fit", table=table)
 
 
-def plans_section(plans: Sequence[Planned]) -> Section:
-    """Peak against time under plans of swapping and recomputing."""
-    columns = ("peak", "lower by", "step", "longer by", "swapped", "computed again")
+_UPDATED = {"end": "at the end", "ready": "as ready"}
+_SWAPPED = {
+    "activation": "activations",
+    "gradient": "gradients",
+    "parameter": "parameters",
+    "state": "optimizer state",
+}
+
+
+def plans_section(answer: Estimate, plans: Sequence[Planned]) -> Section:
+    """Peak against time under plans of swapping and recomputing, and what a script does for it."""
+    columns = ("peak", "lower by", "step", "longer by", "swapped", "computed again", "updates")
     rows = [
         (
             *(format_bytes(planned.played.peak_bytes), format_ratio(planned.played.saved_ratio)),
             format_seconds(planned.played.step_s),
             format_ratio(planned.played.overhead_ratio),
             *(str(len(planned.plan.swaps)), str(len(planned.plan.recomputes))),
+            _UPDATED[planned.problem.updates],
         )
         for planned in plans
     ]
-    return Section("plans that lower the peak", table=Table(columns, rows, numbers=len(columns)))
+    table = Table(columns, rows, numbers=6)
+    return Section("plans that lower the peak", table=table, sentences=_plans_words(answer, plans))
+
+
+def _plans_words(answer: Estimate, plans: Sequence[Planned]) -> list[str]:
+    """What plans of these kinds ask of a training script."""
+    from estimator.advise.swap.problem import why_at_the_end
+
+    words: list[str] = []
+    if not plans:
+        return words
+    moved = {kind for planned in plans for kind in planned.swapped}
+    if moved:
+        kinds = ", ".join(name for kind, name in _SWAPPED.items() if kind in moved)
+        words.append(
+            f"swapped ({kinds}): copied to pinned memory of the host after one use and back before "
+            "the next; est.apply_plan does so with activations alone, the script with the rest"
+        )
+    if any(planned.plan.recomputes for planned in plans):
+        words.append("computed again: dropped in the forward pass and made in the backward pass")
+    reason = why_at_the_end(answer.plan.kinds[0].program.bound.graph)
+    if any(planned.problem.updates == "ready" for planned in plans):
+        words.append(
+            "updates as ready: the optimizer steps for each parameter as its gradient is ready; "
+            "give each parameter an optimizer of its own, call its step() and zero_grad() in "
+            "register_post_accumulate_grad_hook, and leave out the step at the end"
+        )
+    elif reason:
+        words.append(f"updates stay at the step's end: {reason}")
+    return words
 
 
 def shared_device_sections(shared: SharedDevice) -> list[Section]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -18,35 +18,13 @@ from estimator.graph.ir.structure import GraphStructure
 from estimator.graph.memory.sizes import StepTensors, block_bytes, rounded_bytes, trained_tensors
 from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.rank.program import StepProgram
+from estimator.timeline.rank.updates import cost_of_update
 from estimator.workload.optimizers import RULES, state_sizes
 
 
-class UpdateSlice(NamedTuple):
-    """The update of one slice of a parameter, which comes after op `after` of the graph."""
-
-    after: int
-    parameter: int
-    size_bytes: int
-
-
-def updated_at_the_end(
-    structure: GraphStructure, parameter_of: dict[int, int], op_ends_s: Array
-) -> list[UpdateSlice]:
-    """Whole parameters after the last op, as torch updates them.
-
-    `parameter_of` are the storages of parameters, `op_ends_s` when each op ends.
-    """
-    graph, block = structure.graph, block_bytes(structure.graph)
-    last = len(graph.ops) - 1
-    return [
-        UpdateSlice(last, number, rounded_bytes(parameter.spec.nbytes, block))
-        for number, parameter in enumerate(graph.parameters)
-        if parameter.gradient is not None
-    ]
-
-
-# When the parameters of a step are updated, and how much of one at once.
-Updates = Callable[[GraphStructure, dict[int, int], Array], Sequence[UpdateSlice]]
+# At the step's end, as torch does it, or each as soon as its gradient is ready
+# (`torch.Tensor.register_post_accumulate_grad_hook`).
+Updates = Literal["end", "ready"]
 
 TensorKind = Literal["parameter", "gradient", "state", "activation"]
 
@@ -86,8 +64,8 @@ class SwapProblem:
     Op i takes `op_s[i]`, holds `workspace_bytes[i]` beside its tensors and reads and writes the
     tensors with these numbers. `repeatable` says which ops may run again. `fixed_bytes` is what no
     plan moves; `d2h` and `h2d` are the host link, one transfer at a time in each direction. Op i is
-    the graph's op `order[i]`, -1 for the update of one parameter or slice. `plain_bytes` is the
-    peak of the step with its updates at the end, where here they are elsewhere.
+    the graph's op `order[i]`, -1 for the update of one parameter. Where these are not at the end,
+    `plain_bytes` and `plain_s` are peak and seconds of the step with its `updates` there.
     """
 
     op_s: Array
@@ -101,7 +79,9 @@ class SwapProblem:
     h2d: Link
     order: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    updates: Updates = "end"
     plain_bytes: int | None = None
+    plain_s: float | None = None
     _known: dict[str, Sizes] = field(default_factory=dict, repr=False)
 
     @property
@@ -110,8 +90,8 @@ class SwapProblem:
 
     @property
     def vanilla_s(self) -> float:
-        """Seconds of the step without a plan."""
-        return float(self.op_s.sum())
+        """Seconds of the step as torch runs it, without a plan."""
+        return float(self.op_s.sum()) if self.plain_s is None else self.plain_s
 
     def levels(self) -> Sizes:
         """Bytes held during each op without a plan."""
@@ -144,13 +124,14 @@ def swap_problem(
     *,
     d2h: Link | None = None,
     h2d: Link | None = None,
-    updates: Updates = updated_at_the_end,
+    updates: Updates = "end",
 ) -> SwapProblem:
     """The step of an estimate for one rank with one micro-batch.
 
     Every parameter is updated by itself, which then releases its gradient; `updates` say when. On a
     GPU they are those of torch's fused optimizers, which hold no temporaries. Links default to
-    those of the machine. Raises WorkloadError, ProfileError.
+    those of the machine. Raises WorkloadError, also where updates may not come before the step's
+    end (`why_at_the_end`), and ProfileError.
     """
     plan = answer.plan
     if answer.ranks > 1 or answer.accumulation_steps > 1:
@@ -159,18 +140,45 @@ def swap_problem(
             f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
         )
     kind = plan.kinds[0]
-    profile = kind.program.profile
+    graph, profile = kind.program.bound.graph, kind.program.profile
+    reason = why_at_the_end(graph)
+    if updates == "ready" and reason:
+        raise WorkloadError(f"parameters can be updated at the step's end alone: {reason}")
     build = partial(
         _Builder,
         kind.program,
-        update_s=kind.update.update_s(plan.share),
+        update_s=float(kind.update.update_s(plan.share)),
         d2h=d2h or host_link(profile, "d2h"),
         h2d=h2d or host_link(profile, "h2d"),
     )
-    plain = build(updates=updated_at_the_end).problem()
-    if updates is updated_at_the_end:
+    plain = build(updates="end").problem()
+    if updates == "end":
         return plain
-    return replace(build(updates=updates).problem(), plain_bytes=plain.vanilla_bytes)
+    ready = build(updates=updates).problem()
+    return replace(ready, plain_bytes=plain.vanilla_bytes, plain_s=plain.vanilla_s)
+
+
+def swap_problems(
+    answer: Estimate, *, d2h: Link | None = None, h2d: Link | None = None
+) -> list[SwapProblem]:
+    """`swap_problem` with its updates wherever they may be, those at the step's end first."""
+    places: tuple[Updates, ...] = ("end", "ready")
+    allowed = places[:1] if why_at_the_end(answer.plan.kinds[0].program.bound.graph) else places
+    return [swap_problem(answer, d2h=d2h, h2d=h2d, updates=place) for place in allowed]
+
+
+def why_at_the_end(graph: OpGraph) -> str | None:
+    """Why no parameter may be updated before the gradients of all are there, None if one may."""
+    if graph.clip_grad_norm:
+        return "the norm by which gradients are clipped is that of all of them"
+    if graph.grad_scaler:
+        return "the gradient scaler skips the update where any gradient is not finite"
+    if any(p.optimizer is not None or p.updates != 1 for p in graph.parameters):
+        return "the step has updates of its own"
+    # apex/optimizers/fused_lamb.py: max_grad_norm=1.0 clips by the norm of all gradients.
+    if graph.optimizer == "lamb":
+        return "lamb scales gradients by the norm of all of them"
+    return None
 
 
 def host_link(profile: MachineProfile, kind: LinkKind) -> Link:
@@ -202,34 +210,71 @@ class _Builder:
         self.structure = GraphStructure.of(self.graph)
         threads = program.profile.devices[0].threads
         self.held = StepTensors(self.bound, self.structure, threads)
-        ends_s = program.lanes.ends_s(0)
-        self.op_s = np.diff(ends_s, prepend=0.0)
-        self.update_s = update_s
+        self.lanes, self.profile = program.lanes, program.profile
+        self.update_s, self.updates = update_s, updates
         self.parameter_of = self._parameter_of()
-        self.order = self._order(updates(self.structure, self.parameter_of, ends_s))
+        self.order = self._order()
 
-    def _order(self, slices: Sequence[UpdateSlice]) -> list[tuple[int, UpdateSlice | None]]:
-        """(op of the graph, None) and (-1, slice to update), in the order in which they run."""
-        after: dict[int, list[UpdateSlice]] = {}
-        for update in slices:
-            after.setdefault(update.after, []).append(update)
-        order: list[tuple[int, UpdateSlice | None]] = []
-        for op in range(len(self.graph.ops)):
-            order.append((op, None))
-            order += [(-1, update) for update in after.get(op, [])]
+    def _order(self) -> list[tuple[int, int | None]]:
+        """(op of the graph, None) and (-1, parameter to update), in the order in which they run."""
+        last = len(self.graph.ops) - 1
+        after = {
+            number: last
+            if self.updates == "end" or parameter.ready_after is None
+            else parameter.ready_after
+            for number, parameter in enumerate(self.graph.parameters)
+            if parameter.gradient is not None
+        }
+        # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
+        # be final before that of what the matrix multiplied.
+        for index, op in enumerate(self.graph.ops):
+            for value in op.inputs:
+                number = self.parameter_of.get(int(self.structure.storage_of[value]))
+                if number in after:
+                    after[number] = max(after[number], index)
+        updated: dict[int, list[tuple[int, int | None]]] = {}
+        for number, place in after.items():
+            updated.setdefault(place, []).append((-1, number))
+        order: list[tuple[int, int | None]] = []
+        for index in range(len(self.graph.ops)):
+            order += [(index, None), *updated.get(index, [])]
         return order
+
+    def _size_bytes(self, parameter: int) -> int:
+        return rounded_bytes(self.graph.parameters[parameter].spec.nbytes, block_bytes(self.graph))
+
+    def _op_s(self) -> Array:
+        """Seconds of every op and update."""
+        sizes = np.array([0 if own is None else self._size_bytes(own) for _, own in self.order])
+        is_update = np.array([own is not None for _, own in self.order])
+        update_s = self.update_s * sizes / max(sizes.sum(), 1)
+        if self.updates == "end":
+            op_s = np.zeros(len(self.order))
+            op_s[~is_update] = np.diff(self.lanes.ends_s(0), prepend=0.0)
+            return np.asarray(op_s + update_s)
+        # Each is a call of the optimizer's step, which the host issues among the operators.
+        cost = cost_of_update(self.profile, self.graph.optimizer, self.graph.target)
+        call_s = cost.launch_s + (0.0 if self.lanes.is_shared else cost.per_tensor_s)
+        host_s, device_s = np.where(is_update, call_s, 0.0), update_s
+        host_s[~is_update] = self.lanes.last_host_s
+        device_s[~is_update] = self.lanes.last_device_s
+        places = np.flatnonzero(~is_update)
+        lanes = replace(
+            self.lanes,
+            host_s=host_s,
+            device_s=device_s,
+            last_host_s=host_s,
+            last_device_s=device_s,
+            awaited=tuple(int(places[op]) for op in self.lanes.awaited),
+        )
+        return np.asarray(np.diff(lanes.ends_s(0), prepend=0.0))
 
     def problem(self) -> SwapProblem:
         graph, order = self.graph, self.order
         place = {op: index for index, (op, _) in enumerate(order) if op >= 0}
-        trained = sum(update.size_bytes for _, update in order if update) or 1
-        op_s = [
-            self.update_s * update.size_bytes / trained if update else self.op_s[op]
-            for op, update in order
-        ]
         workspace = [
-            self._temporary(update.size_bytes) if update else int(self.held.workspaces[op])
-            for op, update in order
+            int(self.held.workspaces[op]) if own is None else self._temporary(self._size_bytes(own))
+            for op, own in order
         ]
         tensors = self._tensors(place)
         reads: list[list[int]] = [[] for _ in order]
@@ -245,7 +290,7 @@ class _Builder:
                 reads[tensor.born].remove(tensor.number)
         d2h, h2d = self.links
         return SwapProblem(
-            op_s=np.array(op_s),
+            op_s=self._op_s(),
             tensors=tuple(tensors),
             reads=tuple(tuple(storages) for storages in reads),
             writes=tuple(tuple(storages) for storages in writes),
@@ -258,11 +303,10 @@ class _Builder:
             h2d=h2d,
             order=tuple(op for op, _ in order),
             names=tuple(
-                f"update {graph.parameters[update.parameter].name}"
-                if update
-                else graph.ops[op].name
-                for op, update in order
+                graph.ops[op].name if own is None else f"update {graph.parameters[own].name}"
+                for op, own in order
             ),
+            updates=self.updates,
         )
 
     def _temporary(self, size_bytes: int) -> int:
@@ -273,11 +317,8 @@ class _Builder:
     def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
         structure, graph = self.structure, self.graph
         self.touched = self._touched(place)
-        updates: dict[int, list[tuple[int, int]]] = {}
-        for index, (_, update) in enumerate(self.order):
-            if update:
-                updates.setdefault(update.parameter, []).append((index, update.size_bytes))
-        tensors = self._standing(updates)
+        update_at = {own: at for at, (_, own) in enumerate(self.order) if own is not None}
+        tensors = self._standing(update_at)
         gradient_of = {
             int(structure.storage_of[p.gradient]): number
             for number, p in enumerate(graph.parameters)
@@ -287,26 +328,27 @@ class _Builder:
             if not self.held.size_bytes[storage]:
                 continue
             parameter = gradient_of.get(storage)
-            own = [] if parameter is None else [index for index, _ in updates[parameter]]
+            own = None if parameter is None else update_at[parameter]
             made = self._made(len(tensors), storage, place, own)
             if parameter is not None:
                 made = replace(made, kind="gradient", name=graph.parameters[parameter].name)
             tensors.append(made)
         return tensors
 
-    def _standing(self, updates: dict[int, list[tuple[int, int]]]) -> list[PlannedTensor]:
-        """Parameters, and what the optimizer keeps of each slice of them."""
-        structure, graph, block = self.structure, self.graph, block_bytes(self.graph)
+    def _standing(self, update_at: dict[int, int]) -> list[PlannedTensor]:
+        """Parameters, and what the optimizer keeps of each."""
+        structure, graph = self.structure, self.graph
         storage_of = {number: storage for storage, number in self.parameter_of.items()}
         trained = iter(trained_tensors(graph))
         standing: list[PlannedTensor] = []
         for number, parameter in enumerate(graph.parameters):
-            size = rounded_bytes(parameter.spec.nbytes, block)
-            storage, own = storage_of.get(number), updates.get(number, [])
-            held = partial(PlannedTensor, born=-1, dies=len(self.order), name=parameter.name)
+            size, storage = self._size_bytes(number), storage_of.get(number)
+            at = [update_at[number]] if number in update_at else []
+            held = partial(
+                PlannedTensor, born=-1, dies=len(self.order), writers=tuple(at), name=parameter.name
+            )
             touched = [] if storage is None else self.touched[0].get(storage, [])
-            at = tuple(index for index, _ in own)
-            sizes = state_sizes(graph.optimizer, next(trained)) if own else ()
+            sizes = state_sizes(graph.optimizer, next(trained)) if at else ()
             if not size:
                 continue
             standing.append(
@@ -315,36 +357,28 @@ class _Builder:
                     kind="parameter",
                     size_bytes=size,
                     accesses=tuple(sorted({*touched, *at})),
-                    writers=at,
                     value=-1 if storage is None else int(structure.roots[storage]),
                 )
             )
-            for index, part in own:
-                for state in sizes:
-                    standing.append(
-                        held(
-                            number=len(standing),
-                            kind="state",
-                            size_bytes=-(-state * part // size),
-                            accesses=(index,),
-                            writers=(index,),
-                        )
-                    )
+            for state in sizes:
+                standing.append(
+                    held(number=len(standing), kind="state", size_bytes=state, accesses=tuple(at))
+                )
         return standing
 
     def _made(
-        self, number: int, storage: int, place: dict[int, int], updates: Sequence[int]
+        self, number: int, storage: int, place: dict[int, int], update: int | None
     ) -> PlannedTensor:
-        """What an op of the step makes; a gradient is read last by updates of its parameter."""
+        """What an op of the step makes; a gradient is read last by the update of its parameter."""
         structure, (accesses, writers) = self.structure, self.touched
         born, dies = place[int(structure.born[storage])], int(structure.dies[storage])
-        touched = {born, *accesses.get(storage, []), *updates}
+        touched = {born, *accesses.get(storage, [])} | ({update} if update is not None else set())
         return PlannedTensor(
             number=number,
             kind="activation",
             size_bytes=int(self.held.size_bytes[storage]),
             born=born,
-            dies=updates[-1] if updates else place.get(dies, len(self.order)),
+            dies=place.get(dies, len(self.order)) if update is None else update,
             accesses=tuple(sorted(touched)),
             writers=tuple(sorted({born, *writers.get(storage, [])})),
             value=int(structure.roots[storage]),

@@ -8,8 +8,10 @@ needed is put back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,19 +42,27 @@ _MOST_EXCHANGES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Planned:
-    """A plan with what it brings."""
+    """A plan with the step that it is for and what it brings."""
 
+    problem: SwapProblem
     plan: SwapPlan
     played: PlayedPlan
 
-    def to_dict(self) -> dict[str, float]:
+    @property
+    def swapped(self) -> dict[str, int]:
+        """How many tensors of each kind go to the host."""
+        return dict(Counter(self.problem.tensors[swap.tensor].kind for swap in self.plan.swaps))
+
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
         return {
+            "updates": self.problem.updates,
             "peak_bytes": self.played.peak_bytes,
             "saved_ratio": self.played.saved_ratio,
             "step_time_s": self.played.step_s,
             "overhead_ratio": self.played.overhead_ratio,
             "swaps": len(self.plan.swaps),
+            "swapped": self.swapped,
             "recomputes": len(self.plan.recomputes),
         }
 
@@ -109,7 +119,7 @@ class _Draft:
         self.use = np.array([gap.use for gap in self.gaps], dtype=np.intp)
         self.size = np.array([gap.size_bytes for gap in self.gaps], dtype=np.int64)
         ends_s = np.cumsum(problem.op_s)
-        length_s = problem.vanilla_s
+        length_s = float(problem.op_s.sum())
         self.ends_s = np.concatenate([ends_s, ends_s + length_s, ends_s + 2 * length_s])
         self.starts_s = self.ends_s - np.tile(problem.op_s, 3)
         links = [problem.d2h, problem.h2d]
@@ -241,7 +251,7 @@ class _Draft:
         numbers: Indices,
     ) -> Array:
         """By how much a copy is too long for its window beside those that lie in it."""
-        length_s = self.problem.vanilla_s
+        length_s = float(self.problem.op_s.sum())
         chosen = np.flatnonzero(self.swapped)
         at_s = np.concatenate([chosen_at_s - length_s, chosen_at_s, chosen_at_s + length_s])
         own_s = np.tile(seconds[chosen], 3)
@@ -322,7 +332,7 @@ class _Draft:
         held = self._held(recomputes)
         swaps = scheduled(self.problem, [tensor for _, tensor in moved], held, self.budget)
         plan = SwapPlan(swaps=swaps, recomputes=tuple(recomputes))
-        return Planned(plan=plan, played=play(self.problem, plan))
+        return Planned(problem=self.problem, plan=plan, played=play(self.problem, plan))
 
     def _exchanged(self, planned: Planned) -> Planned:
         """Make again what was to be moved where that is faster, in groups of the cheapest first."""
@@ -359,19 +369,25 @@ _BUDGETS = 20
 
 
 def pareto(
-    problem: SwapProblem,
-    *,
+    *problems: SwapProblem,
     means: Means = EVERYTHING,
     budgets: int = _BUDGETS,
     report: Callable[[float], None] = lambda _done: None,
 ) -> list[Planned]:
-    """Plans of which none has both a lower peak and a shorter step, the largest peak first."""
-    low, high = least_bytes(problem), problem.vanilla_bytes
-    plans = [Planned(plan=SwapPlan(), played=play(problem, SwapPlan()))]
-    for number in range(1, budgets + 1):
-        budget = int(high - (high - low) * number / budgets)
-        plans.append(plan_within(problem, budget, means=means))
-        report(number / budgets)
+    """Plans of which none has both a lower peak and a shorter step, the largest peak first.
+
+    `problems` are one step with its updates here and there (`swap_problems`); of equal plans that
+    for the first one stays.
+    """
+    plans = []
+    for place, problem in enumerate(problems):
+        low, high = least_bytes(problem), problem.vanilla_bytes
+        nothing = SwapPlan()
+        plans.append(Planned(problem=problem, plan=nothing, played=play(problem, nothing)))
+        for number in range(1, budgets + 1):
+            budget = int(high - (high - low) * number / budgets)
+            plans.append(plan_within(problem, budget, means=means))
+            report((place + number / budgets) / len(problems))
     plans.sort(key=lambda planned: (planned.played.step_s, planned.played.peak_bytes))
     kept: list[Planned] = []
     for planned in plans:

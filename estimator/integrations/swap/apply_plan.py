@@ -65,6 +65,11 @@ class MemoryPlan:
                 f"a plan that is run moves activations alone, found {', '.join(sorted(others))}; "
                 "plan with Means(kinds=('activation',))"
             )
+        if self.problem.updates != "end":
+            raise WorkloadError(
+                "a plan that is run has its updates at the step's end, found them as gradients are "
+                "ready; plan for swap_problem(answer)"
+            )
 
 
 @contextmanager

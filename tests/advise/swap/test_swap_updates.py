@@ -1,36 +1,60 @@
-"""Updates among the operators of a step: no parameter is read too late, slices are all of it."""
+"""Updates as gradients are ready: where they may be, what they save; training is the same."""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from swap.checker import plan_flaws
-from swap.steps import UpdateSchedule
-from torch import nn
+from torch import Tensor, nn
 
 import estimator as est
-from estimator.advise.swap.problem import SwapProblem, swap_problem
-from estimator.advise.swap.search import plan_within
+from estimator.advise.swap.problem import (
+    SwapProblem,
+    Updates,
+    swap_problem,
+    swap_problems,
+    why_at_the_end,
+)
+from estimator.advise.swap.search import pareto, plan_within
+from estimator.errors import WorkloadError
+from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.trace.trace import trace_graph
+from estimator.integrations.swap.apply_plan import MemoryPlan
+from estimator.report.sections import plans_section
 from tests.advise.swap.swap_problems import link
 from tests.synthetic import Machine
+
+LAYERS = 3
+
+
+def model() -> nn.Module:
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers)
 
 
 @pytest.fixture(scope="module")
 def graph() -> OpGraph:
-    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return trace_graph(nn.Sequential(*layers), torch.randn(32, 64), optimizer="adamw")
+    return trace_graph(model(), torch.randn(32, 64), optimizer="adamw")
 
 
-def problem_of(graph: OpGraph, updates: UpdateSchedule) -> SwapProblem:
-    answer = est.estimate(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
-    return swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9), updates=updates)
+def answer_of(graph: OpGraph) -> Estimate:
+    return est.estimate(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
 
 
-@pytest.mark.parametrize("place", ["ready", "paced"])
-def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph, place: str) -> None:
-    problem = problem_of(graph, UpdateSchedule(place=place))  # type: ignore[arg-type]
+LINKS: dict[str, Any] = {"d2h": link("d2h", 4e9), "h2d": link("h2d", 4e9)}
+
+
+def problem_of(graph: OpGraph, updates: Updates) -> SwapProblem:
+    return swap_problem(answer_of(graph), updates=updates, **LINKS)
+
+
+def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph) -> None:
+    problem = problem_of(graph, "ready")
     for tensor in problem.tensors:
         if tensor.kind == "parameter":
             (update,) = tensor.writers
@@ -41,36 +65,81 @@ def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph, place: str) -
     assert firsts[0] < problem.ops - len(firsts)
 
 
-def test_slices_are_the_whole_of_a_parameter(graph: OpGraph) -> None:
-    # 64 x 64 floats are 16 KiB: four slices of 4 KiB, each with its two moments.
-    problem = problem_of(graph, UpdateSchedule(place="paced", sub_group_bytes=4096))
-    weights = [t for t in problem.tensors if t.kind == "parameter" and t.size_bytes == 16384]
-    assert [len(weight.writers) for weight in weights] == [4, 4, 4]
-    for weight in weights:
-        moments = [t for t in problem.tensors if t.kind == "state" and t.name == weight.name]
-        assert [moment.size_bytes for moment in moments] == [4096] * 8
-        assert {moment.accesses for moment in moments} == {(op,) for op in weight.writers}
-        gradient = next(
-            t for t in problem.tensors if t.kind == "gradient" and t.name == weight.name
-        )
-        assert gradient.dies == weight.writers[-1]
+def test_what_is_compared_with_is_the_step_with_its_updates_at_the_end(graph: OpGraph) -> None:
+    plain, ready = swap_problems(answer_of(graph), **LINKS)
+    assert ready.vanilla_bytes == plain.vanilla_bytes
+    assert ready.vanilla_s == plain.vanilla_s
+    # Each update of a parameter is a call of its own.
+    assert ready.op_s.sum() > plain.op_s.sum()
 
 
-def test_where_updates_lie_changes_neither_the_time_nor_what_is_compared_with(
-    graph: OpGraph,
-) -> None:
-    plain = problem_of(graph, UpdateSchedule())
-    for updates in (
-        UpdateSchedule(place="ready"),
-        UpdateSchedule(place="paced", sub_group_bytes=4096),
-    ):
-        other = problem_of(graph, updates)
-        assert other.vanilla_bytes == plain.vanilla_bytes
-        assert other.vanilla_s == pytest.approx(plain.vanilla_s)
+def test_plans_take_the_updates_that_save_more(graph: OpGraph) -> None:
+    """Gradients and moments of a layer are gone when those of the next one come."""
+    problems = swap_problems(answer_of(graph), **LINKS)
+    plans = pareto(*problems, budgets=6)
+    assert {plan.problem.updates for plan in plans} >= {"ready"}
+    assert plans[-1].played.peak_bytes <= pareto(problems[0], budgets=6)[-1].played.peak_bytes
+    for plan in plans:
+        assert plan_flaws(plan.problem, plan.plan, plan.played) == []
+    words = " ".join(plans_section(answer_of(graph), plans).sentences)
+    assert "register_post_accumulate_grad_hook" in words
 
 
 @pytest.mark.parametrize("ratio", [0.9, 0.7, 0.5])
-def test_plans_for_sliced_updates_are_sound(graph: OpGraph, ratio: float) -> None:
-    problem = problem_of(graph, UpdateSchedule(place="paced", sub_group_bytes=4096))
+def test_plans_for_updates_as_ready_are_sound(graph: OpGraph, ratio: float) -> None:
+    problem = problem_of(graph, "ready")
     found = plan_within(problem, int(ratio * problem.vanilla_bytes))
     assert plan_flaws(problem, found.plan, found.played) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"clip_grad_norm": True}, "clipped"),
+        ({"grad_scaler": True}, "scaler"),
+        ({"optimizer": "lamb"}, "lamb"),
+    ],
+)
+def test_what_needs_all_gradients_keeps_updates_at_the_end(
+    graph: OpGraph, changes: dict[str, Any], word: str
+) -> None:
+    answer = answer_of(replace(graph, **changes))
+    assert word in str(why_at_the_end(answer.plan.kinds[0].program.bound.graph))
+    problems = swap_problems(answer, **LINKS)
+    assert [problem.updates for problem in problems] == ["end"]
+    plans = pareto(*problems, budgets=2)
+    assert word in " ".join(plans_section(answer, plans).sentences)
+    with pytest.raises(WorkloadError, match=word):
+        swap_problem(answer, updates="ready", **LINKS)
+
+
+def test_a_plan_that_is_run_has_its_updates_at_the_end(graph: OpGraph) -> None:
+    problem = problem_of(graph, "ready")
+    found = plan_within(problem, problem.vanilla_bytes)
+    with pytest.raises(WorkloadError, match="as gradients are ready"):
+        MemoryPlan(graph=graph, problem=problem, plan=found.plan)
+
+
+def test_a_script_that_does_as_it_is_told_trains_the_same() -> None:
+    """An optimizer for each parameter, stepped in its hook: the same bits as a step at the end."""
+    torch.manual_seed(0)
+    one = model()
+    other = copy.deepcopy(one)
+    whole = torch.optim.AdamW(one.parameters())
+    own = {parameter: torch.optim.AdamW([parameter]) for parameter in other.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in other.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        batch = torch.randn(8, 64)
+        one(batch).sum().backward()
+        whole.step()
+        whole.zero_grad()
+        other(batch).sum().backward()
+        assert all(parameter.grad is None for parameter in other.parameters())
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
