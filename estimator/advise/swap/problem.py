@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -20,7 +19,6 @@ from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.rank.program import StepProgram
 from estimator.timeline.rank.updates import cost_of_update
 from estimator.workload.optimizers import RULES, state_sizes
-
 
 # At the step's end, as torch does it, or each as soon as its gradient is ready
 # (`torch.Tensor.register_post_accumulate_grad_hook`).
