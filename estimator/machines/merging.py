@@ -76,7 +76,7 @@ def _check_same_devices(first: MachineProfile, other: MachineProfile) -> None:
         )
 
 
-class Chip(NamedTuple):
+class GpuName(NamedTuple):
     """What the name of a device says: its chip, and its form and memory where it names them."""
 
     words: tuple[str, ...]
@@ -84,7 +84,7 @@ class Chip(NamedTuple):
     memory_gb: int | None
 
 
-def chip_of(name: str) -> Chip:
+def chip_of(name: str) -> GpuName:
     """What a name says, as its driver or a datasheet writes it."""
     # A Grace Hopper's driver gives the memory of its CPU, 480 GB (NVIDIA GH200 datasheet).
     name = name.replace(" 480GB", "") if "GH200" in name else name
@@ -101,7 +101,7 @@ def chip_of(name: str) -> Chip:
         and not _FORM_FACTOR.fullmatch(token)
         and not _MEMORY_TYPE.fullmatch(token)
     )
-    return Chip(tuple(kept), forms[0] if forms else None, int(memory[1]) if memory else None)
+    return GpuName(tuple(kept), forms[0] if forms else None, int(memory[1]) if memory else None)
 
 
 def may_be_alike(one: str, two: str) -> bool:
