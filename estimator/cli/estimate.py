@@ -398,8 +398,8 @@ def memory(
 
     By kind and module over a step, and what is alive at the peak.
     With --plans, how low the peak of one device gets, and at what slow-down, where tensors are
-    swapped to the host or computed again, and the optimizer steps for each parameter as its
-    gradient is ready; what a script has to do for it is said. The picture shows that curve too.
+    swapped to the host or computed again, and parameters updated as soon as their gradients are
+    ready, with what a script has to do for it. The picture shows that curve too.
 
     With --beside, of several jobs on one device: their steps, which share it as their speeds are,
     what they hold together, and plans of swapping and recomputing with which all fit.
@@ -434,14 +434,11 @@ def memory(
         "remedies": [remedy.to_dict() for remedy in suggested],
         "plans": [planned.to_dict() for planned in plans],
     }
+    curve = plans_section(report.answer, plans)
     print_answer(
         as_json,
         lambda: report.to_dict() | more,
-        lambda: [
-            *memory_sections(report),
-            remedies_section(suggested),
-            plans_section(report.answer, plans),
-        ],
+        lambda: [*memory_sections(report), remedies_section(suggested), curve],
     )
     if report.answer.fits == "no":
         end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
