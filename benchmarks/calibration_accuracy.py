@@ -32,10 +32,12 @@ MOST_COMPARED = 500
 
 def run(options: Options) -> Mapping[str, Any]:
     """The cases of each protocol that is asked for; a quick run learns from three rows of Gavel."""
-    protocols = [name for name in PROTOCOLS if name in options.only] or ["k-shot"]
+    protocols = [name for name in PROTOCOLS if name in options.only]
     ks = tuple(int(word) for word in options.only if word.isdigit())
     known = [path.stem for path in sorted(options.data.glob("*.csv"))]
     tables = [name for name in known if name in options.only]
+    if options.only and not (protocols or ks or tables):
+        return {"cases": []}
     if options.quick:
         ks, tables = ks or (3,), tables or ["gavel"]
     paths = [options.data / f"{name}.csv" for name in tables or ["pollux_t4"]]
@@ -45,7 +47,7 @@ def run(options: Options) -> Mapping[str, Any]:
             say(f"{count} rows {what}: {reason}")
     found, lines = list[dict[str, Any]](), list[str]()
     with processes() as executor:
-        for protocol in protocols:
+        for protocol in protocols or ["k-shot"]:
             runs = evaluate(table.jobs, protocol, ks=ks or None, executor=executor)
             found += cases(table.jobs, runs, protocol, now())
             lines += report(table.jobs, runs, protocol)

@@ -50,8 +50,8 @@ class Effort:
 def run(options: Options) -> Iterator[Record]:
     """The parts asked for; a quick run has two of them."""
     effort = Effort(graphs=options.work / "graphs", repeats=2 if options.quick else 5)
-    named = [part for part in PARTS if part in options.only]
-    for part in named or (("traced", "start-up") if options.quick else PARTS):
+    usual = ("traced", "start-up") if options.quick else tuple(PARTS)
+    for part in [part for part in PARTS if part in options.only] if options.only else usual:
         for name, (value, unit, bound) in PARTS[part](effort).items():
             yield {"id": name, "value": value, "unit": unit, "bound": bound}
 

@@ -80,11 +80,12 @@ def test_an_option_that_a_suite_does_not_take_is_refused(tmp_path: Path) -> None
     assert "order takes no --data" in refused.stderr
 
 
-def test_a_suite_without_a_case_of_a_name_is_no_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", ["published", "calibration", "speed"])
+def test_a_suite_without_a_case_of_a_name_is_no_result(suite: str, tmp_path: Path) -> None:
     words = ("--quick", "--only", "nowhere", "--out", str(tmp_path))
-    refused = benchmarks("run", "published", *words)
+    refused = benchmarks("run", suite, *words)
     assert refused.returncode == 2
-    assert "published has no such case" in refused.stderr
+    assert f"{suite} has no such case" in refused.stderr
     assert not list(tmp_path.iterdir())
 
 
