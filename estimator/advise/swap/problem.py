@@ -87,9 +87,14 @@ class SwapProblem:
         return len(self.op_s)
 
     @property
+    def length_s(self) -> float:
+        """Seconds of these ops one after the other."""
+        return float(self.op_s.sum())
+
+    @property
     def vanilla_s(self) -> float:
         """Seconds of the step as torch runs it, without a plan."""
-        return float(self.op_s.sum()) if self.plain_s is None else self.plain_s
+        return self.length_s if self.plain_s is None else self.plain_s
 
     def levels(self) -> Sizes:
         """Bytes held during each op without a plan."""
@@ -131,6 +136,26 @@ def swap_problem(
     those of the machine. Raises WorkloadError, also where updates may not come before the step's
     end (`why_at_the_end`), and ProfileError.
     """
+    reason = why_at_the_end(answer.plan.kinds[0].program.bound.graph)
+    if updates == "ready" and reason:
+        raise WorkloadError(f"parameters can be updated at the step's end alone: {reason}")
+    if updates == "ready":
+        return swap_problems(answer, d2h=d2h, h2d=h2d)[1]
+    return _built(answer, d2h, h2d, updates)
+
+
+def swap_problems(
+    answer: Estimate, *, d2h: Link | None = None, h2d: Link | None = None
+) -> list[SwapProblem]:
+    """`swap_problem` with its updates wherever they may be, those at the step's end first."""
+    plain = _built(answer, d2h, h2d, "end")
+    if why_at_the_end(answer.plan.kinds[0].program.bound.graph):
+        return [plain]
+    ready = _built(answer, d2h, h2d, "ready")
+    return [plain, replace(ready, plain_bytes=plain.vanilla_bytes, plain_s=plain.vanilla_s)]
+
+
+def _built(answer: Estimate, d2h: Link | None, h2d: Link | None, updates: Updates) -> SwapProblem:
     plan = answer.plan
     if answer.ranks > 1 or answer.accumulation_steps > 1:
         raise WorkloadError(
@@ -138,31 +163,13 @@ def swap_problem(
             f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
         )
     kind = plan.kinds[0]
-    graph, profile = kind.program.bound.graph, kind.program.profile
-    reason = why_at_the_end(graph)
-    if updates == "ready" and reason:
-        raise WorkloadError(f"parameters can be updated at the step's end alone: {reason}")
-    build = partial(
-        _Builder,
+    return _Builder(
         kind.program,
         update_s=float(kind.update.update_s(plan.share)),
-        d2h=d2h or host_link(profile, "d2h"),
-        h2d=h2d or host_link(profile, "h2d"),
-    )
-    plain = build(updates="end").problem()
-    if updates == "end":
-        return plain
-    ready = build(updates=updates).problem()
-    return replace(ready, plain_bytes=plain.vanilla_bytes, plain_s=plain.vanilla_s)
-
-
-def swap_problems(
-    answer: Estimate, *, d2h: Link | None = None, h2d: Link | None = None
-) -> list[SwapProblem]:
-    """`swap_problem` with its updates wherever they may be, those at the step's end first."""
-    places: tuple[Updates, ...] = ("end", "ready")
-    allowed = places[:1] if why_at_the_end(answer.plan.kinds[0].program.bound.graph) else places
-    return [swap_problem(answer, d2h=d2h, h2d=h2d, updates=place) for place in allowed]
+        d2h=d2h or host_link(kind.program.profile, "d2h"),
+        h2d=h2d or host_link(kind.program.profile, "h2d"),
+        updates=updates,
+    ).problem()
 
 
 def why_at_the_end(graph: OpGraph) -> str | None:

@@ -119,7 +119,7 @@ class _Draft:
         self.use = np.array([gap.use for gap in self.gaps], dtype=np.intp)
         self.size = np.array([gap.size_bytes for gap in self.gaps], dtype=np.int64)
         ends_s = np.cumsum(problem.op_s)
-        length_s = float(problem.op_s.sum())
+        length_s = problem.length_s
         self.ends_s = np.concatenate([ends_s, ends_s + length_s, ends_s + 2 * length_s])
         self.starts_s = self.ends_s - np.tile(problem.op_s, 3)
         links = [problem.d2h, problem.h2d]
@@ -251,7 +251,7 @@ class _Draft:
         numbers: Indices,
     ) -> Array:
         """By how much a copy is too long for its window beside those that lie in it."""
-        length_s = float(self.problem.op_s.sum())
+        length_s = self.problem.length_s
         chosen = np.flatnonzero(self.swapped)
         at_s = np.concatenate([chosen_at_s - length_s, chosen_at_s, chosen_at_s + length_s])
         own_s = np.tile(seconds[chosen], 3)
