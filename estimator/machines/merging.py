@@ -84,7 +84,7 @@ class GpuName(NamedTuple):
     memory_gb: int | None
 
 
-def chip_of(name: str) -> GpuName:
+def gpu_name(name: str) -> GpuName:
     """What a name says, as its driver or a datasheet writes it."""
     # A Grace Hopper's driver gives the memory of its CPU, 480 GB (NVIDIA GH200 datasheet).
     name = name.replace(" 480GB", "") if "GH200" in name else name
@@ -106,7 +106,7 @@ def chip_of(name: str) -> GpuName:
 
 def may_be_alike(one: str, two: str) -> bool:
     """Whether two names of devices contradict each other in nothing that both say."""
-    first, second = chip_of(one), chip_of(two)
+    first, second = gpu_name(one), gpu_name(two)
     return first.words == second.words and all(
         ours == theirs or ours is None or theirs is None
         for ours, theirs in zip(first[1:], second[1:], strict=True)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from estimator.errors import ImportedFileError, quoted
-from estimator.machines.merging import best_entries, chip_of, filled, may_be_alike
+from estimator.machines.merging import best_entries, filled, gpu_name, may_be_alike
 from estimator.machines.profile import (
     CollectiveCost,
     Device,
@@ -280,7 +280,7 @@ def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
         )
     devices = []
     for index, device_name in sorted(found.device_names.items()):
-        memory_gb = chip_of(device_name).memory_gb
+        memory_gb = gpu_name(device_name).memory_gb
         if memory_gb is None:
             raise ImportedFileError(
                 f"{formats} does not say how much memory '{device_name}' has; probe the machine or "
