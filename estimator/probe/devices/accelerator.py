@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from typing import Any
 
 from estimator.errors import ProbeError
@@ -71,10 +72,7 @@ def sustained_facts(
     torch: Any, backend: Backend, *, seconds: float, nvml: Any = None
 ) -> dict[str, Fact]:
     """Clocks and power read while bfloat16 matmuls of random numbers run."""
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
+    nvml = import_module("pynvml") if nvml is None else nvml
     left, right = (
         torch.randn(_SIDE, _SIDE, device=backend.device, dtype=torch.bfloat16) for _ in range(2)
     )

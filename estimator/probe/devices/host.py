@@ -207,12 +207,8 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
             fully_shard(layer)
         for form in (plain, sharded):
             optimizer = torch.optim.AdamW(form.parameters(), lr=0.0)
-            (passes,) = _passes(
-                *(backend, {"": form}, x),
-                warm_ups=_SHARD_WARM_UPS,
-                rounds=_SHARD_ROUNDS,
-                update=optimizer.step,
-            ).values()
+            turns = {"warm_ups": _SHARD_WARM_UPS, "rounds": _SHARD_ROUNDS}
+            passes = _passes(backend, {"": form}, x, update=optimizer.step, **turns)[""]
             costs.append((_middle_s(passes), statistics.median(each[2] for each in passes)))
     (whole_s, whole_update_s), (sharded_s, sharded_update_s) = costs
     return (

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +233,7 @@ def read_gpus(
     MIG instances is left out beside others, and stands for its first instance alone. Raises
     ProbeError where there is a driver and it does not answer.
     """
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
+    nvml = import_module("pynvml") if nvml is None else nvml
     environment = os.environ if environment is None else environment
     try:
         nvml.nvmlInit()
