@@ -152,17 +152,20 @@ class Heartbeat:
 
     def __init__(self, store: SignedStore, rank: int) -> None:
         self._store, self._rank = store.clone(), rank
+        self._beating = threading.Thread(target=self._beat, daemon=True)
         self._ended = threading.Event()
         self._silent_s = 0
 
     def __enter__(self) -> None:
         self._store.post(f"beat/{self._rank}", 0)
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beating.start()
         if self._rank != 0:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        # A thread that asks torch's store would abort an orderly exit of this process.
+        self._beating.join(_LAST_WORDS_S)
 
     def _beat(self) -> None:
         count, heard = 0, None

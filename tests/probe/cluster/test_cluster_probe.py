@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
 from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.findings import Member, World, other_machines, unequal_versions
+from estimator.probe.cluster.rank import Heartbeat
 from tests.conftest import free_port
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
@@ -192,6 +194,30 @@ def test_the_only_other_rank_is_told_why_it_is_refused(tmp_path: Path) -> None:
     # Of the network nothing was measured.
     assert "no two ranks are left" in said[0]
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_rank_that_leaves_asks_the_store_nothing_more() -> None:
+    class SlowStore:
+        asked, is_asked = threading.Event(), False
+
+        def clone(self) -> SlowStore:
+            return self
+
+        def post(self, _key: str, count: int) -> None:
+            if count:
+                self.is_asked = True
+                self.asked.set()
+                time.sleep(0.3)
+                self.is_asked = False
+
+        def read(self, _key: str) -> None:
+            pass
+
+    store: Any = SlowStore()
+    with Heartbeat(store, 1):
+        store.asked.wait()
+    # Python aborts where it ends beside a thread that is in torch's store.
+    assert not store.is_asked
 
 
 def wait_for(stream: IO[str] | None, words: str) -> None:
