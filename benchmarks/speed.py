@@ -139,7 +139,7 @@ def bare_fake_step(model: Any, batch: Any) -> None:
     from estimator.graph.trace.fake_tensors import kept_as_it_was, put_fake_tensors
 
     with kept_as_it_was(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        put_fake_tensors(model, dtype=None, device="cpu")
+        put_fake_tensors(model, dtype=None)
         fakes = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
         with torch.enable_grad():
             model(**fakes).loss.backward()
