@@ -220,10 +220,10 @@ def format_bandwidth(bytes_per_s: float) -> str:
 def format_ratio(ratio: float) -> str:
     """A ratio from 0 to 1 as a percentage.
 
-    >>> format_ratio(0.0612)
-    '6.1 %'
+    >>> format_ratio(0.0612), format_ratio(-1e-9)
+    ('6.1 %', '0.0 %')
     """
-    return f"{100 * ratio:.1f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.0f} %"
+    return f"{100 * ratio:z.1f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.0f} %"
 
 
 def format_error(ratio: float | None) -> str:
