@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.files import shipped_data
-from estimator.machines.profile import DeviceKind
 from estimator.probe.devices.backend import Backend
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 
@@ -204,17 +200,6 @@ def grid_call(target: str, *arguments: Any, **given: Any) -> GridCall:
         keywords=tuple((name, _tree(value)) for name, value in given.items()),
     )
     return GridCall(call=call, **marks)
-
-
-@lru_cache(maxsize=1)
-def _grid_sizes() -> Mapping[str, Mapping[DeviceKind, Sequence[Any]]]:
-    content: Mapping[str, Any] = json.loads(shipped_data("grid.json").read_text(encoding="utf-8"))
-    return content
-
-
-def sizes(name: str, kind: DeviceKind) -> Sequence[Any]:
-    """The sizes that data/grid.json lists under a name for a kind of device, column by column."""
-    return _grid_sizes()[name][kind]
 
 
 def _tree(value: Any) -> Any:

@@ -15,10 +15,10 @@ from estimator.probe.devices.calls import (
     channels_innermost,
     grid_call,
     heads_inside,
-    sizes,
     tensor,
     transposed,
 )
+from estimator.probe.grid.tables import sizes
 from estimator.tensors import TensorSpec
 
 Calls = Iterator[GridCall]

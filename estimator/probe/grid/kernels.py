@@ -32,14 +32,15 @@ from estimator.probe.devices.calls import (
     torch_dtype,
 )
 from estimator.probe.devices.jobs import Emit
-from estimator.probe.grid import dense, memory_bound
+from estimator.probe.grid import dense
+from estimator.probe.grid.tables import families
 from estimator.tensors import OpCall, TensorSpec
 
 
 @cache
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
-    small = [list(family) for family in (*_dense("cpu"), *_light())]
+    small = [*map(list, _dense("cpu")), *families("cpu").values()]
     if kind == "cuda":
         return _cuda_grid(small, thorough=thorough)
     own = [list(dense.attention("cpu")), list(dense.recurrent_on_cpu())]
@@ -68,20 +69,14 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
 
     products, batched, *convolutions = map(list, _dense("cuda"))
     matmuls, recurrent = [*products, *batched], list(dense.recurrent_on_cuda())
-    streamed = (
-        memory_bound.operators("operators", "cuda"),
-        memory_bound.rows_on_cuda(),
-        memory_bound.strided("cuda"),
-        memory_bound.lookups("cuda"),
-        memory_bound.pools("cuda"),
-    )
-    large = [matmuls, *convolutions, *map(list, streamed)]
+    *streamed, batch_norms = families("cuda").values()
+    large = [matmuls, *convolutions, *streamed]
     own = [
         some((replace(call, math="tf32") for call in matmuls), _TF32),
         some(dense.matmuls_in_float8(), _FLOAT32),
         list(dense.attention("cuda")),
         recurrent,
-        list(memory_bound.batch_norms_on_cuda()),
+        batch_norms,
         low(some(matmuls, _FLOAT16), "float16"),
     ]
     return interleave(
@@ -104,25 +99,6 @@ def _dense(kind: DeviceKind) -> tuple[Iterator[GridCall], ...]:
         dense.batched_matmuls(kind),
         dense.convolutions(kind),
         dense.convolutions(kind, gradient=True),
-    )
-
-
-def _light() -> tuple[Iterator[GridCall], ...]:
-    return (
-        memory_bound.pointwise(),
-        memory_bound.operators("operators of gradients", "cpu"),
-        memory_bound.in_place(),
-        memory_bound.broadcasts(),
-        memory_bound.strided("cpu"),
-        memory_bound.reductions(),
-        memory_bound.softmaxes(),
-        memory_bound.normalisations(),
-        memory_bound.lookups("cpu"),
-        memory_bound.joins(),
-        memory_bound.fills(),
-        memory_bound.pools("cpu"),
-        memory_bound.likelihoods("cpu"),
-        memory_bound.operators("orders of rows", "cpu", of="ordered rows"),
     )
 
 

@@ -18,8 +18,9 @@ from estimator.probe.devices.calls import (
     tensor,
     thinned,
 )
-from estimator.probe.grid import dense, kernels, memory_bound
+from estimator.probe.grid import dense, kernels
 from estimator.probe.grid.kernels import float32_matmuls, kernel_grid, measure_call, noise_ratio
+from estimator.probe.grid.tables import families
 from estimator.tensors import TensorSpec
 
 MM = "aten.mm.default"
@@ -59,23 +60,16 @@ def test_a_prefix_of_a_family_is_spread_over_its_sizes() -> None:
 
 def test_a_cut_budget_loses_detail_and_no_family() -> None:
     grid = kernel_grid("cpu")
-    families = [
-        list(family)
-        for family in (
-            dense.matmuls("cpu"),
-            dense.convolutions("cpu", gradient=True),
-            dense.attention("cpu"),
-            dense.recurrent_on_cpu(),
-            memory_bound.pointwise(),
-            memory_bound.normalisations(),
-            memory_bound.lookups("cpu"),
-            memory_bound.pools("cpu"),
-            memory_bound.likelihoods("cpu"),
-        )
-    ]
+    dense_families = (
+        dense.matmuls("cpu"),
+        dense.convolutions("cpu", gradient=True),
+        dense.attention("cpu"),
+        dense.recurrent_on_cpu(),
+    )
+    every_family = [*map(list, dense_families), *families("cpu").values()]
     for share in (0.1, 0.4):
         head = {each.call for each in grid[: int(share * len(grid))]}
-        for family in families:
+        for family in every_family:
             reached = sum(each.call in head for each in family)
             # At most one call less than its share.
             assert reached >= max(1, int(share * len(family)) - 1), family[0].call.target
@@ -135,13 +129,15 @@ def test_the_cuda_grid_has_every_dtype_of_products_and_every_attention() -> None
 
 
 def test_the_cuda_grid_has_every_operator_of_the_cpu_grid_and_its_gradient() -> None:
-    families = [*kernels._dense("cpu"), *kernels._light()]
-    wanted = {each.call.target for family in families for each in family}
+    written = [*kernels._dense("cpu"), *families("cpu").values()]
+    wanted = {each.call.target for family in written for each in family}
     assert wanted <= {each.call.target for each in kernel_grid("cuda")}
 
 
 def test_statistics_of_norms_stay_in_float32_on_cuda_alone() -> None:
-    (_, backward), images = memory_bound.layer_norm(64, 32), memory_bound.batch_norm(2, 3, 4)
+    norms = {each.call.target: each for each in families("cpu")["normalisations"]}
+    backward = norms["aten.native_layer_norm_backward.default"]
+    images = [norms["aten.native_batch_norm.default"]]
     on_cuda, on_cpu = (
         in_dtype([backward], "bfloat16", on_cuda=on_cuda)[0] for on_cuda in (True, False)
     )

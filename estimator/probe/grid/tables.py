@@ -1,0 +1,94 @@
+"""Turn the families of calls that data/grid.json writes down into calls, at the sizes it lists."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from estimator.files import shipped_data
+from estimator.machines.profile import DeviceKind
+from estimator.probe.devices.calls import GridCall, grid_call
+from estimator.tensors import TensorSpec
+
+_Size = Mapping[str, int]
+
+
+@lru_cache(maxsize=1)
+def _content() -> Mapping[str, Any]:
+    content: Mapping[str, Any] = json.loads(shipped_data("grid.json").read_text(encoding="utf-8"))
+    return content
+
+
+def sizes(name: str, kind: DeviceKind) -> Sequence[Any]:
+    """The sizes listed under a name for a kind of device, column by column."""
+    listed: Sequence[Any] = _content()["sizes"][name][kind]
+    return listed
+
+
+def families(kind: DeviceKind) -> dict[str, list[GridCall]]:
+    """The families of a kind of device that are all written down, by name."""
+    written = _content()["families"][kind]
+    return {
+        name: [call for group in groups for call in _calls(group, kind)]
+        for name, groups in written.items()
+    }
+
+
+def _calls(group: Mapping[str, Any], kind: DeviceKind) -> Iterator[GridCall]:
+    """Every call of a group at every size; what "follows" follows the one before it."""
+    columns = _content()["sizes"][group["of"]]["columns"].split()
+    listed = [dict(zip(columns, row, strict=True)) for row in sizes(group["of"], kind)]
+    pairs = [(call, size) for size in listed for call in group["calls"]]
+    last = None
+    for (target, *arguments), size in (
+        product(group["calls"], listed) if "operator first" in group else pairs
+    ):
+        given = dict(arguments.pop()) if isinstance(arguments[-1], dict) else {}
+        if any(size[column] > most for column, most in given.pop("most", {}).items()):
+            continue
+        if "index_high" in given:
+            given["index_high"] = _number(given["index_high"], size)
+        if given.pop("follows", False):
+            given["follows"] = last
+        tensors = {name: _tensor(text, size) for name, text in group["tensors"].items()}
+        last = grid_call(target, *(_argument(each, tensors, size) for each in arguments), **given)
+        yield last
+
+
+def _argument(value: Any, tensors: Mapping[str, TensorSpec], size: _Size) -> Any:
+    if isinstance(value, list):
+        return [_argument(each, tensors, size) for each in value]
+    if isinstance(value, str):
+        return _number(value[1:], size) if value[0] == "=" else tensors.get(value, value)
+    return value
+
+
+def _tensor(text: str, size: _Size) -> TensorSpec:
+    """A tensor by its dtype, unless that is float32, its lengths, and its strides behind an @.
+
+    >>> _tensor("int64: rows columns/2 @ 1 rows", {"rows": 4, "columns": 6})
+    TensorSpec(shape=(4, 3), dtype='int64', strides=(1, 4))
+    """
+    dtype, _, places = text.rpartition(":")
+    lengths, strides = (
+        tuple(_number(word, size) for word in part.split()) for part in places.partition("@")[::2]
+    )
+    return TensorSpec(lengths, dtype or "float32", strides or None)
+
+
+def _number(text: str, size: _Size) -> int:
+    """A product of columns and numbers, from left to right.
+
+    >>> _number("side/2*2", {"side": 7})
+    6
+    """
+    words = re.split("([*/])", f"1*{text}")
+    value = 1
+    for operator, word in zip(words[1::2], words[2::2], strict=True):
+        number = size[word] if word in size else int(word)
+        value = value // number if operator == "/" else value * number
+    return value
