@@ -7,37 +7,44 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+import numpy as np
+
+from estimator.elementwise import Indices
 from estimator.errors import GraphFileError, cause, quoted
 from estimator.files import parse_json, read_file, read_start, unpack, write_bytes_atomically
 from estimator.graph.costs.call_costs import FUSED, STEP_PART, FusedKernel, StepPart, features_of
 from estimator.graph.ir.ops import (
+    KINDS,
     Execution,
     GraphColumns,
     GraphInput,
     OpTiming,
     Parameter,
-    Phase,
     ValueKind,
 )
 from estimator.machines.profile import DeviceKind
-from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
+from estimator.tensors import MOST_EXTENT, OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.units import MIB
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.recipe import check_precision
 from estimator.workload.strategies import Strategy
 
+if TYPE_CHECKING:
+    from estimator.graph.ir.op_graph import OpGraph
+
 Item = TypeVar("Item")
 
 FORMAT = "estimator-graph"
-VERSION = 1
-# Llama-70B, 18,800 operators, takes 3 MiB unpacked; far more than that is not one of ours.
+VERSION = 2
+# Llama-70B, 20,070 operators, takes 0.2 MiB unpacked; far more than that is not one of ours.
 MOST_BYTES = 64 * MIB
+# Of a column: the operators of Llama-70B read and make 60,000 values.
+_MOST_PLACES = 1 << 20
 # Of a parameter in a step: more than any optimizer is called.
 _MOST_UPDATES = 1_000_000
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -52,6 +59,14 @@ _COUNTS = ("buffers", "module_calls", "function_calls")
 _SIZES = ("frozen_parameter_bytes", "buffer_bytes")
 _FLAGS = ("channels_last", "grad_scaler", "clip_grad_norm")
 _PLAIN_FIELDS = _TEXTS + _TEXTS_OR_NONE + _BATCHES + _COUNTS + _SIZES + _FLAGS
+# Columns of operators and of values that stand in a file as they are, flags last.
+_OF_OPS = ("call_of", "module_of", "is_forward", "is_repeated", "is_view", "enters_dtensor")
+_OF_VALUES = ("touched", "held", "spec_of", "base", "kind")
+_COUNTED = ("stem_of", "number", "read", "made", "holds")
+# Names of operators, mostly numbered ones.
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})?", re.DOTALL)
+# So many changes in a row are compared to find what is repeated, by the periods found most often.
+_ALIKE, _MOST_PERIODS = 8, 16
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
 _MOST_BATCH, _MOST_BYTES_HELD, _MOST_COUNT = 10**9, 10**18, 10**9
@@ -82,10 +97,10 @@ def saved_name(path: str | os.PathLike[str]) -> str:
     return name if name and name.isprintable() else Path(path).stem
 
 
-def write_graph(graph: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the fields of an `OpGraph`, whole or not at all; raises StoreError.
+def write_graph(graph: OpGraph, path: str | os.PathLike[str]) -> None:
+    """Write a graph, whole or not at all; raises StoreError.
 
-    Equal calls are stored once.
+    Equal calls are stored once, and so are equal blocks of operators that follow each other.
     """
     text = json.dumps(_encode(graph), separators=(",", ":"), allow_nan=False)
     # Without a time stamp, equal graphs give equal files.
@@ -137,47 +152,121 @@ def _row(table: dict[Any, int], item: Any) -> int:
     return table.setdefault(item, len(table))
 
 
-def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
+def _encode(graph: OpGraph) -> dict[str, Any]:
+    columns = GraphColumns.of(graph)
     calls: dict[OpCall, int] = {}
     specs: dict[TensorSpec, int] = {}
-    ops = [
-        [
-            *(op.name, _row(calls, op.call), _row(calls, op.other_call), op.phase, op.module),
-            *(op.inputs, op.outputs, int(op.is_view), int(op.is_repeated), op.holds),
-            int(op.enters_dtensor),
-        ]
-        for op in graph["ops"]
-    ]
-    values = [
-        [_row(specs, value.spec), _row(specs, value.other_spec), value.kind, value.base]
-        for value in graph["values"]
-    ]
+    stems: dict[str, int] = {}
+    names = [_NUMBERED.fullmatch(name) for name in columns.names.tolist()]
     parameters = [
         [
             *(p.name, _row(specs, p.spec), p.gradient, p.ready_after),
             *(int(p.is_dtensor), p.optimizer, p.updates),
         ]
-        for p in graph["parameters"]
+        for p in graph.parameters
     ]
-    timings = [[_row(calls, c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
+    of_ops = {
+        **{name: getattr(columns, name) for name in _OF_OPS + _OF_VALUES},
+        "stem_of": [_row(stems, name[1]) for name in names if name],
+        "number": [int(name[2] or -1) for name in names if name],
+        "read": columns.made_begins - columns.begins[:-1],
+        "made": columns.begins[1:] - columns.made_begins,
+        "holds": np.diff(columns.held_begins),
+    }
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: graph[name] for name in _PLAIN_FIELDS},
-        "assumptions": graph["assumptions"],
-        "unknown_ops": graph["unknown_ops"],
-        "versions": dict(graph["versions"]),
-        "ops": ops,
-        "values": values,
+        **{name: getattr(graph, name) for name in _PLAIN_FIELDS},
+        "assumptions": graph.assumptions,
+        "unknown_ops": graph.unknown_ops,
+        "versions": dict(graph.versions),
+        "columns": {name: packed(np.array(column, int)) for name, column in of_ops.items()},
+        "call_pairs": [[_row(calls, one), _row(calls, two)] for one, two in columns.calls],
+        "spec_pairs": [[_row(specs, one), _row(specs, two)] for one, two in columns.specs],
+        "modules": columns.modules,
+        "stems": [*stems],
+        "kinds": KINDS,
         "parameters": parameters,
-        "inputs": [[i.name, i.value, i.low, i.high] for i in graph["inputs"]],
-        "timings": timings,
+        "inputs": [[i.name, i.value, i.low, i.high] for i in graph.inputs],
+        "timings": [
+            [_row(calls, call), timing.seconds, timing.noise_ratio]
+            for call, timing in graph.timings.items()
+        ],
         "calls": [call.encode() for call in calls],
         "specs": [encode_tree(spec) for spec in specs],
-        "eager": None if graph["eager"] is None else _encode(graph["eager"]),
-        "tp_plan": graph["tp_plan"],
-        "ep_plan": graph["ep_plan"],
+        "eager": None if graph.eager is None else _encode(graph.eager),
+        "tp_plan": graph.tp_plan,
+        "ep_plan": graph.ep_plan,
     }
+
+
+def packed(column: Indices, least: int = 0) -> list[list[Any]]:
+    """A column of whole numbers in parts, of which each is repeated so many times.
+
+    A part is (times, first, step): the numbers of its first time, and by how much each is more the
+    next time.
+
+    >>> packed(np.array([7, *range(100), *([3, 4] * 50)]))
+    [[1, [7], 0], [100, [0], [1]], [50, [3, 4], [0, 0]]]
+    """
+    # Of parts that save less than this there are too many.
+    least = least or max(len(column) // 64, 16)
+    saved, start, period = max(
+        (_longest_repeated(column, period) for period in _periods(column)), default=(0, 0, 0)
+    )
+    if saved < least:
+        return [[1, column.tolist(), 0]] if len(column) else []
+    times = 2 + saved // period
+    first, second = column[start : start + 2 * period].reshape(2, period)
+    part = [times, first.tolist(), (second - first).tolist()]
+    return [
+        *packed(column[:start], least),
+        part,
+        *packed(column[start + times * period :], least),
+    ]
+
+
+def _periods(column: Indices) -> list[int]:
+    """After how many places the changes of a column are often the same for a while."""
+    if len(column) <= _ALIKE:
+        return []
+    changes = np.lib.stride_tricks.sliding_window_view(np.diff(column), _ALIKE)
+    # Chance makes two of them equal no matter how: `_longest_repeated` compares every number.
+    keys = changes @ (np.arange(1, _ALIKE + 1) ** 5)
+    order = np.argsort(keys, kind="stable")
+    apart = np.diff(order)[np.diff(keys[order]) == 0]
+    periods, counts = np.unique(apart, return_counts=True)
+    often: list[int] = periods[np.argsort(-counts, kind="stable")[:_MOST_PERIODS]].tolist()
+    return often
+
+
+def _longest_repeated(column: Indices, period: int) -> tuple[int, int, int]:
+    """(numbers that need not stand there, begin, period) of the longest part of such a period."""
+    further = column[period:] - column[:-period]
+    differs = np.flatnonzero(further[period:] != further[:-period])
+    edges = np.concatenate([[-1], differs, [max(len(further) - period, 0)]])
+    lengths = np.diff(edges) - 1
+    longest = int(lengths.argmax())
+    return int(lengths[longest]) // period * period, int(edges[longest]) + 1, period
+
+
+def unpacked(parts: Sequence[Any]) -> Indices:
+    """The inverse of `packed`; raises ValueError where a part is none.
+
+    >>> unpacked([[1, [7], 0], [3, [3, 4], [0, 10]]]).tolist()
+    [7, 3, 4, 3, 14, 3, 24]
+    """
+    if sum(_index(times, _MOST_PLACES) * len(first) for times, first, _ in parts) > _MOST_PLACES:
+        raise ValueError("a graph has more operators than any model")
+    blocks = [np.zeros(0, dtype=np.intp)]
+    for times, *numbers in parts:
+        # Of an empty list numpy makes floats.
+        first, step = (np.array(each, dtype=None if each else np.intp) for each in numbers)
+        are_whole = first.dtype.kind == step.dtype.kind == "i"
+        if not are_whole or first.ndim != 1 or step.shape not in ((), first.shape):
+            raise ValueError(f"{quoted(numbers)} are no whole numbers to be repeated")
+        blocks.append((np.arange(times)[:, None] * step + first).ravel())
+    return np.concatenate(blocks)
 
 
 def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,51 +319,82 @@ def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) 
 
 
 def _decode_columns(
-    data: Mapping[str, Any], calls: Sequence[OpCall], specs: Sequence[TensorSpec]
+    data: Mapping[str, Any], calls: list[OpCall], specs: list[TensorSpec]
 ) -> GraphColumns:
     """The operators and values, without making each: large models have ten thousands."""
-    of_ops = tuple(zip(*data["ops"], strict=True)) if data["ops"] else ((),) * 11
-    names, call, other, phases, modules, inputs, outputs, views, repeated, holds, enters = of_ops
-    of_values = tuple(zip(*data["values"], strict=True)) if data["values"] else ((),) * 4
-    spec, other_spec, kinds, bases = of_values
-    for text in {*names, *modules}:
-        _text(text)
-    for allowed, words in ((Phase, {*phases}), (ValueKind, {*kinds})):
-        for word in words:
-            _one_of(allowed, word)
-    _indices(chain.from_iterable((*inputs, *outputs, *holds)), len(kinds))
-    _indices([base for base in bases if base is not None], len(kinds))
-    columns = GraphColumns.joined(
-        names=names,
-        calls=_pairs(calls, call, other),
-        phases=phases,
+    of = {name: unpacked(data["columns"][name]) for name in _OF_OPS + _OF_VALUES + _COUNTED}
+    stems, modules = (tuple(map(_text, data[name])) for name in ("stems", "modules"))
+    kinds = np.array([KINDS.index(_one_of(ValueKind, kind)) for kind in data["kinds"]], np.intp)
+    call_pairs, spec_pairs = _pairs(calls, data["call_pairs"]), _pairs(specs, data["spec_pairs"])
+    ops, values = len(of["call_of"]), len(of["spec_of"])
+    touched, held = len(of["touched"]), len(of["held"])
+    # The least of each column, what all are below, how many it has.
+    for name, least, end, count in (
+        ("call_of", 0, len(call_pairs), ops),
+        ("module_of", 0, len(modules), ops),
+        ("stem_of", 0, len(stems), ops),
+        ("number", -1, MOST_EXTENT, ops),
+        *((flag, 0, 2, ops) for flag in _OF_OPS[2:]),
+        *((number, 0, touched + 1, ops) for number in ("read", "made")),
+        ("holds", 0, held + 1, ops),
+        ("touched", 0, values, touched),
+        ("held", 0, values, held),
+        ("spec_of", 0, len(spec_pairs), values),
+        ("base", -1, values, values),
+        ("kind", 0, len(kinds), values),
+    ):
+        column = of[name]
+        if len(column) != count:
+            raise ValueError(f"'{name}' has {len(column)} places instead of {count}")
+        if count and not least <= column.min() <= column.max() < end:
+            outside = column[(column < least) | (column >= end)][0]
+            raise ValueError(f"index {outside} is outside a table of {end}")
+    read, made = of["read"], of["made"]
+    tensors = np.array([(len(one.inputs), len(one.outputs)) for one, _ in call_pairs])
+    is_other = (tensors.reshape(-1, 2)[of["call_of"]] != np.stack([read, made], axis=1)).any(axis=1)
+    names = _names(stems, of["stem_of"], of["number"])
+    if is_other.any():
+        raise ValueError(f"op {names[int(is_other.argmax())]} names other tensors than its call")
+    if (read + made).sum() != touched or of["holds"].sum() != held:
+        raise ValueError("ops do not touch or hold as many values as are told")
+    places = np.arange(ops)
+    is_made = np.tile([False, True], ops)
+    flags: Any = {flag: of[flag] > 0 for flag in _OF_OPS[2:]}
+    return GraphColumns(
+        names=np.array(names, dtype=np.object_),
+        calls=call_pairs,
+        specs=spec_pairs,
         modules=modules,
-        inputs=inputs,
-        outputs=outputs,
-        holds=holds,
-        specs=_pairs(specs, spec, other_spec),
-        kinds=kinds,
-        bases=bases,
-        is_repeated=map(bool, repeated),
-        is_view=map(bool, views),
-        enters_dtensor=map(bool, enters),
+        touched_by=np.repeat(places, read + made),
+        is_made=np.repeat(is_made, np.stack([read, made], axis=1).ravel()),
+        held_by=np.repeat(places, of["holds"]),
+        call_of=of["call_of"],
+        module_of=of["module_of"],
+        spec_of=of["spec_of"],
+        touched=of["touched"],
+        held=of["held"],
+        kind=kinds[of["kind"]],
+        base=np.where(of["base"] == np.arange(values), -1, of["base"]),
+        **flags,
     )
-    for pair in (*columns.calls, *columns.specs):
-        check_alike(*pair)
-    tensors = [(len(one.inputs), len(one.outputs)) for one, _ in columns.calls]
-    of_op = zip(names, columns.call_of.tolist(), inputs, outputs, strict=True)
-    for name, number, read, made in of_op:
-        if tensors[number] != (len(read), len(made)):
-            raise ValueError(f"op {name} names other tensors than its call")
-    return columns
 
 
-def _pairs(
-    table: Sequence[Item], firsts: Iterable[Any], seconds: Iterable[Any]
-) -> list[tuple[Item, Item]]:
+def _pairs(table: list[Item], rows: Any) -> tuple[tuple[Item, Item], ...]:
     """What stands in a table at each of the places at two batch sizes."""
-    one, two = (_indices(places, len(table)) for places in (firsts, seconds))
-    return [(table[first], table[second]) for first, second in zip(one, two, strict=True)]
+    pairs = tuple((_at(table, one), _at(table, two)) for one, two in rows)
+    for pair in pairs:
+        check_alike(*pair)
+    return pairs
+
+
+def _names(stems: Sequence[str], stem_of: Indices, numbers: Indices) -> list[str]:
+    """Of operators: stems, most of which are followed by a number."""
+    if np.array([0, *map(len, stems)])[stem_of + 1].sum() > MOST_BYTES:
+        raise ValueError("the names of its operators are longer than those of any model")
+    return [
+        stems[stem] if number < 0 else f"{stems[stem]}{number}"
+        for stem, number in zip(stem_of.tolist(), numbers.tolist(), strict=True)
+    ]
 
 
 def _text(value: Any) -> str:
@@ -310,15 +430,6 @@ def _index(value: Any, size: int) -> int:
     if type(value) is not int or not 0 <= value < size:
         raise ValueError(f"index {quoted(value)} is outside a table of {size}")
     return value
-
-
-def _indices(values: Iterable[Any], size: int) -> Sequence[int]:
-    """Places in a table, checked together; raises ValueError."""
-    places = [*values]
-    if {*map(type, places)} - {int} or (places and not 0 <= min(places) <= max(places) < size):
-        for place in places:
-            _index(place, size)
-    return places
 
 
 def _index_or_none(value: Any, size: int) -> int | None:

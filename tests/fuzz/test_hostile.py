@@ -139,8 +139,8 @@ def test_what_a_profile_should_hold_is_said_in_words_of_the_file(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"values": 3}, "a value is of another kind than it should be"),
-        ({"ops": [[]]}, "a list is longer or shorter than it should be"),
+        ({"calls": 3}, "a value is of another kind than it should be"),
+        ({"call_pairs": [[]]}, "a list is longer or shorter than it should be"),
         ({"calls": [{}]}, "it lacks 'target'"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_saved_value_with_other_dimensions_at_the_second_batch_is_refused(
     path = tmp_path / "broken.graph"
     perceptron([64] * 3, batch=8).save(path)
     values = json.loads(gzip.decompress(path.read_bytes()))
-    values["values"][0][1] = len(values["specs"])
+    values["spec_pairs"][0][1] = len(values["specs"])
     values["specs"].append({"t": [16, 64, 1], "d": "float32"})
     path.write_bytes(gzip.compress(json.dumps(values).encode()))
     with pytest.raises(GraphFileError, match="other dimensions at the second batch"):

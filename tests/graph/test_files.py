@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from estimator.advise.memory import memory_of
 from estimator.api import estimate, trace_model
 from estimator.calibrate.observed import ObservedWorkload
 from estimator.errors import EstimatorError, GraphFileError, StoreError, WorkloadError
-from estimator.graph.files import is_saved_graph
+from estimator.graph.files import is_saved_graph, packed, unpacked
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.trace.trace import trace_graph
@@ -51,6 +52,13 @@ def rewrite(path: Path, change: Any) -> None:
     path.write_bytes(gzip.compress(json.dumps(data).encode()))
 
 
+def altered(data: Any, name: str, change: Any) -> None:
+    """Change the numbers of a column."""
+    numbers = unpacked(data["columns"][name]).tolist()
+    change(numbers)
+    data["columns"][name] = [[1, numbers, 0]]
+
+
 def test_a_loaded_graph_equals_the_saved_one(graph: OpGraph, tmp_path: Path) -> None:
     timing = OpTiming(seconds=1e-6, noise_ratio=0.1)
     timed = replace(graph, timings={graph.ops[0].call: timing}, timed_on="local")
@@ -66,6 +74,31 @@ def test_equal_calls_come_back_as_one_object(saved: Path) -> None:
     unchanged = [op for op in ops if op.call == op.other_call]
     assert unchanged
     assert all(op.call is op.other_call for op in unchanged)
+
+
+@given(
+    head=some.lists(some.integers(0, 9), max_size=40),
+    block=some.lists(some.tuples(some.integers(0, 99), some.integers(-9, 9)), max_size=20),
+    times=some.integers(0, 40),
+    tail=some.lists(some.integers(-1, 1), max_size=80),
+)
+def test_columns_come_back_as_they_were(
+    head: list[int], block: list[tuple[int, int]], times: int, tail: list[int]
+) -> None:
+    blocks = [first + time * step for time in range(times) for first, step in block]
+    column = np.array([*head, *blocks, *tail], dtype=np.intp)
+    assert unpacked(packed(column)).tolist() == column.tolist()
+
+
+def test_a_block_that_is_repeated_stands_in_a_file_once(tmp_path: Path) -> None:
+    sizes = []
+    for blocks in (20, 40):
+        graph = in_blocks(perceptron([8] * blocks, batch=2))
+        graph.save(tmp_path / "deep.graph")
+        data = json.loads(gzip.decompress((tmp_path / "deep.graph").read_bytes()))
+        assert OpGraph.load(tmp_path / "deep.graph") == graph
+        sizes.append(len(json.dumps(data["columns"])))
+    assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_equal_graphs_give_equal_files(graph: OpGraph, saved: Path, tmp_path: Path) -> None:
@@ -94,13 +127,26 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(saved: Path, tmp_path: P
     [
         lambda data: data.update(version=99),
         lambda data: data.update(format="profile"),
-        lambda data: data.pop("ops"),
-        lambda data: data.update(ops=7),
-        lambda data: data["ops"][0].__setitem__(1, 10**6),
-        lambda data: data["ops"][0].__setitem__(1, -1),
-        lambda data: data["ops"][0].__setitem__(3, "sideways"),
-        lambda data: data["ops"][0].__setitem__(5, [0, 0, 0, 0, 0, 0]),
-        lambda data: data["values"][0].__setitem__(3, 10**6),
+        lambda data: data.pop("columns"),
+        lambda data: data.update(columns=7),
+        lambda data: data.update(version=1),
+        lambda data: data["columns"].pop("call_of"),
+        lambda data: data["columns"].update(call_of=7),
+        lambda data: data["columns"].update(call_of=[[10**6, [0], 0]]),
+        lambda data: data["columns"].update(call_of=[[10**9, [0], 0]]),
+        lambda data: data["columns"].update(call_of=[[2, [0], [0, 0]]]),
+        lambda data: data["columns"].update(call_of=[[1, [0.5], 0]]),
+        lambda data: data["columns"].update(call_of=[[1, [[0]], 0]]),
+        lambda data: data["columns"]["call_of"].append([1, [0], 0]),
+        lambda data: altered(data, "call_of", lambda at: at.__setitem__(0, 10**6)),
+        lambda data: altered(data, "call_of", lambda at: at.__setitem__(0, -1)),
+        lambda data: altered(data, "is_forward", lambda at: at.__setitem__(0, 2)),
+        lambda data: altered(data, "read", lambda at: at.__setitem__(0, 6)),
+        lambda data: altered(data, "touched", lambda at: at.append(0)),
+        lambda data: altered(data, "base", lambda at: at.__setitem__(0, 10**6)),
+        lambda data: data["stems"].__setitem__(slice(None), ["a" * 2**24] * len(data["stems"])),
+        lambda data: data["call_pairs"][0].__setitem__(0, 10**6),
+        lambda data: data["kinds"].__setitem__(0, "sideways"),
         lambda data: data["specs"][0].update(t=[-1]),
         lambda data: data["specs"][0].update(t="ab"),
         lambda data: data["specs"][0].update(s=[1, 1, 1, 1, 1]),
@@ -116,6 +162,12 @@ def test_a_damaged_graph_is_refused_in_one_sentence(saved: Path, change: Any) ->
     with pytest.raises(GraphFileError) as caught:
         OpGraph.load(saved)
     assert "\n" not in str(caught.value)
+
+
+def test_columns_of_no_use_are_not_unpacked(graph: OpGraph, saved: Path) -> None:
+    # A few bytes each, eight MiB unpacked.
+    rewrite(saved, lambda data: data["columns"].update(other=[[2**20, ["no number"], 0]]))
+    assert OpGraph.load(saved) == graph
 
 
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
@@ -166,7 +218,7 @@ def test_what_is_no_number_is_the_same_at_both_batches(
     def alter(data: Any) -> None:
         data["calls"].append(json.loads(json.dumps(data["calls"][0])))
         change(data["calls"][1])
-        data["ops"][0][2] = 1
+        data["call_pairs"] = [[0, 1]]
 
     rewrite(path, alter)
     with pytest.raises(GraphFileError, match="at the second batch"):
@@ -182,7 +234,10 @@ def test_a_batch_at_which_a_tensor_would_be_less_than_empty_is_refused(tmp_path:
     def alter(data: Any) -> None:
         first = len(data["specs"])
         data["specs"] += [{"t": [8], "d": "float32"}, {"t": [4], "d": "float32"}]
-        data["values"].append([first, first + 1, "activation", None])
+        data["spec_pairs"].append([first, first + 1])
+        more = {"spec_of": len(data["spec_pairs"]) - 1, "base": -1, "kind": 4}
+        for name, number in more.items():
+            data["columns"][name].append([1, [number], 0])
 
     rewrite(path, alter)
     graph = OpGraph.load(path)
@@ -193,8 +248,7 @@ def test_a_batch_at_which_a_tensor_would_be_less_than_empty_is_refused(tmp_path:
 
 def test_views_of_each_other_are_refused(saved: Path) -> None:
     def ring(data: Any) -> None:
-        for number in range(3):
-            data["values"][number][3] = (number + 1) % 3
+        altered(data, "base", lambda at: at.__setitem__(slice(3), [1, 2, 0]))
 
     rewrite(saved, ring)
     graph = OpGraph.load(saved)

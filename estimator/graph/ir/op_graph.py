@@ -119,7 +119,7 @@ class OpGraph:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compressed, as a file of it is: the operators of a model are much alike.
-        own = self._fields()
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
         return _unpickled, (zlib.compress(pickle.dumps(own)),)
 
     @property
@@ -196,8 +196,7 @@ class OpGraph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph as compressed JSON, whole or not at all."""
-        eager = self.eager
-        write_graph({**self._fields(), "eager": None if eager is None else eager._fields()}, path)
+        write_graph(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> OpGraph:
@@ -205,9 +204,6 @@ class OpGraph:
         known = read_graph(path)
         eager = None if known["eager"] is None else cls(**known["eager"])
         return cls(**{**known, "eager": eager})
-
-    def _fields(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @classmethod
     def from_summary(

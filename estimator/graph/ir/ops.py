@@ -276,67 +276,39 @@ class GraphColumns:
         known = ops.source if isinstance(ops, Deferred) else None
         if isinstance(known, cls) and isinstance(values, Deferred) and values.source is known:
             return known
-        return cls.joined(
-            names=[op.name for op in ops],
-            calls=[op.calls for op in ops],
-            phases=[op.phase for op in ops],
-            modules=[op.module for op in ops],
-            inputs=[op.inputs for op in ops],
-            outputs=[op.outputs for op in ops],
-            holds=[op.holds for op in ops],
-            specs=[value.specs for value in values],
-            kinds=[value.kind for value in values],
-            bases=[value.base for value in values],
-            is_repeated=[op.is_repeated for op in ops],
-            is_view=[op.is_view for op in ops],
-            enters_dtensor=[op.enters_dtensor for op in ops],
+        calls, call_of = _numbered([op.calls for op in ops])
+        specs, spec_of = _numbered([value.specs for value in values])
+        read, made, held = (
+            _array(len(getattr(op, name)) for op in ops) for name in ("inputs", "outputs", "holds")
         )
-
-    @classmethod
-    def joined(
-        cls,
-        *,
-        names: Sequence[str],
-        calls: Sequence[tuple[OpCall, OpCall]],
-        phases: Iterable[Phase],
-        modules: Iterable[str],
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        holds: Sequence[Sequence[int]],
-        specs: Sequence[tuple[TensorSpec, TensorSpec]],
-        kinds: Iterable[ValueKind],
-        bases: Iterable[int | None],
-        **flags: Iterable[bool],
-    ) -> GraphColumns:
-        """Those of the fields of all operators, and of all values, in their order."""
-        distinct_calls, call_of = _numbered(calls)
-        distinct_specs, spec_of = _numbered(specs)
-        read, made, held = (_array(map(len, rows)) for rows in (inputs, outputs, holds))
         numbers: dict[str, int] = {}
         codes = {kind: code for code, kind in enumerate(KINDS)}
-        places = np.arange(len(names))
+        bases = [value.base for value in values]
+        places = np.arange(len(ops))
         return cls(
-            names=np.array(names, dtype=np.object_),
-            calls=distinct_calls,
+            names=np.array([op.name for op in ops], dtype=np.object_),
+            calls=calls,
             call_of=call_of,
-            specs=distinct_specs,
+            specs=specs,
             spec_of=spec_of,
             # Numbers first: they fill the names.
-            module_of=_array(numbers.setdefault(module, len(numbers)) for module in modules),
+            module_of=_array(numbers.setdefault(op.module, len(numbers)) for op in ops),
             modules=tuple(numbers),
-            is_forward=_flags(phase == "forward" for phase in phases),
-            touched=_array(chain.from_iterable(chain(*zip(inputs, outputs, strict=True)))),
+            is_forward=_flags(op.phase == "forward" for op in ops),
+            is_repeated=_flags(op.is_repeated for op in ops),
+            is_view=_flags(op.is_view for op in ops),
+            enters_dtensor=_flags(op.enters_dtensor for op in ops),
+            touched=_array(chain.from_iterable((*op.inputs, *op.outputs) for op in ops)),
             touched_by=np.repeat(places, read + made),
             is_made=np.repeat(
                 np.tile([False, True], len(places)), np.stack([read, made], axis=1).ravel()
             ),
-            held=_array(chain.from_iterable(holds)),
+            held=_array(chain.from_iterable(op.holds for op in ops)),
             held_by=np.repeat(places, held),
             base=_array(
                 -1 if base is None or base == number else base for number, base in enumerate(bases)
             ),
-            kind=_array(codes[kind] for kind in kinds),
-            **{name: _flags(known) for name, known in flags.items()},
+            kind=_array(codes[value.kind] for value in values),
         )
 
     def distinct_calls(self, calls: Sequence[OpCall]) -> tuple[OpCall, ...]:
