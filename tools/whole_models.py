@@ -156,7 +156,7 @@ class ModelTerms:
     ) -> Iterator[tuple[str, float]]:
         cost = features.cost
         if features.family == "convolution":
-            kind, compute_s = roofline.convolution(features)
+            kind, compute_s = roofline.convolutions([features])[0]
             suffix = "" if layout == "nchw" else ".channels last"
             name = f"{kind}.{phase_of(features)}{suffix}"
             yield f"{name} flops", compute_s

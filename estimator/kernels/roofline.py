@@ -255,47 +255,42 @@ class Roofline:
     def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
         start_s, factors = self.kernel_model.memory_bound.start_s, self.kernel_model.convolutions
         seconds = []
-        for features in some:
-            kind, compute_s = self.convolution(features)
+        for features, (kind, compute_s) in zip(some, self.convolutions(some), strict=True):
             name = f"{kind}.{phase_of(features)}"
             compute, moved = factors.get(f"{name}.{features.layout}") or factors[name]
             bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
             seconds.append(start_s + compute * compute_s + moved * bytes_s)
         return seconds
 
-    def convolution(self, features: Features) -> tuple[str, float]:
-        """(kind of convolution, seconds that its units compute at best) of a call."""
-        dtype = self._computed_in(features)
-        chip = self._chip_in(dtype)
-        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
-        if kind.endswith("depthwise"):  # too little to multiply for tensor cores
-            dtype = "float32"
-        elif chip.is_tensor or kind in ("grouped", "vector direct"):
-            return kind, self._implicit_matmuls_s(features, chip)
-        chip = self._chip_in(dtype)
-        rate = float(chip.flops_per_s) * float(sustained_ratio(self._matmuls, chip))
-        return kind, features.cost.flops / rate
-
-    def _implicit_matmuls_s(self, features: Features, chip: Chip) -> float:
-        matmuls = implicit_matmuls(
-            features.dims,
-            features.cost.flops,
-            is_backward=phase_of(features) == "backward",
-            is_tensor=bool(chip.is_tensor),
-        )
-        batch, rows, columns, inner = np.array(matmuls, dtype=float).T
-        # Two of image, filter and output, or their gradients, are read, and one written.
-        each_bytes = features.cost.moved_bytes * (2 / 3 if len(matmuls) > 1 else 1.0)
-        seconds = matmul_seconds(
-            self._matmuls,
-            chip,
-            batch=batch,
-            rows=rows,
-            columns=columns,
-            inner=inner,
-            moved_bytes=[each_bytes] * len(matmuls),
-        )
-        return float(seconds.sum())
+    def convolutions(self, some: Sequence[Features]) -> list[tuple[str, float]]:
+        """(kind of convolution, seconds that its units compute at best) of calls in one dtype."""
+        chip = self._chip_in(self._computed_in(some[0]))
+        kinds = [convolution_kind(one.dims, is_tensor=bool(chip.is_tensor)) for one in some]
+        compute_s, matmuls, of_call, moved = np.zeros(len(some)), [], [], []
+        for number, (features, kind) in enumerate(zip(some, kinds, strict=True)):
+            is_depthwise = kind.endswith("depthwise")
+            if is_depthwise or not (chip.is_tensor or kind in ("grouped", "vector direct")):
+                # Too little to multiply for tensor cores.
+                own = self._chip_in("float32") if is_depthwise else chip
+                rate = float(own.flops_per_s) * float(sustained_ratio(self._matmuls, own))
+                compute_s[number] = features.cost.flops / rate
+                continue
+            implied = implicit_matmuls(
+                features.dims,
+                features.cost.flops,
+                is_backward=phase_of(features) == "backward",
+                is_tensor=bool(chip.is_tensor),
+            )
+            # Two of image, filter and output, or their gradients, are read, and one written.
+            each_bytes = features.cost.moved_bytes * (2 / 3 if len(implied) > 1 else 1.0)
+            matmuls += implied
+            of_call += [number] * len(implied)
+            moved += [each_bytes] * len(implied)
+        if matmuls:
+            sizes = zip(("batch", "rows", "columns", "inner"), np.array(matmuls).T, strict=True)
+            seconds = matmul_seconds(self._matmuls, chip, moved_bytes=moved, **dict(sizes))
+            np.add.at(compute_s, of_call, seconds)
+        return list(zip(kinds, compute_s.tolist(), strict=True))
 
     def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         return [self._recurrent_s(features, chip, cached) for features in some]
