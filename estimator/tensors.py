@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from estimator.errors import cause
@@ -183,23 +184,25 @@ def decode_tree(data: Any) -> Any:
         if "f" in data:
             return float(data["f"])
         strides = data.get("s")
-        spec = TensorSpec(
-            shape=_extents(data["t"]),
-            dtype=data["d"],
-            strides=None if strides is None else _extents(strides),
-        )
-        if not isinstance(spec.dtype, str):
-            raise ValueError("the type of a tensor's elements is no text")
-        if strides is not None and len(strides) != len(spec.shape):
-            raise ValueError("a tensor has not as many strides as dimensions")
-        if spec.numel > MOST_ELEMENTS:
-            raise ValueError("a tensor has more than 2^58 elements")
-        return spec
+        return _spec(_extents(data["t"]), data["d"], None if strides is None else _extents(strides))
     if isinstance(data, list):
         return tuple([decode_tree(item) for item in data])
     if type(data) is int and abs(data) > 2 * MOST_EXTENT + 1:
         raise ValueError("an argument is a number of more than 64 bits")
     return data
+
+
+# Thousands of calls have some hundreds of shapes.
+@lru_cache(maxsize=1 << 12)
+def _spec(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None) -> TensorSpec:
+    spec = TensorSpec(shape, dtype, strides)
+    if not isinstance(dtype, str):
+        raise ValueError("the type of a tensor's elements is no text")
+    if strides is not None and len(strides) != len(shape):
+        raise ValueError("a tensor has not as many strides as dimensions")
+    if spec.numel > MOST_ELEMENTS:
+        raise ValueError("a tensor has more than 2^58 elements")
+    return spec
 
 
 def _extents(sizes: Any) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from estimator.errors import ProfileError, first_fault, quoted, unprintable
 from estimator.files import write_text_atomically
@@ -590,14 +590,18 @@ class MachineProfile:
 
         `is_printable` says that no text among them can have characters that move a cursor.
         """
-        from pydantic import ValidationError
-
         text = None if is_printable else unprintable(data)
         if text is not None:
             raise ProfileError(
                 f"{origin} is not a machine profile ({quoted(text)} has unprintable characters); "
                 "run 'estimator probe' to write a new one"
             )
+        kind: Any = cls
+        try:
+            return _reader(kind)(data)  # type: ignore[no-any-return]
+        except _NOT_JUST_SO:
+            # What is amiss pydantic tells, which takes longer to import than a first answer takes.
+            from pydantic import ValidationError
         try:
             return _adapter().validate_python(data)  # type: ignore[no-any-return]
         except ValidationError as error:
@@ -639,6 +643,42 @@ def _faults_of(details: Mapping[str, str | int | float | bool | None]) -> Iterab
     width, most = details.get("pcie_width"), details.get("pcie_width_most")
     if width and most and width < most:  # type: ignore[operator]
         yield f"has {width} of {most} PCIe lanes"
+
+
+_NOT_JUST_SO = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@lru_cache(maxsize=64)
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of this type of plain JSON that is just so; anything else it raises at."""
+    origin, parts = get_origin(kind), get_args(kind)
+    readers = [_reader(part) for part in parts if origin is not Literal and part is not ...]
+    if kind is OpCall:
+        return OpCall.decode
+    if hasattr(kind, "__dataclass_fields__"):
+        own = {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
+        return lambda data: kind(**{n: own[n](value) for n, value in data.items() if n in own})
+    if origin is tuple and parts[-1] is ...:
+        return lambda data: tuple([readers[0](item) for item in _just(data, list, tuple)])
+    if origin is tuple:
+        return lambda data: tuple(
+            [read(item) for read, item in zip(readers, _just(data, list, tuple), strict=True)]
+        )
+    if origin is Mapping:
+        return lambda data: {readers[0](name): readers[1](each) for name, each in data.items()}
+    if origin is Literal:
+        return lambda data: parts[parts.index(data)]
+    if parts:
+        return lambda data: data if type(data) in parts else readers[0](data)
+    if kind is float:
+        return lambda data: float(_just(data, float, int))
+    return lambda data: _just(data, kind)
+
+
+def _just(data: Any, *kinds: type) -> Any:
+    if type(data) not in kinds:
+        raise TypeError(data)
+    return data
 
 
 @lru_cache(maxsize=1)
