@@ -146,7 +146,7 @@ def bare_fake_step(model: Any, batch: Any) -> None:
 
 
 def look_at_llama(_effort: Effort) -> Found:
-    """Llama-70B built without memory: seconds and resident memory of the whole process."""
+    """Llama-70B built without memory: seconds, resident memory of the whole process, its file."""
     import torch
 
     from estimator.graph.models import load_model
@@ -154,10 +154,21 @@ def look_at_llama(_effort: Effort) -> Found:
 
     torch.set_num_threads(1)
     model, batch, _, _ = load_model(LLAMA_70B, batch=1, seq_len=2048, weights=False)
-    look = seconds(lambda: trace_graph(model, batch))
+    graphs: dict[str, Any] = {}
+    look = seconds(lambda: graphs.update({"Llama-70B": trace_graph(model, batch)}))
+    held = resident_bytes()
+    graphs["16 layers of it"] = traced(LLAMA_70B.replace("layers=80", "layers=16"), 1, 2048)
+    loads: Found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, graph in graphs.items():
+            path = Path(folder, f"{name}.graph")
+            graph.save(path)
+            load_s = min(cpu_seconds(partial(type(graph).load, path)) for _ in range(5))
+            loads[f"a saved graph read, {name}"] = (load_s * 1e3, "ms", 50)
     return {
         "look at Llama-70B": (look, "s", 10),
-        "resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
+        "resident memory, Llama-70B": (held / 2**30, "GiB", 3),
+        **loads,
     }
 
 
