@@ -130,15 +130,14 @@ class GridCall:
     """One call of the grid; its outputs are not described yet.
 
     Integer tensors get values below `index_high`; the tensors numbered in `positive` (in argument
-    order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is
-    all there is. A gradient that needs what only its forward call can make (a library's workspace)
-    `follows` that call; its last tensor is then the one that call `handed` over, by default the
-    last it returned. `math` is "tf32" where float32 matmuls shall run on tensor cores. CUDA holds
-    the inputs numbered in `statistics` in float32, whatever dtype the others are in.
+    order) get positive values, those in `counting` 0, 1, 2, …. A gradient that needs what only its
+    forward call can make (a library's workspace) `follows` that call; its last tensor is then the
+    one that call `handed` over, by default the last it returned. `math` is "tf32" where float32
+    matmuls shall run on tensor cores. CUDA holds the inputs numbered in `statistics` in float32,
+    whatever dtype the others are in.
     """
 
     call: OpCall
-    flops: float = 0.0
     index_high: int = 2
     positive: tuple[int, ...] = ()
     counting: tuple[int, ...] = ()
@@ -163,25 +162,6 @@ def channels_innermost(batch: int, channels: int, side: int) -> TensorSpec:
     """Square images in channels-last layout."""
     strides = (channels * side * side, 1, side * channels, channels)
     return tensor(batch, channels, side, side, strides=strides)
-
-
-def heads_inside(batch: int, heads: int, length: int, width: int) -> TensorSpec:
-    """(batch, heads, length, width), a view of the (batch, length, heads·width) of a projection."""
-    strides = (length * heads * width, width, heads * width, 1)
-    return tensor(batch, heads, length, width, strides=strides)
-
-
-def transposed(rows: int, columns: int) -> TensorSpec:
-    """A matrix that is the transposed view of a contiguous one."""
-    return tensor(rows, columns, strides=(1, rows))
-
-
-def indices(*shape: int) -> TensorSpec:
-    return tensor(*shape, dtype="int64")
-
-
-def mask(*shape: int) -> TensorSpec:
-    return tensor(*shape, dtype="bool")
 
 
 _MARKS = {option.name for option in fields(GridCall)} - {"call"}

@@ -40,14 +40,23 @@ from estimator.tensors import OpCall, TensorSpec
 @cache
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
-    small = [*map(list, _dense("cpu")), *families("cpu").values()]
+    matmuls, batched, attention, recurrent, *light = families("cpu").values()
+    products = [matmuls, batched, *_convolutions("cpu")]
     if kind == "cuda":
-        return _cuda_grid(small, thorough=thorough)
-    own = [list(dense.attention("cpu")), list(dense.recurrent_on_cpu())]
-    grid = interleave([*small[:_DENSE], *own, *small[_DENSE:]])
+        return _cuda_grid([*products, *light], thorough=thorough)
+    grid = interleave([*products, attention, recurrent, *light])
     if not thorough:
         return grid
-    return grid + interleave([in_dtype(family, "bfloat16") for family in small[: _DENSE + 4]])
+    low = [in_dtype(family, "bfloat16") for family in (*products, *light[:_ELEMENTWISE])]
+    return grid + interleave(low)
+
+
+# How many of the families that multiply nothing are element by element; they come first.
+_ELEMENTWISE = 4
+
+
+def _convolutions(kind: DeviceKind) -> list[list[GridCall]]:
+    return [list(dense.convolutions(kind, gradient=gradient)) for gradient in (False, True)]
 
 
 # Of each operator every so many calls on a GPU. Sizes that fill it are timed in bfloat16 above all;
@@ -67,14 +76,13 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     def low(family: list[GridCall], dtype: str = "bfloat16") -> list[GridCall]:
         return in_dtype(family, dtype, on_cuda=True)
 
-    products, batched, *convolutions = map(list, _dense("cuda"))
+    products, batched, float8, attention, *streamed, batch_norms = families("cuda").values()
     matmuls, recurrent = [*products, *batched], list(dense.recurrent_on_cuda())
-    *streamed, batch_norms = families("cuda").values()
-    large = [matmuls, *convolutions, *streamed]
+    large = [matmuls, *_convolutions("cuda"), *streamed]
     own = [
         some((replace(call, math="tf32") for call in matmuls), _TF32),
-        some(dense.matmuls_in_float8(), _FLOAT32),
-        list(dense.attention("cuda")),
+        some(float8, _FLOAT32),
+        attention,
         recurrent,
         batch_norms,
         low(some(matmuls, _FLOAT16), "float16"),
@@ -86,19 +94,6 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
             interleave([some(family, _SMALL) for family in small]),
             interleave([low(some(family, _SMALL_LOW)) for family in small]),
         ]
-    )
-
-
-# How many families of a device multiply.
-_DENSE = 4
-
-
-def _dense(kind: DeviceKind) -> tuple[Iterator[GridCall], ...]:
-    return (
-        dense.matmuls(kind),
-        dense.batched_matmuls(kind),
-        dense.convolutions(kind),
-        dense.convolutions(kind, gradient=True),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -41,14 +41,15 @@ def families(kind: DeviceKind) -> dict[str, list[GridCall]]:
 def _calls(group: Mapping[str, Any], kind: DeviceKind) -> Iterator[GridCall]:
     """Every call of a group at every size; what "follows" follows the one before it."""
     columns = _content()["sizes"][group["of"]]["columns"].split()
-    listed = [dict(zip(columns, row, strict=True)) for row in sizes(group["of"], kind)]
-    pairs = [(call, size) for size in listed for call in group["calls"]]
+    rows = enumerate(sizes(group["of"], kind))
+    listed = [(number, dict(zip(columns, row, strict=True))) for number, row in rows]
+    pairs: Iterable[Any] = product(listed, group["calls"])
+    if "operator first" in group:
+        pairs = ((size, call) for call, size in product(group["calls"], listed))
     last = None
-    for (target, *arguments), size in (
-        product(group["calls"], listed) if "operator first" in group else pairs
-    ):
+    for (number, size), (target, *arguments) in pairs:
         given = dict(arguments.pop()) if isinstance(arguments[-1], dict) else {}
-        if any(size[column] > most for column, most in given.pop("most", {}).items()):
+        if not _is_wanted(given, number, size):
             continue
         if "index_high" in given:
             given["index_high"] = _number(given["index_high"], size)
@@ -57,6 +58,18 @@ def _calls(group: Mapping[str, Any], kind: DeviceKind) -> Iterator[GridCall]:
         tensors = {name: _tensor(text, size) for name, text in group["tensors"].items()}
         last = grid_call(target, *(_argument(each, tensors, size) for each in arguments), **given)
         yield last
+
+
+def _is_wanted(marks: dict[str, Any], number: int, size: _Size) -> bool:
+    """Whether a call is made at this size; takes away the marks that say so."""
+    every, wanted = marks.pop("every", (1, 0))
+    most, tiles, but = (marks.pop(name, None) for name in ("most", "tiles", "but"))
+    return (
+        number % every == wanted
+        and not (but and number % but[0] == but[1])
+        and not any(size[column] > highest for column, highest in (most or {}).items())
+        and not any(length % (tiles or 1) for length in size.values())
+    )
 
 
 def _argument(value: Any, tensors: Mapping[str, TensorSpec], size: _Size) -> Any:
@@ -81,14 +94,14 @@ def _tensor(text: str, size: _Size) -> TensorSpec:
 
 
 def _number(text: str, size: _Size) -> int:
-    """A product of columns and numbers, from left to right.
+    """What columns and numbers come to, from left to right.
 
-    >>> _number("side/2*2", {"side": 7})
-    6
+    >>> _number("side+1/2*2", {"side": 7})
+    8
     """
-    words = re.split("([*/])", f"1*{text}")
-    value = 1
-    for operator, word in zip(words[1::2], words[2::2], strict=True):
+    first, *words = re.split("([*/+])", text)
+    value = size[first] if first in size else int(first)
+    for operator, word in zip(words[::2], words[1::2], strict=True):
         number = size[word] if word in size else int(word)
-        value = value // number if operator == "/" else value * number
+        value = {"*": value * number, "/": value // number, "+": value + number}[operator]
     return value
