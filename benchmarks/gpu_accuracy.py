@@ -1,6 +1,6 @@
 """Predict training steps on one GPU, write the predictions down, then measure them.
 
-The models of `zoo.gpu` are traced for CUDA and every case is predicted from the profile alone;
+The models of `gpu_models` are traced for CUDA and every case is predicted from the profile alone;
 then, in order of information and as long as the time lasts, the operators of a case are timed, it
 is predicted again, and trained for real (`gpu_steps`). Everything found is appended to a file of
 the work, from which a second run continues. A quick run has three tiny cases, for cores.
@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import Case, device_backend, release, run_for_real
+from gpu_steps import MODELS, OPTIMIZER, Case, device_backend, release, run_for_real
 from options import Options, local_machine
-from records import NOT_YET, Record, Records, judged_case, prediction_of, say
+from records import NOT_YET, Record, Records, judged_case, kept_graph, prediction_of, say
 from summary import Bound, describe, noise_ratio, summarise
-from zoo.gpu import ALL, BY_NAME, TINY
+from zoo.trained import TRAINED
 
 from estimator.errors import EstimatorError
 from estimator.graph.ir.op_graph import OpGraph
@@ -33,7 +35,7 @@ from estimator.graph.ir.ops import OpTiming
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import OpCall
 
-PRECISIONS, OPTIMIZER = ("fp32", "bf16-amp"), "adamw"
+BATCHES = {name: each["batches"] for name, each in (TRAINED["gpu"] | TRAINED["tiny"]).items()}
 COMPILED = ("gpt2", "bert_base", "resnet50", "vit_b")
 IN_TF32 = ("gpt2", "bert_base", "dlrm")
 # The largest errors with which each method passes: of step times, then of memory peaks.
@@ -42,7 +44,6 @@ BOUNDS = {
     "measured": Bound(median_ratio=0.04, worst_ratio=0.12),
 }
 MEMORY_BOUND_RATIO = 0.05
-# A worker that traces holds a model of up to 5 GB.
 MOST_TRACERS, REPLAY_S = 12, 12.0
 CASE_LIMIT_S, COMPILED_LIMIT_S = 60.0, 150.0
 # What a case must have left to be begun.
@@ -60,86 +61,62 @@ def gpu_cases() -> list[Case]:
     The larger batch is bound by the device, the smaller one more often by the host; compiling takes
     longest and comes last.
     """
-    batches = {workload.name: workload.batches for workload in ALL}
-    found = [
-        Case(workload=name, batch=both[position], precision=precision)
-        for position in (0, 1)
-        for name, both in batches.items()
-        for precision in reversed(PRECISIONS)
-    ]
-    for names, how in (
-        (IN_TF32, {"precision": "tf32"}),
-        (COMPILED, {"precision": "bf16-amp", "execution": "compiled"}),
-    ):
-        found += [Case(workload=n, batch=batches[n][0], **how) for n in names if n in batches]
-    return found
+    usual = product((0, 1), TRAINED["gpu"], ("bf16-amp", "fp32"))
+    asked = [(name, place, {"precision": precision}) for place, name, precision in usual]
+    asked += [(name, 0, {"precision": "tf32"}) for name in IN_TF32]
+    compiled = {"precision": "bf16-amp", "execution": "compiled"}
+    asked += [(name, 0, compiled) for name in COMPILED]
+    return [Case(workload=name, batch=BATCHES[name][place], **how) for name, place, how in asked]
 
 
 def tiny_cases() -> list[Case]:
     """Three cases that two CPU cores run in a minute."""
     return [
-        Case(workload=workload.name, batch=workload.batches[0], precision=precision)
-        for workload, precision in zip(TINY, ("fp32", "bf16-amp", "fp32"), strict=True)
+        Case(workload=name, batch=BATCHES[name][0], precision=precision)
+        for name, precision in zip(TRAINED["tiny"], ("fp32", "bf16-amp", "fp32"), strict=True)
     ]
 
 
 # Predictions
 
 
-def graph_path(folder: Path, case: Case) -> Path:
-    """The file of a case's graph: its own where the model's batch is fixed, else that of all."""
-    own = folder / f"{case.workload}-{case.precision}-b{case.batch}.json.gz"
-    return own if own.exists() else folder / f"{case.workload}-{case.precision}.json.gz"
+def graph_of(case: Case, folder: Path, target: DeviceKind) -> OpGraph:
+    """The case's graph as it is executed, from the folder or traced into it; raises EstimatorError.
+
+    That of a model's larger batch serves the other too, unless its shapes allow no other batch.
+    """
+    from estimator.graph.compile.fusion import compile_graph
+
+    name, (batch, *_) = f"{case.workload}-{case.precision}", BATCHES[case.workload]
+    graph = kept_graph(folder / f"{name}.json.gz", partial(_traced, case, batch, target))
+    if graph.other_batch is None and case.batch != batch:
+        path = folder / f"{name}-b{case.batch}.json.gz"
+        graph = kept_graph(path, partial(_traced, case, case.batch, target))
+    return graph if case.execution == "eager" else compile_graph(graph, "compiled")
 
 
-def trace_missing(cases: Sequence[Case], folder: Path, target: DeviceKind, notes: Records) -> None:
-    """Trace what has no file yet, several models at once; what fails is noted and left out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs: dict[str, list[str]] = {}
-    for case in cases:
-        if not graph_path(folder, case).exists():
-            precisions = jobs.setdefault(case.workload, [])
-            precisions += [] if case.precision in precisions else [case.precision]
-    if not jobs:
-        return
-    tracers = min(MOST_TRACERS, len(jobs), os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=tracers, mp_context=context) as pool:
-        futures = {
-            name: pool.submit(trace_workload, name, precisions, folder, target)
-            for name, precisions in jobs.items()
-        }
-        for name, future in futures.items():
-            if (error := future.exception()) is not None:
-                notes.add({"kind": "untraced", "key": name, "reason": _words(error)})
-                say(f"could not trace {name}: {_words(error)}")
-
-
-def trace_workload(name: str, precisions: Sequence[str], folder: Path, target: DeviceKind) -> None:
-    """Build a model once on the CPU and look at it in each precision."""
+def _traced(case: Case, batch: int, target: DeviceKind) -> OpGraph:
     import torch
 
+    from estimator.graph.models import load_model
     from estimator.graph.trace.trace import trace_graph
 
     torch.set_num_threads(1)
-    workload = BY_NAME[name]
-    model, (large, small) = workload.build(), workload.batches
-    for precision in precisions:
-        how = {"loss": workload.loss, "optimizer": OPTIMIZER, "precision": precision}
-        how |= {"target": target, "name": name}
-        graph = trace_graph(model, workload.inputs(large), **how)
-        graph.save(folder / f"{name}-{precision}.json.gz")
-        if graph.other_batch is None:
-            own = trace_graph(model, workload.inputs(small), **how)
-            own.save(folder / f"{name}-{precision}-b{small}.json.gz")
+    model, inputs, loss, _ = load_model(f"{MODELS}:{case.workload}", batch=batch, weights=False)
+    how = {"optimizer": OPTIMIZER, "precision": case.precision, "name": case.workload}
+    return trace_graph(model, inputs, loss=loss, target=target, **how)
 
 
-def load_graph(folder: Path, case: Case) -> OpGraph:
-    """The case's graph as it is executed; raises EstimatorError."""
-    from estimator.graph.compile.fusion import compile_graph
-
-    graph = OpGraph.load(graph_path(folder, case))
-    return graph if case.execution == "eager" else compile_graph(graph, "compiled")
+def trace_all(cases: Sequence[Case], folder: Path, target: DeviceKind) -> None:
+    """Trace what has no file yet, several models at once; what fails says why when it is asked."""
+    missing = {(case.workload, case.precision): case for case in cases}
+    tracers = min(MOST_TRACERS, len(missing), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=tracers, mp_context=context) as pool:
+        futures = {pool.submit(graph_of, case, folder, target): case for case in missing.values()}
+        for future, case in futures.items():
+            if (error := future.exception()) is not None:
+                say(f"could not trace {case.workload}: {_words(error)}")
 
 
 def predict(case: Case, graph: OpGraph, profile: MachineProfile) -> Record:
@@ -158,7 +135,7 @@ def predict_all(
         if not records.of("prediction", case.key, method="probe"):
             found: Record = {"predicted_s": None}
             try:
-                found |= predict(case, load_graph(folder, case), profile)
+                found |= predict(case, graph_of(case, folder, profile.kind), profile)
             except (EstimatorError, OSError) as error:
                 found["reason"] = _words(error)
             records.add({"kind": "prediction", "key": case.key, "method": "probe", **found})
@@ -176,7 +153,7 @@ def predict_with_timings(case: Case, folder: Path, profile: MachineProfile) -> R
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    graph = load_graph(folder, case)
+    graph = graph_of(case, folder, profile.kind)
     bound = graph.at(case.batch)
     calls = distinct_calls(bound)
     timings: dict[OpCall, OpTiming] = {}
@@ -339,7 +316,7 @@ def judged(
     records, graphs = Records(work / "records.jsonl"), work / "graphs"
     cases = tiny_cases() if target == "cpu" else gpu_cases()
     cases = [case for case in cases if not only or case.workload in only]
-    trace_missing(cases, graphs, target, records)
+    trace_all(cases, graphs, target)
     machine = local_machine(work, profile)
     predict_all(cases, graphs, machine, records)
     measure_all(cases, graphs, machine, records, end)

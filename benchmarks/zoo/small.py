@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.convolutional import Labelled
+
 
 class LanguageLstm(nn.Module):
     """Embedding, two LSTM layers, dropout, vocabulary logits."""
@@ -63,6 +65,11 @@ class Mixer(nn.Module):
         patches = self.stem(images).flatten(2).transpose(1, 2)
         logits: Tensor = self.head(self.norm(self.blocks(patches)).mean(1))
         return logits
+
+
+def labelled_mixer(**sizes: int) -> nn.Module:
+    """A mixer called with images and labels, that returns its loss."""
+    return Labelled(Mixer(**sizes))
 
 
 class Dlrm(nn.Module):
