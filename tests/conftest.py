@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -140,6 +142,11 @@ class Answer:
     err: str
 
     @property
+    def content(self) -> Any:
+        """What a command printed as JSON."""
+        return json.loads(self.out)
+
+    @property
     def sentence(self) -> str:
         """The one line on stderr of a command that refused its input."""
         assert self.code == 2, (self.code, self.out, self.err)
@@ -150,8 +157,11 @@ class Answer:
         return line
 
 
+Command = Callable[..., Answer]
+
+
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
     """Run a command line in this process."""
     from estimator.cli.main import main
 

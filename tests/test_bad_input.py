@@ -35,9 +35,8 @@ from estimator.errors import (
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
+from tests.conftest import Command
 from tests.synthetic import perceptron
-
-Command = Callable[..., Any]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from estimator.estimates.estimate import Estimate
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from tests.advise.swap.swap_problems import link
-from tests.conftest import make_small_profile
+from tests.conftest import Command, make_small_profile
 from tests.graph.partition.test_split_context import graph_of
 from tests.graph.partition.test_split_experts import GRAPH as EXPERTS
 from tests.graph.partition.test_stages import traced
@@ -158,7 +156,6 @@ def test_nothing_makes_parameters_fit_that_no_device_can_hold() -> None:
     assert remedies(answer) == []
 
 
-Run = Callable[..., Any]
 ON = "1x1:t4-g4dn"
 
 
@@ -270,7 +267,7 @@ def models(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_the_command_prints_jobs_side_by_side(models: list[Path], command: Run) -> None:
+def test_the_command_prints_jobs_side_by_side(models: list[Path], command: Command) -> None:
     one, other = models
     small = command("memory", one, "--on", ON, "--batch", 64, "--beside", other)
     assert small.code in (0, 1)

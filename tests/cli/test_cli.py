@@ -21,10 +21,11 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Interference, MachineProfile
 from estimator.probe.devices.inventory import read_cpu
 from estimator.validate.training import Validation
+from tests.conftest import Command
 from tests.integrations.trace_flaws import trace_flaws
 from tests.synthetic import perceptron
 
-Command = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> None:
@@ -115,12 +116,12 @@ def test_each_command_has_an_example_that_it_takes(
 
 
 def test_a_layout_shows_what_ranks_that_share_layers_exchange(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+    tiny: str, command: Command, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"0": "colwise", "2": "rowwise"}')
     asked = ("estimate", tiny, "--on", "1x2:local", "--layout", "tp=2", "--tp-plan", str(plan))
-    content = json.loads(command(*asked, "--json").out)
+    content = command(*asked, "--json").content
     assert content["layout"] == "tp=2,dp=*"
     assert content["breakdown"]["layer_communication_s"] > 0
     # Both ranks work on the same 4 samples.
@@ -132,9 +133,7 @@ def test_a_layout_shows_what_ranks_that_share_layers_exchange(
     assert "names no module of the model" in refused.err
 
 
-def test_estimate_as_json_is_base_units_on_stdout_alone(
-    store: Path, tiny: str, command: Command
-) -> None:
+def test_estimate_as_json_is_base_units_on_stdout_alone(tiny: str, command: Command) -> None:
     answer = command("estimate", tiny, "--on", "1x2:local", "--batch", 6, "--json")
     assert answer.err == ""
     content = json.loads(answer.out)
@@ -147,9 +146,9 @@ def test_estimate_as_json_is_base_units_on_stdout_alone(
 
 
 def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
-    alone = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    alone = command("estimate", tiny, "--on", "1x1:local", "--json").content
     parts = alone["breakdown"]
     most = {
         "compute": parts["forward_s"] + parts["backward_s"],
@@ -162,7 +161,7 @@ def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
     assert alone["bottleneck_text"].endswith("of the step)")
     # Gradients over a slow network: what is sent takes most.
     words = (tiny, "--on", "2x1:h100-sxm", "--network", "1Mbit/s")
-    spread = json.loads(command("estimate", *words, "--json").out)["bottleneck"]
+    spread = command("estimate", *words, "--json").content["bottleneck"]
     assert spread["part"] == "communication"
     assert "network" in spread["link"]
     heading, row = command("sweep", *words, "--csv").out.splitlines()
@@ -170,9 +169,9 @@ def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
     assert "communication" in row
 
 
-def test_a_step_is_divided_among_modules(store: Path, tiny: str, command: Command) -> None:
+def test_a_step_is_divided_among_modules(tiny: str, command: Command) -> None:
     words = ("estimate", tiny, "--on", "1x1:local", "--by-module")
-    content = json.loads(command(*words, "--json").out)
+    content = command(*words, "--json").content
     rows = {row["module"]: row for row in content["modules"]}
     # The first layer needs no gradient of its input: 2 matmuls of 4 x 32 x 64; the other 3 of
     # 4 x 64 x 8.
@@ -181,19 +180,19 @@ def test_a_step_is_divided_among_modules(store: Path, tiny: str, command: Comman
     assert sum(row["time_s"] for row in rows.values()) == pytest.approx(content["step_time_s"])
     # Weights and biases with their gradients: such a small model peaks in its update.
     assert rows["0"]["memory_bytes"] == 2 * 4 * (32 * 64 + 64)
-    twice = json.loads(command(*words, "--accumulation", 2, "--json").out)["modules"]
+    twice = command(*words, "--accumulation", 2, "--json").content["modules"]
     assert {row["module"]: row["flops"] for row in twice}["0"] == 2 * rows["0"]["flops"]
     assert "memory at the peak" in command(*words).out
 
 
 def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+    tiny: str, command: Command, tmp_path: Path
 ) -> None:
     path = tmp_path / "cluster.toml"
     node = 'machine = "local"\nswitch = "s"\nuplink = "1 Gbit/s"\n'
     path.write_text(f"[switches.s]\n[nodes.a]\n{node}[nodes.b]\n{node}slowdown = 3.0\n")
     words = (tiny, "--on", "a[0]+b[0]", "--cluster", path, "--global-batch", 20001)
-    content = json.loads(command("estimate", *words, "--json").out)
+    content = command("estimate", *words, "--json").content
     fast, slow = content["batches"]
     assert fast + slow == content["global_batch"] == 20001
     assert fast > slow
@@ -206,7 +205,7 @@ def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
 
 
 def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+    tiny: str, command: Command, tmp_path: Path
 ) -> None:
     rows = ["workload,allocation,batch_per_gpu,step_time_s,at"]
     for hour in range(36):
@@ -230,7 +229,7 @@ def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
     # A change is drawn a little to its prior, none.
     assert step_s == pytest.approx(counted_s, rel=1e-3)
     path.write_text("".join(nodes))
-    healthy_s = json.loads(command("estimate", tiny, "--on", "a1[0]", *words, "--json").out)
+    healthy_s = command("estimate", tiny, "--on", "a1[0]", *words, "--json").content
     assert step_s == pytest.approx(1.2 * healthy_s["step_time_s"], rel=1e-3)
     for mode in ((), ("--batch", "4,8"), ("--strategies", "ddp")):
         swept = command("sweep", tiny, "--on", "a3[0]", *words, *mode, "--json")
@@ -239,7 +238,7 @@ def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
 
 
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
     run = command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddp ps:1", "--json")
     assert run.code == 0
@@ -253,15 +252,13 @@ def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
     assert command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddq").code == 2
 
 
-def test_places_are_listed_with_what_is_exposed_by_each(
-    store: Path, tiny: str, command: Command
-) -> None:
+def test_places_are_listed_with_what_is_exposed_by_each(tiny: str, command: Command) -> None:
     words = ("sweep", tiny, "--on", "2x4:t4-g4dn", "--strategies", "places")
     answer = command(*words)
     assert answer.code == 0
     heading = next(line for line in answer.out.splitlines() if line.startswith("allocation"))
     assert [each in heading for each in ("merged on", "updated on", "exposed")] == [True] * 3
-    rows = json.loads(command(*words, "--json").out)
+    rows = command(*words, "--json").content
     assert {(row["merged_on"], row["updated_on"]) for row in rows} == {
         *(("device", "device"), ("host", "device"), ("host", "host")),
         *(("server", "device"), ("server", "server")),
@@ -269,11 +266,11 @@ def test_places_are_listed_with_what_is_exposed_by_each(
     assert all(row["communication_exposed_s"] >= 0 for row in rows)
 
 
-def test_a_neighbour_slows_an_estimate(store: Path, tmp_path: Path, command: Command) -> None:
+def test_a_neighbour_slows_an_estimate(tmp_path: Path, command: Command) -> None:
     replace(perceptron([2048, 2048, 2048], batch=8), target="cuda").save(tmp_path / "wide.graph")
     words = ("estimate", str(tmp_path / "wide.graph"), "--on", "2x2:t4-g4dn", "--json")
     alone, beside = (
-        json.loads(command(*words, *more).out)["breakdown"]["communication_exposed_s"]
+        command(*words, *more).content["breakdown"]["communication_exposed_s"]
         for more in ((), ("--neighbour", "2x2:t4-g4dn=5Gbit/s"))
     )
     assert beside > alone
@@ -282,7 +279,7 @@ def test_a_neighbour_slows_an_estimate(store: Path, tmp_path: Path, command: Com
     assert "write ALLOCATION=RATE" in refused.err
 
 
-def test_nested_groups_are_estimated_and_swept(store: Path, tiny: str, command: Command) -> None:
+def test_nested_groups_are_estimated_and_swept(tiny: str, command: Command) -> None:
     options = ("--strategy", "fsdp:shard=8", "--accumulation", 2)
     run = command("estimate", tiny, "--on", "2x8:h100-sxm", *options)
     assert run.code == 0
@@ -293,7 +290,7 @@ def test_nested_groups_are_estimated_and_swept(store: Path, tiny: str, command: 
 
 
 def test_ranks_that_a_strategy_cannot_divide_are_refused_before_the_model_is_looked_at(
-    store: Path, command: Command
+    command: Command,
 ) -> None:
     run = command(
         "estimate", "no/such/file.py:f", "--on", "1x2:local", "--strategy", "fsdp:shard=3"
@@ -303,7 +300,7 @@ def test_ranks_that_a_strategy_cannot_divide_are_refused_before_the_model_is_loo
 
 
 def test_the_trace_is_sound_and_has_a_process_for_every_rank(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+    tiny: str, command: Command, tmp_path: Path
 ) -> None:
     command("estimate", tiny, "--on", "1x2:local", "--trace", tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -324,7 +321,7 @@ def test_a_model_too_large_for_the_devices_ends_with_code_1(
 
 
 def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_it_compares(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
     words = (tiny, "--on", "1x1..2:h100-sxm", "--on", "1x2:t4")
     fits = command("sweep", *words).out
@@ -341,9 +338,9 @@ def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_i
 
 
 def test_an_estimate_as_json_says_how_much_of_it_nothing_measured_backs(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
-    content = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    content = command("estimate", tiny, "--on", "1x1:local", "--json").content
     shares = {"assumed": 0.0, "datasheet": 0.0}
     for row in content["provenance"]:
         if row["source"] in shares:
@@ -362,17 +359,16 @@ def test_profiles_are_listed_shown_and_compared_as_json(
     twin.save(store / "machines" / "twin.json")
     (store / "machines" / "torn.json").write_text("{")
     machines = {
-        one["name"]: one
-        for one in json.loads(command("machines", "list", "--json").out)["machines"]
+        one["name"]: one for one in command("machines", "list", "--json").content["machines"]
     }
     assert machines["torn"]["damaged"]
     assert machines["twin"]["memory_bytes"] == twice.memory_bytes
     assert "h100-sxm" in machines
-    shown = json.loads(command("machines", "show", "twin", "--json").out)
+    shown = command("machines", "show", "twin", "--json").content
     assert shown == json.loads((store / "machines" / "twin.json").read_text())
     # One by its name, one by its file.
     words = ("compare", "local", store / "machines" / "twin.json", "--json")
-    compared = json.loads(command("machines", *words).out)
+    compared = command("machines", *words).content
     ratios = {(row["group"], row["name"]): row["ratio"] for row in compared["common"]}
     assert ratios.pop(("device", "memory")) == 2.0
     assert set(ratios.values()) == {1.0}
@@ -414,7 +410,7 @@ def test_profile_list_show_and_compare_name_the_machine(
     assert "odd is odd: collective 9.50 times as slow as usual" in compared
     assert "group local twin odd" in " ".join(compared.split())
     assert "collective, 2 numbers 1.00 1.00 9.50" in " ".join(compared.split())
-    rows = json.loads(command("machines", "compare", "local", "twin", "odd", "--json").out)
+    rows = command("machines", "compare", "local", "twin", "odd", "--json").content
     assert [(r["machine"], r["group"]) for r in rows if r["is_odd"]] == [("odd", "collective")]
 
 
@@ -453,9 +449,7 @@ def probe_of_a_moment(monkeypatch: pytest.MonkeyPatch, small_profile: MachinePro
 
 
 @pytest.mark.usefixtures("probe_of_a_moment")
-def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(
-    store: Path, command: Command
-) -> None:
+def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(command: Command) -> None:
     answer = command("probe", "--name", "mine")
     assert answer.code == 0
     assert "links: interrupted" in answer.err
@@ -464,7 +458,7 @@ def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(
 
 @pytest.mark.usefixtures("probe_of_a_moment")
 def test_a_probe_cut_short_replaces_no_complete_profile(
-    store: Path, command: Command, monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile
+    command: Command, monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile
 ) -> None:
     assert command("probe", "--name", "mine").code == 0
     kept = load_profile("mine")
@@ -497,9 +491,7 @@ def test_a_probe_that_cannot_be_kept_is_not_started(
 
 
 @pytest.mark.usefixtures("probe_of_a_moment")
-def test_probe_as_json_prints_the_profile_alone(
-    store: Path, command: Command, tmp_path: Path
-) -> None:
+def test_probe_as_json_prints_the_profile_alone(command: Command, tmp_path: Path) -> None:
     answer = command("probe", "--out", tmp_path / "here" / "me.json", "--json")
     profile = MachineProfile.from_dict(json.loads(answer.out))
     assert profile == load_profile(tmp_path / "here" / "me.json")
@@ -545,7 +537,7 @@ def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_say_so(
     store: Path, tiny: str, command: Command, small_profile: MachineProfile
 ) -> None:
     def estimated() -> Any:
-        return json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+        return command("estimate", tiny, "--on", "1x1:local", "--json").content
 
     def sigma(estimate: Any) -> float:
         # The interval holds 80 %: 1.2816 standard deviations of the logarithm either way.
@@ -592,9 +584,7 @@ def test_estimates_of_a_probe_that_was_cut_short_say_so(
     assert "kernel calls timed" in command("machines", "show", "local").out
 
 
-def test_validate_predicts_then_trains_and_prints_both(
-    store: Path, tiny: str, command: Command
-) -> None:
+def test_validate_predicts_then_trains_and_prints_both(tiny: str, command: Command) -> None:
     words = ("--on", "1x2:local", "--repeats", 3, "--steps", 3, "--json")
     answer = command("validate", tiny, *words)
     (case,) = json.loads(answer.out)
@@ -606,7 +596,7 @@ def test_validate_predicts_then_trains_and_prints_both(
 
 
 def test_validate_says_which_prediction_missed(
-    store: Path, tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def validate(predictions: Sequence[Estimate], *_: Any, **__: Any) -> list[Validation]:
         near, far = predictions
@@ -620,12 +610,10 @@ def test_validate_says_which_prediction_missed(
     assert "what was measured on 1x2:local is outside the interval" in answer.err
 
 
-def test_a_step_can_be_asked_for_as_compiled_and_says_so(
-    store: Path, tiny: str, command: Command
-) -> None:
+def test_a_step_can_be_asked_for_as_compiled_and_says_so(tiny: str, command: Command) -> None:
     words = (tiny, "--on", "1x1:local")
     eager, compiled = (
-        json.loads(command("estimate", *words, *more, "--json").out)
+        command("estimate", *words, *more, "--json").content
         for more in ((), ("--compile", "--channels-last"))
     )
     assert (eager["mode"], compiled["mode"]) == ("fp32", "fp32, compiled, channels last")
@@ -647,7 +635,7 @@ def test_a_step_can_be_asked_for_as_compiled_and_says_so(
     ],
 )
 def test_modes_that_cannot_be_are_refused(
-    words: tuple[str, ...], said: str, store: Path, tiny: str, command: Command
+    words: tuple[str, ...], said: str, tiny: str, command: Command
 ) -> None:
     assert said in command(words[0], tiny, "--on", "1x1:local", *words[1:]).sentence
 
@@ -668,7 +656,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("traced_as", [None, True])
 @pytest.mark.parametrize("words", CHANGED)
 def test_a_saved_graph_stands_for_its_model_under_other_options(
-    store: Path, tiny: str, command: Command, tmp_path: Path, words: str, traced_as: bool | None
+    tiny: str, command: Command, tmp_path: Path, words: str, traced_as: bool | None
 ) -> None:
     from estimator.api import trace_model, with_recipe
     from estimator.graph.models import load_model
@@ -681,7 +669,7 @@ def test_a_saved_graph_stands_for_its_model_under_other_options(
     again = trace_model(model, batch, loss, name=name, **asked)
     assert with_recipe(saved, **CHANGED[words]) == again
     about = ("--on", "1x1:local", "--json")
-    found = json.loads(command("estimate", path, *about, *words.split()).out)
+    found = command("estimate", path, *about, *words.split()).content
     assert (found["optimizer"], found["mode"]) == (again.optimizer, again.mode)
     compiled = ["--compile"] if traced_as and "compile" not in words else []
     model_itself = command("estimate", tiny, *about, *words.split(), *compiled).out
@@ -689,7 +677,7 @@ def test_a_saved_graph_stands_for_its_model_under_other_options(
 
 
 def test_what_a_trace_depends_on_is_traced_again_by_the_command_that_is_named(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+    tiny: str, command: Command, tmp_path: Path
 ) -> None:
     path = tmp_path / "net.graph"
     assert command("trace", tiny, "--target", "cpu", "--batch", 4, "-o", path).code == 0
@@ -716,11 +704,11 @@ def test_what_a_trace_depends_on_is_traced_again_by_the_command_that_is_named(
 
 
 def test_a_recipe_has_a_frameworks_kernels_and_goes_with_no_other_compiler(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
     about = ("--on", "1x1:h100-sxm", "--precision", "bf16", "--json")
     recipe = ("--recipe", "megatron:graphs=layers")
-    answer = json.loads(command("estimate", tiny, *about, *recipe).out)
+    answer = command("estimate", tiny, *about, *recipe).content
     assert answer["mode"] == "bf16, compiled, megatron:graphs=layers"
     assert (
         "leave out --compile," in command("estimate", tiny, *about, *recipe, "--compile").sentence
@@ -730,7 +718,7 @@ def test_a_recipe_has_a_frameworks_kernels_and_goes_with_no_other_compiler(
 
 
 def test_a_sweep_fits_80_columns_without_wrapping(
-    store: Path, tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("estimator.cli.console.WIDTH_OF_FILES", 80)
     lines = command("sweep", tiny, "--on", "1x1..2:local").out.splitlines()
@@ -741,16 +729,16 @@ def test_a_sweep_fits_80_columns_without_wrapping(
 
 
 def test_batch_and_global_batch_together_say_how_much_is_accumulated(
-    store: Path, tiny: str, command: Command
+    tiny: str, command: Command
 ) -> None:
     both = ("--on", "1x2:local", "--batch", 6, "--global-batch", 36)
-    content = json.loads(command("estimate", tiny, *both, "--json").out)
+    content = command("estimate", tiny, *both, "--json").content
     # 36 samples are 3 micro-batches of 6 on each of 2 ranks.
     assert content["accumulation_steps"] == 3
     assert (content["batch_per_gpu"], content["global_batch"]) == (6, 36)
     words = ("--on", "1x2:local", "--global-batch", 24, "--accumulation", 3, "--json")
     # 24 samples over 2 ranks and 3 micro-batches.
-    assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
+    assert command("estimate", tiny, *words).content["batch_per_gpu"] == 4
 
 
 @pytest.mark.parametrize(
@@ -767,7 +755,7 @@ def test_batch_and_global_batch_together_say_how_much_is_accumulated(
     ],
 )
 def test_batches_that_do_not_add_up_are_refused_before_the_model_is_built(
-    store: Path, tmp_path: Path, command: Command, more: tuple[Any, ...], said: str
+    tmp_path: Path, command: Command, more: tuple[Any, ...], said: str
 ) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("raise RuntimeError('this file was read')")
@@ -777,14 +765,14 @@ def test_batches_that_do_not_add_up_are_refused_before_the_model_is_built(
 
 
 def test_a_saved_trace_answers_as_the_model_does(
-    store: Path, tmp_path: Path, tiny: str, command: Command
+    tmp_path: Path, tiny: str, command: Command
 ) -> None:
     saved = tmp_path / "mlp.graph"
     told = command("trace", tiny, "-o", saved, "--target", "cpu")
     assert (told.code, told.out) == (0, "")
     assert f"estimator estimate {saved} --on" in told.err
     on = ("--on", "1x2:local", "--json")
-    answers = [json.loads(command("estimate", model, *on).out) for model in (tiny, saved)]
+    answers = [command("estimate", model, *on).content for model in (tiny, saved)]
     assert answers[0] == answers[1]
 
 
@@ -796,7 +784,7 @@ def test_a_network_that_is_given_stands_in_for_the_one_a_machine_lacks(
     refused = command("estimate", saved, "--on", "2x1:a10")
     assert "--network RATE" in refused.sentence
     slow, fast = (
-        json.loads(command("estimate", saved, "--on", "2x1:a10", "--network", rate, "--json").out)
+        command("estimate", saved, "--on", "2x1:a10", "--network", rate, "--json").content
         for rate in ("1 Mbit/s", "100Gbit/s,infiniband")
     )
     # The gradients of 32 · 64 + 64 + 64 · 8 + 8 parameters cross 1/8 MB/s once each way.
@@ -812,7 +800,7 @@ def test_a_sweep_over_batches_marks_the_largest_that_fits(
     saved = tmp_path / "mlp.graph"
     command("trace", tiny, "-o", saved)
     asked = ("sweep", saved, "--on", "1x1:t4", "--batch", f"1..{1 << 28}")
-    rows = json.loads(command(*asked, "--json").out)
+    rows = command(*asked, "--json").content
     (largest,) = [row for row in rows if row["is_largest"]]
     batch = largest["batch_per_gpu"]
     for samples, fits in ((batch, True), (batch + 1, False)):
@@ -831,9 +819,9 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, tiny: str, command: C
     assert answer.code == 1
     assert "to fit" in answer.out
     assert "accumulated" in answer.out
-    remedies = json.loads(
-        command("estimate", saved, "--on", "1x1:t4", "--batch", 1 << 26, "--json").out
-    )["remedies"]
+    remedies = command("estimate", saved, "--on", "1x1:t4", "--batch", 1 << 26, "--json").content[
+        "remedies"
+    ]
     assert remedies[0]["peak_bytes"] < load_profile("t4").devices[0].memory_bytes
 
 
@@ -851,9 +839,7 @@ def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
     assert told["topo_m_8x_a100.txt"] == ""
 
 
-def test_a_short_answer_leaves_out_what_only_verbose_tells(
-    store: Path, tiny: str, command: Command
-) -> None:
+def test_a_short_answer_leaves_out_what_only_verbose_tells(tiny: str, command: Command) -> None:
     asked = ("estimate", tiny, "--on", "1x2:local")
     answer = command(*asked, "--samples", "1e6")
     assert (answer.code, answer.err) == (0, "")
@@ -864,7 +850,7 @@ def test_a_short_answer_leaves_out_what_only_verbose_tells(
     for words in ("where the numbers come from", "that nothing measured backs"):
         assert words not in short
         assert words in long
-    parts = json.loads(command(*asked, "--json").out)
+    parts = command(*asked, "--json").content
     for part, seconds in parts["breakdown"].items():
         words = f"\n{part.removesuffix('_s').replace('_', ' ')} "
         share = seconds / parts["step_time_s"]

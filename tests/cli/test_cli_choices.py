@@ -10,10 +10,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,10 +23,8 @@ from estimator.cli.console import print_sections
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.integrations.schedulers.launchers import time_text
 from estimator.report.plans import layouts_sections
-from tests.conftest import free_port
+from tests.conftest import Command, free_port
 from tests.synthetic import perceptron
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_rent_prints_the_cheapest_and_the_fastest(model: Path, command: Run) -> None:
+def test_rent_prints_the_cheapest_and_the_fastest(model: Path, command: Command) -> None:
     found = command("rent", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e9")
     assert found.code == 0
     assert "cheapest" in found.out
@@ -45,7 +42,7 @@ def test_rent_prints_the_cheapest_and_the_fastest(model: Path, command: Run) -> 
 
 
 def test_rent_prints_base_units_as_json_and_draws(
-    model: Path, tmp_path: Path, command: Run
+    model: Path, tmp_path: Path, command: Command
 ) -> None:
     picture = tmp_path / "rent.svg"
     found = command(
@@ -60,7 +57,7 @@ def test_rent_prints_base_units_as_json_and_draws(
     assert picture.read_text().startswith("<?xml")
 
 
-def test_instances_go_by_the_hour_of_the_day(model: Path, tmp_path: Path, command: Run) -> None:
+def test_instances_go_by_the_hour_of_the_day(model: Path, tmp_path: Path, command: Command) -> None:
     rates = tmp_path / "rates.csv"
     lines = [f"{hour},{2.0 if 8 <= hour < 18 else 0.0}" for hour in range(24)]
     rates.write_text("\n".join(["hour,per_hour", *lines]))
@@ -68,9 +65,9 @@ def test_instances_go_by_the_hour_of_the_day(model: Path, tmp_path: Path, comman
     by_hour = (*about, "--revocations", rates, "--lifetime", "24h", "--start-hour")
     usd = {}
     for hour in (9, 18):
-        found = json.loads(command("rent", model, *by_hour, hour).out)
+        found = command("rent", model, *by_hour, hour).content
         usd[hour] = found["cheapest"]["duration_s"]
-    never = json.loads(command("rent", model, *about).out)["cheapest"]["duration_s"]
+    never = command("rent", model, *about).content["cheapest"]["duration_s"]
     assert never < usd[18] < usd[9]
     assert found["assumptions"] == [
         "training starts at 18:00",
@@ -78,15 +75,15 @@ def test_instances_go_by_the_hour_of_the_day(model: Path, tmp_path: Path, comman
     ]
 
 
-def test_own_prices_decide(model: Path, tmp_path: Path, command: Run) -> None:
+def test_own_prices_decide(model: Path, tmp_path: Path, command: Command) -> None:
     prices = tmp_path / "prices.csv"
     prices.write_text("Machine,AcceleratorCount,Price\nt4-g4dn,4,1000\na100-p4d,8,0.01\n")
     about = ("--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--json", "--prices", prices)
-    found = json.loads(command("rent", model, *about).out)
+    found = command("rent", model, *about).content
     assert found["cheapest"]["allocation"].endswith("a100-p4d")
 
 
-def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> None:
+def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Command) -> None:
     about = ("--machines", "t4-g4dn", "--samples", "1e12", "--deadline", "1min")
     found = command("rent", model, *about)
     assert found.code == 1
@@ -95,9 +92,9 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
 
 
 @pytest.mark.parametrize("deadline", ["14d", "2w", "336h", "20160min"])
-def test_a_deadline_is_typed_in_days_or_weeks(model: Path, command: Run, deadline: str) -> None:
+def test_a_deadline_is_typed_in_days_or_weeks(model: Path, command: Command, deadline: str) -> None:
     about = ("rent", model, "--machines", "t4-g4dn", "--max-nodes", 1, "--json", "--samples")
-    rates = [each["samples_per_s"] for each in json.loads(command(*about, 1).out)["offers"]]
+    rates = [each["samples_per_s"] for each in command(*about, 1).content["offers"]]
     # 14 days of 86,400 s.
     for days, code in ((13.99, 0), (14.01, 1)):
         samples = days * 86400 * max(rates)
@@ -105,7 +102,7 @@ def test_a_deadline_is_typed_in_days_or_weeks(model: Path, command: Run, deadlin
 
 
 def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
-    tmp_path: Path, command: Run
+    tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "large.graph"
     # 8 GiB of weights, 32 with gradients and AdamW's state: of 40 GB, eight devices can divide it.
@@ -169,19 +166,19 @@ def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
     ],
 )
 def test_wrong_input_is_one_sentence(
-    model: Path, command: Run, words: tuple[str, ...], said: str
+    model: Path, command: Command, words: tuple[str, ...], said: str
 ) -> None:
     found = command("rent", model, "--samples", "1e9", *words)
     assert said in found.sentence
 
 
-def test_a_batch_beside_layouts_that_choose_it_is_refused(model: Path, command: Run) -> None:
+def test_a_batch_beside_layouts_that_choose_it_is_refused(model: Path, command: Command) -> None:
     words = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--batch", 7)
     said = "No such option '--batch'"
     assert said in command("layouts", model, *words).sentence
 
 
-def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:
+def test_layouts_of_an_allocation_are_ranked(model: Path, command: Command) -> None:
     found = command("layouts", model, "--on", "1x4:t4-g4dn", "--global-batch", 64)
     assert found.code == 0
     assert "Training" in found.out
@@ -218,9 +215,9 @@ def test_layouts_checkpoints_and_strategies_are_never_cut_off(
         assert any(text in line for line in printed.splitlines())
 
 
-def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:
+def test_layouts_as_json_are_those_of_python(model: Path, command: Command) -> None:
     about = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--strategies", "ddp fsdp", "--json")
-    found = json.loads(command("layouts", model, *about).out)
+    found = command("layouts", model, *about).content
     ranking = best_layouts(
         OpGraph.load(model), "1x4:t4-g4dn", global_batch=64, strategies=("ddp", "fsdp")
     )
@@ -229,30 +226,32 @@ def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:
     assert found["layouts"][0]["why"] is None
 
 
-def test_layouts_need_a_global_batch(model: Path, command: Run) -> None:
+def test_layouts_need_a_global_batch(model: Path, command: Command) -> None:
     found = command("layouts", model, "--on", "1x4:t4-g4dn")
     assert "give --global-batch" in found.sentence
 
 
-def test_offers_that_share_a_global_batch_say_their_layout(model: Path, command: Run) -> None:
+def test_offers_that_share_a_global_batch_say_their_layout(model: Path, command: Command) -> None:
     about = ("--machines", "t4-g4dn", "--samples", "1e9", "--global-batch", 256)
-    found = json.loads(command("rent", model, *about, "--json").out)
+    found = command("rent", model, *about, "--json").content
     assert {each["global_batch"] for each in found["offers"]} == {256}
     (four,) = (each for each in found["offers"] if each["allocation"] == "1x4:t4-g4dn")
     best = best_layouts(OpGraph.load(model), "1x4:t4-g4dn", global_batch=256, most=1).rows[0]
     assert four["step_time_s"] <= best.answer.step_time_s * (1 + 1e-9)
 
 
-def test_mixed_machines_are_offered_and_cost_both(model: Path, command: Run) -> None:
+def test_mixed_machines_are_offered_and_cost_both(model: Path, command: Command) -> None:
     about = ("--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--max-nodes", 2, "--mixed")
-    found = json.loads(command("rent", model, *about, "--json").out)
+    found = command("rent", model, *about, "--json").content
     offered = {each["allocation"]: each for each in found["offers"]}
     both = offered["1x4:t4-g4dn+1x8:a100-p4d"]
     per_hour = [offered[name]["usd_per_hour"] for name in ("1x4:t4-g4dn", "1x8:a100-p4d")]
     assert both["usd_per_hour"] == pytest.approx(sum(per_hour))
 
 
-def test_the_script_follows_from_the_estimate(model: Path, tmp_path: Path, command: Run) -> None:
+def test_the_script_follows_from_the_estimate(
+    model: Path, tmp_path: Path, command: Command
+) -> None:
     answer = estimate(OpGraph.load(model), "2x4:t4-g4dn")
     limit_s = answer.duration_s(samples=1e8) * answer.high_s / answer.step_time_s * 1.25
     sinfo = tmp_path / "sinfo.txt"
@@ -271,7 +270,7 @@ def test_the_script_follows_from_the_estimate(model: Path, tmp_path: Path, comma
     } <= set(lines)
     assert lines[-1].startswith("srun torchrun --nnodes=2 --nproc-per-node=4 ")
     assert lines[-1].endswith(" train.py -v")
-    told = json.loads(command("slurm", model, *words, "--json").out)
+    told = command("slurm", model, *words, "--json").content
     assert told["script"] == found.out
     assert told["time_s"] == pytest.approx(limit_s)
 
@@ -287,7 +286,7 @@ def test_the_script_follows_from_the_estimate(model: Path, tmp_path: Path, comma
     ],
 )
 def test_wrong_input_is_one_sentence_slurm(
-    model: Path, command: Run, words: tuple[str, ...], said: str
+    model: Path, command: Command, words: tuple[str, ...], said: str
 ) -> None:
     assert said in command("slurm", model, "--on", "1x4:t4-g4dn", *words).sentence
 
@@ -338,7 +337,7 @@ def controller(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_slurm_itself_takes_the_script(
-    model: Path, tmp_path: Path, command: Run, controller: dict[str, str]
+    model: Path, tmp_path: Path, command: Command, controller: dict[str, str]
 ) -> None:
     words = ["sinfo", "-h", "-o", "%R|%l|%D|%G"]
     sinfo = subprocess.run(words, env=controller, capture_output=True, text=True, check=True)
@@ -359,8 +358,6 @@ def test_slurm_itself_takes_the_script(
     test = subprocess.run(["sbatch", "--test-only", str(script)], env=controller)
     assert test.returncode != 0
 
-
-Command = Callable[..., Any]
 
 WIDE = """
 import torch
@@ -453,7 +450,7 @@ def test_a_snapshot_replays_to_the_predicted_peak(
 ) -> None:
     path = tmp_path / "memory.pickle"
     words = ["memory", tiny, "--on", *on.split(), "--snapshot", str(path), "--json"]
-    content = json.loads(command(*words).out)
+    content = command(*words).content
     snapshot = pickle.loads(path.read_bytes())
     held = peak = 0
     alive: set[int] = set()

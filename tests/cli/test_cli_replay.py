@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from estimator.calibrate.store import Observation, ObservationStore
 from estimator.estimates.engine import DEFAULT
 from estimator.graph.ir.op_graph import OpGraph
+from tests.conftest import Command
 from tests.synthetic import perceptron
 
-Run = Callable[..., Any]
 CLUSTER = "2x4:gtx-1080-roce"
 
 
@@ -40,7 +38,7 @@ def jobs(tmp_path: Path) -> Path:
     return path
 
 
-def test_replay_prints_each_policy_beside_the_first(jobs: Path, command: Run) -> None:
+def test_replay_prints_each_policy_beside_the_first(jobs: Path, command: Command) -> None:
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--policy", "afs")
     assert found.code == 0
     assert "6 jobs on 2x4:gtx-1080-roce" in found.out
@@ -49,7 +47,7 @@ def test_replay_prints_each_policy_beside_the_first(jobs: Path, command: Run) ->
 
 
 def test_replay_prints_base_units_as_json_and_draws(
-    jobs: Path, tmp_path: Path, command: Run
+    jobs: Path, tmp_path: Path, command: Command
 ) -> None:
     picture = tmp_path / "replay.svg"
     found = command(
@@ -65,7 +63,7 @@ def test_replay_prints_base_units_as_json_and_draws(
 
 @pytest.mark.parametrize("policy", ["pollux", "sia"])
 def test_observed_gradient_noise_lets_policies_choose_batches(
-    jobs: Path, tmp_path: Path, command: Run, policy: str
+    jobs: Path, tmp_path: Path, command: Command, policy: str
 ) -> None:
     entries = json.loads(jobs.read_text())["jobs"]
     jobs.write_text(json.dumps({"jobs": [each | {"most_global_batch": 4096} for each in entries]}))
@@ -92,17 +90,17 @@ def test_observed_gradient_noise_lets_policies_choose_batches(
     assert max(chosen[1e6]) > 256
 
 
-def test_jobs_that_share_links_take_longer(jobs: Path, command: Run) -> None:
+def test_jobs_that_share_links_take_longer(jobs: Path, command: Command) -> None:
     words = ("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--json")
     spread = (*words, "--placement", "spread")
     alone, beside = (
-        json.loads(command(*spread, *more).out)["policies"]["fifo"]["average_jct_s"]
+        command(*spread, *more).content["policies"]["fifo"]["average_jct_s"]
         for more in ((), ("--contention",))
     )
     assert beside > alone
 
 
-def test_the_schedule_has_each_jobs_life(jobs: Path, tmp_path: Path, command: Run) -> None:
+def test_the_schedule_has_each_jobs_life(jobs: Path, tmp_path: Path, command: Command) -> None:
     path = tmp_path / "schedule.json"
     words = ("--policy", "max-min", "--schedule", str(path), "--json", "--restart", "10")
     found = command("replay", str(jobs), "--on", CLUSTER, *words)
@@ -125,7 +123,7 @@ def test_the_schedule_has_each_jobs_life(jobs: Path, tmp_path: Path, command: Ru
     assert held["time_s"] == sorted(held["time_s"])
 
 
-def test_jobs_are_replayed_as_their_file_describes_them(jobs: Path, command: Run) -> None:
+def test_jobs_are_replayed_as_their_file_describes_them(jobs: Path, command: Command) -> None:
     entry = json.loads(jobs.read_text())["jobs"][0] | {"devices": 2}
     entries = [
         entry | {"name": "fixed", "least_devices": 2, "most_devices": 2},
@@ -145,13 +143,13 @@ def test_jobs_are_replayed_as_their_file_describes_them(jobs: Path, command: Run
     assert rate <= 1.01 * 1000 * ranks * float(last["allocation"].split("x")[0])
 
 
-def test_what_a_policy_prints_is_no_part_of_the_answer(jobs: Path, command: Run) -> None:
+def test_what_a_policy_prints_is_no_part_of_the_answer(jobs: Path, command: Command) -> None:
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "builtins:print")
     assert (found.code, found.out) == (2, "")
     assert "the policy answers a NoneType" in found.err
 
 
-def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command: Run) -> None:
+def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command: Command) -> None:
     jobs.write_text(json.dumps({"jobs": [{"name": "j", "devices": [[2]]}]}))
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--model", "none")
     assert (found.code, found.out) == (2, "")
@@ -171,7 +169,7 @@ def f(batch=8):
 
 @pytest.mark.parametrize("model", ["evil.py:f", "evil:f", "./evil.py:f"])
 def test_a_file_of_jobs_runs_no_code_unless_it_is_let(
-    model: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(EVIL)
@@ -188,7 +186,7 @@ def test_a_file_of_jobs_runs_no_code_unless_it_is_let(
 
 
 def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
-    jobs: Path, command: Run
+    jobs: Path, command: Command
 ) -> None:
     entry = json.loads(jobs.read_text())["jobs"][0] | {"arrival_s": 1e15, "samples": 1}
     jobs.write_text(json.dumps({"jobs": [entry]}))
@@ -199,13 +197,13 @@ def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
 
 @pytest.mark.parametrize("words", [("--model", "hf:gpt2"), ("--loader", "sample=1MB,prep=1ms")])
 def test_what_only_a_trace_takes_is_refused_beside_jobs(
-    jobs: Path, command: Run, words: tuple[str, ...]
+    jobs: Path, command: Command, words: tuple[str, ...]
 ) -> None:
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", *words)
     assert "are for traces, and each job of this file names its own" in found.sentence
 
 
-def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
+def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Command) -> None:
     trace = tmp_path / "workload.csv"
     trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")
     arguments = ["replay", str(trace), "--on", CLUSTER, "--policy", "srtf"]
@@ -235,7 +233,7 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
     ],
 )
 def test_wrong_input_is_one_sentence(
-    jobs: Path, command: Run, change: list[str], said: str
+    jobs: Path, command: Command, change: list[str], said: str
 ) -> None:
     given = ["--on", CLUSTER, "--policy", "max-min", *change]
     found = command("replay", str(jobs), *given)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,10 @@ from estimator.api import estimate
 from estimator.calibrate.calibrator import Calibrator
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.units import format_seconds
+from tests.conftest import Command
 from tests.synthetic import perceptron
 
 pytest.importorskip("matplotlib")
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_report_has_all_sections_and_names_its_files(
-    model: Path, tmp_path: Path, command: Run
+    model: Path, tmp_path: Path, command: Command
 ) -> None:
     out = tmp_path / "report.html"
     words = ("--on", "2x2:t4-g4dn", "-o", out, "--samples", "1e6", "--json")
@@ -46,7 +43,7 @@ def test_a_report_has_all_sections_and_names_its_files(
 
 
 def test_tokens_are_timed_and_paid_as_the_samples_that_hold_them(
-    model: Path, tmp_path: Path, command: Run
+    model: Path, tmp_path: Path, command: Command
 ) -> None:
     graph = replace(OpGraph.load(model), tokens_per_sample=128)
     graph.save(model)
@@ -66,7 +63,7 @@ def test_tokens_are_timed_and_paid_as_the_samples_that_hold_them(
 
 
 def test_observed_steps_stand_beside_predicted_ones(
-    model: Path, tmp_path: Path, command: Run
+    model: Path, tmp_path: Path, command: Command
 ) -> None:
     graph = OpGraph.load(model)
     store = Calibrator(tmp_path / "seen.db")
@@ -97,7 +94,7 @@ def test_observed_steps_stand_beside_predicted_ones(
     ],
 )
 def test_wrong_input_is_one_sentence(
-    model: Path, tmp_path: Path, command: Run, words: tuple[str, ...], said: str
+    model: Path, tmp_path: Path, command: Command, words: tuple[str, ...], said: str
 ) -> None:
     out = ("--on", "1x1:t4-g4dn", "-o", tmp_path / "report.html")
     assert said in command("report", model, *out, *words).sentence

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,12 @@ from estimator.replay.nodes import Nodes
 from estimator.workload.loader import Loader
 from estimator.workload.strategies import Strategy
 from tests.budgets import examples
+from tests.conftest import Command
 from tests.fuzz.harmless_inputs import whole_profile
 from tests.fuzz.hostile_values import damaged_values
 from tests.synthetic import perceptron
 
-Command = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("store")
 AT = "2026-01-01T00:00:00Z"
 
 
@@ -245,7 +245,7 @@ def test_a_job_of_too_many_tensors_is_refused(count: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("place", ["/dev/zero", "pipe"])
 def test_what_is_no_regular_file_is_read_by_no_command(
-    place: str, tmp_path: Path, store: Path, command: Command
+    place: str, tmp_path: Path, command: Command
 ) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -303,7 +303,7 @@ def test_a_trace_with_a_name_twice_is_refused_before_its_jobs_are_asked_about(
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "[]", "\x00"])
 def test_a_plan_of_layers_that_is_damaged_is_one_sentence(
-    text: str, tmp_path: Path, store: Path, command: Command
+    text: str, tmp_path: Path, command: Command
 ) -> None:
     graph, plan = tmp_path / "net.graph", tmp_path / "plan.json"
     perceptron([64] * 3, batch=8).save(graph)
@@ -328,9 +328,7 @@ LARGE = {
         ("calibrate", "observe", "steps.jsonl", "--store", "out.db"),
     ],
 )
-def test_a_file_of_60_mb_is_refused_within_a_gib(
-    words: tuple[str, ...], tmp_path: Path, store: Path
-) -> None:
+def test_a_file_of_60_mb_is_refused_within_a_gib(words: tuple[str, ...], tmp_path: Path) -> None:
     (name,) = set(words) & set(LARGE)
     header, row = LARGE[name]
     (tmp_path / name).write_text(header + row * (60 * 10**6 // len(row)))
@@ -376,9 +374,7 @@ def test_a_pattern_that_counts_beyond_measure_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("option", ["--samples", "--tokens", "--batch", "--accumulation"])
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "9" * 5000, "²"])
-def test_options_take_numbers_within_bounds(
-    option: str, number: str, store: Path, command: Command
-) -> None:
+def test_options_take_numbers_within_bounds(option: str, number: str, command: Command) -> None:
     sentence = command("estimate", "hf:gpt2", "--on", "1x1:local", option, number).sentence
     assert "range" not in sentence
     assert len(sentence) < 300
@@ -391,7 +387,7 @@ def test_a_node_is_slower_within_bounds(slowdown: Any) -> None:
 
 
 def test_what_no_check_meets_is_a_sentence(
-    store: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (OverflowError("too large"), MemoryError(), RecursionError("too deep")):
 
@@ -473,7 +469,7 @@ def test_escapes_stand_in_no_profile(odd: str, escaped: bool, tmp_path: Path) ->
         estimator.load_profile(tmp_path / "odd.json")
 
 
-def test_escapes_of_an_argument_are_spelt_out_and_cut(store: Path, command: Command) -> None:
+def test_escapes_of_an_argument_are_spelt_out_and_cut(command: Command) -> None:
     sentence = command("machines", "show", "\x1b[31mred" + "x" * 5000).sentence
     assert sentence.isprintable()
     assert len(sentence) < 500
@@ -486,7 +482,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
 
-def test_what_model_code_prints_is_on_stderr(tmp_path: Path, store: Path, command: Command) -> None:
+def test_what_model_code_prints_is_on_stderr(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "loud.py"
     path.write_text(
         "import sys, torch\nprint('loaded')\n"
@@ -503,7 +499,7 @@ def test_what_model_code_prints_is_on_stderr(tmp_path: Path, store: Path, comman
     ["class B(BaseException): pass\n", "class B(Exception):\n  def __str__(s): raise s\n"]
 )  # fmt: skip
 def test_whatever_model_code_raises_is_a_sentence(
-    raising: str, tmp_path: Path, store: Path, command: Command
+    raising: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "raising.py"
     path.write_text(f"{raising}def model(): raise B\n")
@@ -567,7 +563,7 @@ def test_a_model_of_another_type_is_another_workload(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "model", ["hf:gpt2,n_layer=-1", "hf:gpt2,n_layer=1000000", "hf:gpt2,vocab_size=99999999999"]
 )
-def test_a_size_that_no_model_has_is_refused(model: str, store: Path, command: Command) -> None:
+def test_a_size_that_no_model_has_is_refused(model: str, command: Command) -> None:
     assert "a model has 0 to" in command("estimate", model, "--on", "1x1:local").sentence
 
 
@@ -583,7 +579,7 @@ def test_a_dangling_link_is_listed_as_damaged(store: Path, command: Command) -> 
 
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
 def test_odd_sizes_of_a_terminal_are_passed_over(
-    name: str, store: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size in ("²", "9" * 5000, "-1", "wide", "0"):
         monkeypatch.setenv(name, size)

@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,6 +26,7 @@ from estimator.replay.replay import Costs, Ran, Replay
 from estimator.replay.speeds import EngineSpeeds, SharedLinks
 from estimator.replay.view import Grant, PlanOf, View
 from tests.budgets import examples
+from tests.conftest import Command
 from tests.synthetic import perceptron
 
 GRAPH = perceptron([8, 8])
@@ -374,7 +375,6 @@ def test_the_policy_and_the_table_of_the_page_replay_jobs() -> None:
     assert found.jobs == 2
 
 
-Run = Callable[..., Any]
 MACHINE = "gtx-1080-roce"
 # Hosts of two racks in turn, behind uplinks of a tenth of what their four nodes can send together.
 RACKS = Cluster(
@@ -451,7 +451,7 @@ def test_more_nodes_than_the_file_has_are_refused() -> None:
         Nodes.parse(f"9x4:{MACHINE}", "pack", RACKS)
 
 
-def test_a_replay_reads_the_cluster_file(tmp_path: Path, command: Run) -> None:
+def test_a_replay_reads_the_cluster_file(tmp_path: Path, command: Command) -> None:
     jobs, cluster, model = (tmp_path / name for name in ("jobs.json", "two.toml", "wide.graph"))
     WIDE.save(model)
     entry = {"arrival_s": 0, "model": str(model), "samples": 1e5, "devices": 8}
