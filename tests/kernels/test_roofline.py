@@ -88,6 +88,11 @@ def machine(architecture: str = "gv100", **peaks: float) -> MachineProfile:
     return MachineProfile(name="card", devices=(device,), provenance=Provenance(source="datasheet"))
 
 
+def with_device(profile: MachineProfile, **changes: Any) -> MachineProfile:
+    """The machine with a device of which these numbers differ."""
+    return replace(profile, devices=(replace(profile.devices[0], **changes),))
+
+
 def matmul(rows: int, inner: int, columns: int, dtype: str = "float32") -> OpCall:
     left, right = TensorSpec((rows, inner), dtype), TensorSpec((inner, columns), dtype)
     return OpCall("aten.mm.default", (left, right), outputs=(TensorSpec((rows, columns), dtype),))
@@ -126,20 +131,87 @@ def seconds(
     return found.cold_s
 
 
-def test_a_large_sum_streams_at_the_share_of_stacked_memory(kernel_model: Path) -> None:
-    # Two tensors of 4 · 10⁸ bytes read, one written, at 0.8 of 1 TB/s: 1.5 ms, and 2 µs to start.
-    assert seconds(machine(), addition(10**8), kernel_model) == pytest.approx(1.5e-3 + 2e-6)
+OUTPUTS = 64 * 256 * 56 * 56
+TENSOR = machine(float16=8e13)
+
+
+@pytest.mark.parametrize(
+    ("profile", "call", "expected_s", "rel"),
+    [
+        # Two tensors of 4 · 10⁸ bytes read, one written, at 0.8 of 1 TB/s: 1.5 ms, and 2 µs.
+        pytest.param(machine(), addition(10**8), 1.5e-3 + 2e-6, 1e-6, id="a large sum"),
+        # 12 bytes at 0.8 TB/s are 15 ps: the smallest call takes a start.
+        pytest.param(machine(), addition(1), 2e-6 + 15e-12, 1e-6, id="the smallest call"),
+        # A memory a thousand times as fast: 10⁹ additions at 0.3 of 10 Tflop/s.
+        pytest.param(
+            with_device(machine(), memory_bandwidth_bytes_per_s=1e15),
+            addition(10**9),
+            2e-6 + 1e9 / 3e12,
+            1e-6,
+            id="what only streams, far from its peak",
+        ),
+        # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at half of 10 Tflop/s, and 3 µs to
+        # start; its 11.8 MB take 12 µs beside 336 µs, and hide but for a millionth.
+        pytest.param(
+            machine(),
+            matmul(1280, 512, 1280),
+            2 * 1280 * 512 * 1280 / 5e12 + 3e-6,
+            1e-5,
+            id="a product of one whole wave",
+        ),
+        # 64 · 56 · 56 positions × 256 outputs over 256 · 9: small tiles fill 100 multiprocessors
+        # all but 0.02 % of the time, at half of 80 Tflop/s, and half as long again; images read
+        # and written, and filters, in 2 bytes each at 0.8 TB/s, twice.
+        pytest.param(
+            TENSOR,
+            convolution(256),
+            2e-6
+            + 1.5 * 2 * 9 * 256 * OUTPUTS / 4e13
+            + 2.0 * 2 * (2 * OUTPUTS + 256 * 256 * 9) / 0.8e12,
+            1e-3,
+            id="a convolution",
+        ),
+        # 2 · 9 operations an output at the 10 Tflop/s of fp32, four times as long, and its bytes.
+        pytest.param(
+            TENSOR,
+            convolution(256, groups=256),
+            2e-6 + 4.0 * 2 * 9 * OUTPUTS / 1e13 + 2 * (2 * OUTPUTS + 256 * 9) / 0.8e12,
+            1e-6,
+            id="depthwise filters, beside the vector units",
+        ),
+        # 100 heads of 128 queries fill the multiprocessors once: two products of 2 · 128 · 128 · 64
+        # each at half of 80 Tflop/s; four tensors of 2 bytes at 1 TB/s on top, and 5 µs.
+        pytest.param(
+            TENSOR,
+            attention(100, 128, 64),
+            5e-6 + 100 * 2 * 2 * 128 * 128 * 64 / 4e13 + 4 * 2 * 100 * 128 * 64 / 1e12,
+            1e-2,
+            id="attention",
+        ),
+        # One sample: 128 steps each read 4 · 1024 · 1024 weights of 4 bytes (and some vectors) at
+        # 1 TB/s and start a matmul and a kernel of its gates; all inputs at once are one matmul
+        # more, of 64 · 64-tiles in 64 of 100 multiprocessors, at half of 10 Tflop/s.
+        pytest.param(
+            machine(),
+            lstm(1, 128, 1024, "float32"),
+            128 * (4 * (4 * 1024**2 + 2 * 4096 + 1024) / 1e12 + 5e-6)
+            + 2e-6
+            + 2 * 128 * 4096 * 1024 / (0.5 * 1e13),
+            0.05,
+            id="a recurrent layer, which reads its weights again in every step",
+        ),
+    ],
+)
+def test_a_call_takes_its_arithmetic_its_bytes_and_its_start(
+    kernel_model: Path, profile: MachineProfile, call: OpCall, expected_s: float, rel: float
+) -> None:
+    assert seconds(profile, call, kernel_model) == pytest.approx(expected_s, rel=rel)
 
 
 def test_what_is_still_in_the_cache_comes_faster(kernel_model: Path) -> None:
     found = Roofline(machine(), kernel_model=kernel_model).predict(addition(10**8))
     # 1.5 ms at 2.5 times the memory's rate.
     assert found.warm_s == pytest.approx(0.6e-3 + 2e-6)
-
-
-def test_the_smallest_call_takes_a_start(kernel_model: Path) -> None:
-    # 12 bytes at 0.8 TB/s are 15 ps.
-    assert seconds(machine(), addition(1), kernel_model) == pytest.approx(2e-6 + 15e-12)
 
 
 def test_a_family_has_its_own_error_and_others_one_together(kernel_model: Path) -> None:
@@ -149,40 +221,24 @@ def test_a_family_has_its_own_error_and_others_one_together(kernel_model: Path) 
     assert found.shared_error == 0.2
 
 
-def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(kernel_model: Path) -> None:
-    # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at half of 10 Tflop/s, and 3 µs to start;
-    # its 11.8 MB take 12 µs beside 336 µs, and hide but for a millionth.
-    call = matmul(1280, 512, 1280)
-    expected = 2 * 1280 * 512 * 1280 / 5e12 + 3e-6
-    assert seconds(machine(), call, kernel_model) == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "columns", "times"),
-    [("float16", 6401, 2.5), ("float16", 6402, 1.0), ("float32", 6401, 1.0)],
-)
-def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
-    kernel_model: Path, dtype: str, columns: int, times: float
-) -> None:
-    fits = Roofline(machine(float16=1e14), kernel_model=kernel_model)
-    found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
-    # One column more than 50 whole tiles of 128 is a 51st one.
-    assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "columns", "times"),
+    ("architecture", "dtype", "columns", "times"),
     [
-        ("float16", 6408, 1.0),
-        ("float16", 6402, 1 / 0.45),
-        ("float16", 6401, 1 / 0.21),
-        ("float32", 6401, 1.0),
+        # Rows at odd elements of two bytes take kernels of an older generation.
+        ("gv100", "float16", 6401, 2.5),
+        ("gv100", "float16", 6402, 1.0),
+        ("gv100", "float32", 6401, 1.0),
+        # Hopper copies rows that start at multiples of 16 bytes.
+        ("gh100", "float16", 6408, 1.0),
+        ("gh100", "float16", 6402, 1 / 0.45),
+        ("gh100", "float16", 6401, 1 / 0.21),
+        ("gh100", "float32", 6401, 1.0),
     ],
 )
-def test_hopper_copies_rows_that_start_at_multiples_of_16_bytes(
-    kernel_model: Path, dtype: str, columns: int, times: float
+def test_rows_of_two_bytes_are_fast_where_each_starts_as_its_generation_wants(
+    kernel_model: Path, architecture: str, dtype: str, columns: int, times: float
 ) -> None:
-    fits = Roofline(machine("gh100", float16=1e14), kernel_model=kernel_model)
+    fits = Roofline(machine(architecture, float16=1e14), kernel_model=kernel_model)
     found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
     # Up to eight columns more than 50 whole tiles of 128 are a 51st one.
     assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
@@ -245,43 +301,10 @@ def test_products_use_tf32_only_when_told(kernel_model: Path) -> None:
     assert seconds(machine(), call, kernel_model, "tf32") == pytest.approx(fp32 + 3e-6)
 
 
-def test_a_convolution_takes_what_its_matmul_takes_and_its_bytes(kernel_model: Path) -> None:
-    # 64 · 56 · 56 positions × 256 outputs over 256 · 9: small tiles fill 100 multiprocessors all
-    # but 0.02 % of the time, at half of 80 Tflop/s, and half as long again; images read and
-    # written, and filters, in 2 bytes each at 0.8 TB/s, twice.
-    outputs = 64 * 256 * 56 * 56
-    moved_s = 2 * (2 * outputs + 256 * 256 * 9) / 0.8e12
-    expected = 2e-6 + 1.5 * 2 * 9 * 256 * outputs / 4e13 + 2.0 * moved_s
-    found = seconds(machine(float16=8e13), convolution(256), kernel_model)
-    assert found == pytest.approx(expected, rel=1e-3)
-
-
-def test_attention_computes_and_then_moves_its_tensors(kernel_model: Path) -> None:
-    # 100 heads of 128 queries fill the multiprocessors once: two products of 2 · 128 · 128 · 64
-    # each at half of 80 Tflop/s; four tensors of 2 bytes at 1 TB/s on top, and 5 µs.
-    flops, moved = 100 * 2 * 2 * 128 * 128 * 64, 4 * 2 * 100 * 128 * 64
-    expected = 5e-6 + flops / 4e13 + moved / 1e12
-    found = seconds(machine(float16=8e13), attention(100, 128, 64), kernel_model)
-    assert found == pytest.approx(expected, rel=1e-2)
-
-
-def test_a_recurrent_layer_reads_its_weights_again_in_every_step(kernel_model: Path) -> None:
-    # One sample: 128 steps each read 4 · 1024 · 1024 weights of 4 bytes (and some vectors) at
-    # 1 TB/s and start a matmul and a kernel of its gates; all inputs at once are one matmul more,
-    # of 64 · 64-tiles in 64 of 100 multiprocessors, at half of 10 Tflop/s.
-    step_s = 4 * (4 * 1024**2 + 2 * 4096 + 1024) / 1e12 + 5e-6
-    at_input_s = 2 * 128 * 4096 * 1024 / (0.5 * 1e13)
-    found = seconds(machine(), lstm(1, 128, 1024, "float32"), kernel_model)
-    assert found == pytest.approx(128 * step_s + 2e-6 + at_input_s, rel=0.05)
-
-
 def test_weights_of_a_recurrent_layer_may_stay_in_the_cache(kernel_model: Path) -> None:
     profile, call = machine(), lstm(1, 128, 1024, "float32")
-    cache = {"l2_cache_bytes": 17e6}
-    held = replace(
-        profile,
-        devices=(replace(profile.devices[0], details={**profile.devices[0].details, **cache}),),
-    )
+    details = profile.devices[0].details | {"l2_cache_bytes": 17e6}
+    held = with_device(profile, details=details)
     saved_s = seconds(profile, call, kernel_model) - seconds(held, call, kernel_model)
     # 16.8 MB a step come at 2.5 TB/s.
     assert saved_s == pytest.approx(128 * 16.8e6 * (1 - 1 / 2.5) / 1e12, rel=0.01)
@@ -294,36 +317,26 @@ def test_many_samples_share_the_weights_of_a_step(kernel_model: Path) -> None:
     assert many < 64 / 4 * one
 
 
-def test_what_only_streams_computes_in_fp32_far_from_its_peak(kernel_model: Path) -> None:
-    # A memory a thousand times as fast: 10⁹ additions at 0.3 of 10 Tflop/s.
-    fast = replace(machine().devices[0], memory_bandwidth_bytes_per_s=1e15)
-    found = seconds(replace(machine(), devices=(fast,)), addition(10**9), kernel_model)
-    assert found == pytest.approx(2e-6 + 1e9 / 3e12)
-
-
-def test_depthwise_filters_stream_beside_the_vector_units(kernel_model: Path) -> None:
-    # 2 · 9 operations an output at the 10 Tflop/s of fp32, four times as long, and its bytes.
-    outputs = 64 * 256 * 56 * 56
-    expected = 2e-6 + 4.0 * 2 * 9 * outputs / 1e13 + 2 * (2 * outputs + 256 * 9) / 0.8e12
-    found = seconds(machine(float16=8e13), convolution(256, groups=256), kernel_model)
-    assert found == pytest.approx(expected)
-
-
-def test_kinds_of_convolutions_go_by_channels_groups_and_filters() -> None:
-    def kind(inputs: int, groups: int, kernel: int, *, tensor: bool = True) -> str:
-        dims = (8.0, float(inputs), 64.0, float(groups), 49.0, float(kernel), 49.0, 1.0)
-        return convolution_kind(dims, is_tensor=tensor)
-
-    assert kind(3, 1, 49) == "first"
-    assert kind(64, 1, 1) == "pointwise"
-    assert kind(64, 1, 9) == "dense"
-    # Transforms are for 3 × 3 on images; 3 × 3 × 3 and 5 × 5 are not.
-    assert kind(64, 1, 9, tensor=False) == "vector transformed"
-    assert kind(64, 1, 27, tensor=False) == "vector direct"
-    assert kind(64, 1, 25, tensor=False) == "vector dense"
-    assert kind(8, 32, 9) == "grouped"
-    assert kind(1, 64, 9) == "depthwise"
-    assert kind(1, 64, 49) == "wide depthwise"
+@pytest.mark.parametrize(
+    ("inputs", "groups", "kernel", "tensor", "kind"),
+    [
+        (3, 1, 49, True, "first"),
+        (64, 1, 1, True, "pointwise"),
+        (64, 1, 9, True, "dense"),
+        # Transforms are for 3 × 3 on images; 3 × 3 × 3 and 5 × 5 are not.
+        (64, 1, 9, False, "vector transformed"),
+        (64, 1, 27, False, "vector direct"),
+        (64, 1, 25, False, "vector dense"),
+        (8, 32, 9, True, "grouped"),
+        (1, 64, 9, True, "depthwise"),
+        (1, 64, 49, True, "wide depthwise"),
+    ],
+)
+def test_kinds_of_convolutions_go_by_channels_groups_and_filters(
+    inputs: int, groups: int, kernel: int, tensor: bool, kind: str
+) -> None:
+    dims = (8.0, float(inputs), 64.0, float(groups), 49.0, float(kernel), 49.0, 1.0)
+    assert convolution_kind(dims, is_tensor=tensor) == kind
 
 
 def test_an_operator_without_a_formula_has_no_time() -> None:
@@ -362,23 +375,9 @@ def test_before_volta_a_gradient_of_weights_costs_no_more_a_sample_for_more_toke
 
 
 # Whole tiles cost nothing beyond their work, and memory never waits.
-PLAIN = MatmulModel(
-    vector_ratio=0.5,
-    tensor_ratio=0.5,
-    early_tensor_ratio=0.25,
-    vector_half_tile=0.0,
-    tensor_half_tile=0.0,
-    vector_extra_inner=0.0,
-    tensor_extra_inner=0.0,
-    memory_ratio=1.0,
-    vector_headroom=1e-9,
-    tensor_headroom=1e-9,
-    sustained_tensor_headroom=1e-9,
-    process_exponent=1.0,
-    long_inner=0.0,
-    old_tlb_long_inner=0.0,
-    start_s=0.0,
-)
+PLAIN = MatmulModel(**COEFFICIENTS["matmuls"] | {"early_tensor_ratio": 0.25, "start_s": 0.0})
+
+
 CHIP = Chip(
     flops_per_s=1e13,
     memory_bytes_per_s=1e15,
@@ -403,13 +402,6 @@ def kernel_seconds(model: MatmulModel, chip: Chip, m: float, n: float, k: float)
         moved_bytes=2 * (m * k + k * n + m * n),
     )
     return float(found[0])
-
-
-def test_one_whole_wave_runs_at_the_share_of_the_peak() -> None:
-    # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at 0.5 of 10 TFLOP/s
-    assert kernel_seconds(PLAIN, CHIP, 1280, 1280, 512) == pytest.approx(
-        2 * 1280 * 1280 * 512 / 5e12
-    )
 
 
 def test_early_tensor_cores_have_a_share_of_their_own() -> None:
@@ -556,47 +548,52 @@ def test_a_chosen_law_answers_in_place_of_the_shipped_one(
     assert load_kernel_model().memory_bound.start_s == 1.0
 
 
-# 8 images of 64 channels, 3 × 3 filters to 128 channels, 28 · 28 positions to 14 · 14.
+# 8 images of 64 channels, 3 × 3 filters to 128 channels, 28 · 28 positions to 14 · 14; the first
+# layer of 7 × 7 on 3 channels; 2 × 2 filters transposed, at every input; 32 groups.
 STRIDED = (8.0, 64.0, 128.0, 1.0, 196.0, 9.0, 784.0, 2.0)
-FLOPS = 2 * 8 * 196 * 128 * 64 * 9
+FIRST = (8.0, 3.0, 64.0, 1.0, 196.0, 49.0, 784.0, 2.0)
+GROWN = (8.0, 64.0, 128.0, 1.0, 784.0, 4.0, 196.0, 2.0)
+GROUPED = (8.0, 8.0, 8.0, 32.0, 196.0, 9.0, 196.0, 1.0)
+FLOPS = {
+    STRIDED: 2 * 8 * 196 * 128 * 64 * 9,
+    FIRST: 2 * 8 * 196 * 64 * 3 * 49,
+    GROWN: 2 * 8 * 196 * 64 * 128 * 4,
+    GROUPED: 2 * 8 * 32 * 196 * 8 * 8 * 9,
+}
 
 
-def products(
-    dims: tuple[float, ...], flops: float, *, is_backward: bool = False, is_tensor: bool = True
-) -> list[tuple[float, float, float, float]]:
-    return implicit_matmuls(dims, flops, is_backward=is_backward, is_tensor=is_tensor)
-
-
-def test_a_convolution_is_a_product_of_positions_and_outputs_over_inputs_and_filter() -> None:
-    assert products(STRIDED, FLOPS) == [(1.0, 8 * 196, 128.0, 64 * 9)]
-
-
-def test_its_gradients_are_two_products_of_the_same_work() -> None:
-    filters, image = products(STRIDED, 2 * FLOPS, is_backward=True)
-    assert filters == (1.0, 128.0, 64 * 9, 8 * 196)
-    # Of 9 places of a filter, every input meets 9 / 4 in the mean, as every fourth position counts.
-    assert image == (1.0, 8 * 784, 64.0, 128 * 9 / 4)
-    assert 2 * math.prod(filters) == 2 * math.prod(image) == FLOPS
-
-
-def test_the_first_layer_has_no_gradient_of_its_image_and_channels_go_in_eights() -> None:
-    first = (8.0, 3.0, 64.0, 1.0, 196.0, 49.0, 784.0, 2.0)
-    flops = 2 * 8 * 196 * 64 * 3 * 49
-    assert products(first, flops, is_backward=True) == [(1.0, 64.0, 8 * 49, 8 * 196)]
-    found = products(first, flops, is_backward=True, is_tensor=False)
-    assert found == [(1.0, 64.0, 3 * 49, 8 * 196)]
+@pytest.mark.parametrize(
+    ("dims", "passes", "is_tensor", "products"),
+    [
+        # Of positions and outputs over inputs and filter; groups are products of their own.
+        (STRIDED, "forward", True, [(1.0, 8 * 196, 128.0, 64 * 9)]),
+        (GROUPED, "forward", True, [(32.0, 8 * 196, 8.0, 72.0)]),
+        # Of 9 places of a filter, every input meets 9 / 4 in the mean, as every fourth position
+        # counts.
+        (
+            STRIDED,
+            "both gradients",
+            True,
+            [(1.0, 128.0, 64 * 9, 8 * 196), (1.0, 8 * 784, 64.0, 128 * 9 / 4)],
+        ),
+        # The first layer has no gradient of its image, and channels go in eights.
+        (FIRST, "one gradient", True, [(1.0, 64.0, 8 * 49, 8 * 196)]),
+        (FIRST, "one gradient", False, [(1.0, 64.0, 3 * 49, 8 * 196)]),
+    ],
+)
+def test_a_convolution_is_products_of_the_same_work(
+    dims: tuple[float, ...], passes: str, is_tensor: bool, products: list[tuple[float, ...]]
+) -> None:
+    flops = FLOPS[dims] * len(products)
+    backward = passes != "forward"
+    assert implicit_matmuls(dims, flops, is_backward=backward, is_tensor=is_tensor) == products
+    if dims != FIRST or not is_tensor:
+        assert sum(2 * math.prod(each) for each in products) == flops
 
 
 def test_a_transposed_convolution_applies_its_filter_at_every_input() -> None:
-    grown = (8.0, 64.0, 128.0, 1.0, 784.0, 4.0, 196.0, 2.0)
-    (found,) = products(grown, 2 * 8 * 196 * 64 * 128 * 4)
-    assert 2 * math.prod(found) == 2 * 8 * 196 * 64 * 128 * 4
-
-
-def test_groups_are_products_of_their_own() -> None:
-    grouped = (8.0, 8.0, 8.0, 32.0, 196.0, 9.0, 196.0, 1.0)
-    flops = 2 * 8 * 32 * 196 * 8 * 8 * 9
-    assert products(grouped, flops) == [(32.0, 8 * 196, 8.0, 72.0)]
+    (found,) = implicit_matmuls(GROWN, FLOPS[GROWN], is_backward=False, is_tensor=True)
+    assert 2 * math.prod(found) == FLOPS[GROWN]
 
 
 def test_memory_that_keeps_its_check_bits_among_the_data_is_a_class_of_its_own() -> None:

@@ -23,12 +23,12 @@ from estimator.placement.mesh import Mesh
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
 from estimator.workload.layouts import Layout
 from estimator.workload.strategies import DDP
-from tests.graph.partition.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
+from tests.graph.partition.test_split import BATCH, FLOAT, INNER, MLP_GRAPH, STREAM_BYTES, WIDTH
 from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)
 PROFILE = MACHINE.profile()
-GRAPH = mlp_graph()
+GRAPH = MLP_GRAPH
 PLAN = {"up": "colwise", "down": "rowwise"}
 EXCHANGE = {"dtensor_exchange_s": 1e-3}
 

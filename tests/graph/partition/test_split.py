@@ -92,17 +92,26 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def mlp_graph() -> OpGraph:
-    return trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH))
-
-
 def model_graph(words: int = 64) -> OpGraph:
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
     return trace_graph(Model(words), ids, loss=lambda output, _: output)
 
 
+MLP_GRAPH = trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH))
+MODEL = model_graph()
+
+
+def divided_tokens(*, megatron: bool = False) -> OpGraph:
+    """The model over two ranks that divide tokens too."""
+    return split(MODEL, found_plan(MODEL, sequence=True), tp=2, megatron=megatron)
+
+
 def exchanged(graph: OpGraph, batch: int | None = None) -> list[tuple[str, str, int]]:
     return [(c.phase, c.op, c.size_bytes) for c in collectives_of(graph.at(batch))]
+
+
+def shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.spec.shape for parameter in graph.parameters}
 
 
 def products(graph: OpGraph) -> list[tuple[tuple[int, ...], ...]]:
@@ -115,7 +124,7 @@ def products(graph: OpGraph) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_column_then_row_reduces_the_stream_once_a_pass() -> None:
-    local = split(mlp_graph(), MLP, tp=2)
+    local = split(MLP_GRAPH, MLP, tp=2)
     assert exchanged(local) == [
         ("forward", "all_reduce", STREAM_BYTES),
         ("backward", "all_reduce", STREAM_BYTES),
@@ -123,16 +132,15 @@ def test_column_then_row_reduces_the_stream_once_a_pass() -> None:
 
 
 def test_a_sum_is_made_in_a_copy_as_by_functional_collectives() -> None:
-    local = split(mlp_graph(), MLP, tp=2)
-    ops = [op.call.target for op in local.ops]
-    sums = [index for index, name in enumerate(ops) if "all_reduce" in name]
-    assert [ops[index - 1] for index in sums] == ["aten.clone.default"] * 2
+    local = split(MLP_GRAPH, MLP, tp=2)
+    sums = [index for index, op in enumerate(local.ops) if "all_reduce" in op.call.target]
+    assert [local.ops[index - 1].call.target for index in sums] == ["aten.clone.default"] * 2
     for index in sums:
         assert local.ops[index - 1].outputs == local.ops[index].inputs
 
 
 def test_megatron_sums_in_place_and_gradients_beside_the_product_of_a_weight() -> None:
-    local = split(mlp_graph(), MLP, tp=2, megatron=True)
+    local = split(MLP_GRAPH, MLP, tp=2, megatron=True)
     assert not any("clone" in op.call.target for op in local.ops)
     forward, backward = collectives_of(local.at())
     assert (forward.op, forward.beside) == ("all_reduce", None)
@@ -189,19 +197,15 @@ def test_a_plan_asks_the_rules_about_equal_blocks_once(monkeypatch: pytest.Monke
 
 
 def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
-    graph = model_graph()
-    local = split(graph, found_plan(graph, sequence=True), tp=2)
-    ops = [op.call.target.split(".")[1] for op in local.ops]
+    ops = [op.call.target.split(".")[1] for op in divided_tokens().ops]
     gathers = [index for index, name in enumerate(ops) if name == "all_gather"]
-    assert gathers
-    assert all(ops[index + 1] == "clone" for index in gathers)
     scatters = [index for index, name in enumerate(ops) if name == "reduce_scatter"]
-    assert scatters
-    assert all(ops[index - 1] == "clone" for index in scatters)
+    assert {ops[index + 1] for index in gathers} == {"clone"}
+    assert {ops[index - 1] for index in scatters} == {"clone"}
 
 
 def test_each_divided_module_enters_dtensor_once_a_pass() -> None:
-    local = split(mlp_graph(), MLP, tp=2)
+    local = split(MLP_GRAPH, MLP, tp=2)
     entered = [(op.module, op.phase) for op in local.ops if op.enters_dtensor]
     assert sorted(entered) == [
         ("down", "backward"),
@@ -215,7 +219,7 @@ def test_each_divided_module_enters_dtensor_once_a_pass() -> None:
 
 def test_every_product_has_its_local_shapes() -> None:
     rows, half = BATCH * TOKENS, INNER // 2
-    assert products(split(mlp_graph(), MLP, tp=2)) == [
+    assert products(split(MLP_GRAPH, MLP, tp=2)) == [
         ((rows, WIDTH), (WIDTH, half)),  # up
         ((rows, half), (half, WIDTH)),  # down
         ((WIDTH, rows), (rows, half)),  # gradient of down's weight
@@ -226,8 +230,8 @@ def test_every_product_has_its_local_shapes() -> None:
 
 
 def test_parameters_and_values_are_local() -> None:
-    local = split(mlp_graph(), MLP, tp=4)
-    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    local = split(MLP_GRAPH, MLP, tp=4)
+    sizes = shapes(local)
     assert sizes["up.weight"] == (INNER // 4, WIDTH)
     assert sizes["down.weight"] == (WIDTH, INNER // 4)
     assert sizes["norm.weight"] == (WIDTH,)
@@ -237,7 +241,7 @@ def test_parameters_and_values_are_local() -> None:
 
 
 def test_shapes_follow_the_batch() -> None:
-    graph = mlp_graph()
+    graph = MLP_GRAPH
     local = split(graph, MLP, tp=2)
     assert exchanged(local, 3 * BATCH)[0][2] == 3 * STREAM_BYTES
     again = split(trace_graph(Mlp(), torch.randn(3 * BATCH, TOKENS, WIDTH)), MLP, tp=2)
@@ -247,13 +251,13 @@ def test_shapes_follow_the_batch() -> None:
 
 
 def test_one_rank_is_the_graph_itself() -> None:
-    graph = mlp_graph()
+    graph = MLP_GRAPH
     assert split(graph, MLP, tp=1) is graph
 
 
 def test_sequence_parallelism_scatters_and_gathers_the_same_bytes() -> None:
-    plain = exchanged(split(model_graph(), found_plan(model_graph()), tp=2))
-    divided = exchanged(split(model_graph(), found_plan(model_graph(), sequence=True), tp=2))
+    plain = exchanged(split(MODEL, found_plan(MODEL), tp=2))
+    divided = exchanged(divided_tokens())
     ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
     def moved(found: list[tuple[str, str, int]]) -> int:
@@ -272,12 +276,11 @@ def test_sequence_parallelism_scatters_and_gathers_the_same_bytes() -> None:
 
 
 def test_as_in_megatron_the_backward_pass_gathers_again_beside_a_product() -> None:
-    graph = model_graph()
-    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
+    local = divided_tokens(megatron=True)
     found = collectives_of(local.at())
     # What attention, the MLP and the last layer gathered of divided tokens is gathered again.
     gathered = [c for c in found if c.op == "all_gather" and c.phase == "backward"]
-    plain = collectives_of(split(graph, found_plan(graph, sequence=True), tp=2).at())
+    plain = collectives_of(divided_tokens().at())
     assert len(gathered) == 3 + sum(c.op == "all_gather" and c.phase == "backward" for c in plain)
     # That and the scattered sums of two layers' gradients run beside a product of their layer.
     beside = [local.ops[c.beside] for c in found if c.beside is not None]
@@ -287,26 +290,24 @@ def test_as_in_megatron_the_backward_pass_gathers_again_beside_a_product() -> No
 
 
 def test_what_is_gathered_is_kept_by_torch_and_not_by_megatron() -> None:
-    graph = model_graph()
-    plan = found_plan(graph, sequence=True)
-
-    def kept(*, megatron: bool) -> int:
-        local = split(graph, plan, tp=2, megatron=megatron)
-        return held_between_passes(local.at(), GraphStructure.of(local))
-
+    kept, by_megatron = (
+        held_between_passes(local.at(), GraphStructure.of(local))
+        for local in (divided_tokens(), divided_tokens(megatron=True))
+    )
     # The whole input of three layers, and not the half of it that a norm makes.
-    assert kept(megatron=False) - kept(megatron=True) == 3 * STREAM_BYTES // 2
+    assert kept - by_megatron == 3 * STREAM_BYTES // 2
 
 
 def test_megatron_copies_nothing_to_sum_or_to_order_tokens() -> None:
-    graph = model_graph()
-    own = sum(op.call.target == "aten.clone.default" for op in graph.ops)
-    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
-    assert sum(op.call.target == "aten.clone.default" for op in local.ops) == own
+    own, local = (
+        sum(op.call.target == "aten.clone.default" for op in graph.ops)
+        for graph in (MODEL, divided_tokens(megatron=True))
+    )
+    assert local == own
 
 
 def test_tokens_are_divided_between_the_layers() -> None:
-    local = split(model_graph(), found_plan(model_graph(), sequence=True), tp=2)
+    local = divided_tokens()
     norms = [op for op in local.ops if op.call.target == "aten.native_layer_norm.default"]
     assert [op.call.inputs[0].shape for op in norms] == [(BATCH, TOKENS // 2, WIDTH)] * 3
 
@@ -335,7 +336,7 @@ def test_gradients_of_three_layers_are_added_where_tokens_are_divided() -> None:
 
 
 def test_the_plan_is_found_from_the_dataflow() -> None:
-    styles = dict(found_plan(model_graph()).styles)
+    styles = dict(found_plan(MODEL).styles)
     assert styles == {
         "attention.qkv": "column",
         "attention.out": "row",
@@ -345,7 +346,7 @@ def test_the_plan_is_found_from_the_dataflow() -> None:
 
 
 def test_heads_are_divided_inside_of_attention() -> None:
-    local = split(model_graph(), found_plan(model_graph()), tp=2)
+    local = split(MODEL, found_plan(MODEL), tp=2)
     (attention,) = [op for op in local.ops if "_for_cpu.default" in op.call.target]
     width = WIDTH // HEADS
     assert attention.call.inputs[0].shape == (BATCH, HEADS // 2, TOKENS, width)
@@ -359,31 +360,36 @@ def test_a_divided_vocabulary_reduces_rows_of_the_loss() -> None:
     forward = [size for phase, _, size in exchanged(local) if phase == "forward"]
     # The embedding, attention, MLP; the maximum, the sum and the targets of every row.
     assert forward == [STREAM_BYTES] * 3 + [rows * FLOAT] * 3
-    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    sizes = shapes(local)
     assert sizes["words.weight"] == sizes["head.weight"] == (words // 2, WIDTH)
 
 
 def test_gradients_of_what_is_whole_on_divided_tokens_are_summed() -> None:
-    local = split(model_graph(), found_plan(model_graph(), sequence=True), tp=2)
+    local = divided_tokens()
     sums = [size for phase, op, size in exchanged(local) if op == "all_reduce"]
     # A weight and a bias of each of three norms; row layers see gathered gradients.
     assert sums == [WIDTH * FLOAT] * 6
 
 
-@pytest.mark.parametrize("tp", [3, 5])
-def test_a_degree_that_divides_no_features_is_refused(tp: int) -> None:
-    with pytest.raises(StrategyError, match=f"tp={tp} does not divide the .* choose a divisor"):
-        split(model_graph(), found_plan(model_graph()), tp=tp)
-
-
-def test_a_degree_that_divides_no_heads_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"tp=8 does not divide the .* divides its heads"):
-        split(model_graph(), found_plan(model_graph()), tp=8)
-
-
-def test_a_plan_that_names_no_module_is_refused() -> None:
-    with pytest.raises(StrategyError, match="names no module of the model: it has 'layers"):
-        split(mlp_graph(), Plan.of({"layers.*.up": "colwise"}), tp=2)
+@pytest.mark.parametrize(
+    ("graph", "plan", "tp", "said"),
+    [
+        (MODEL, found_plan(MODEL), 3, "tp=3 does not divide the .* choose a divisor"),
+        (MODEL, found_plan(MODEL), 5, "tp=5 does not divide the .* choose a divisor"),
+        (MODEL, found_plan(MODEL), 8, "tp=8 does not divide the .* divides its heads"),
+        (
+            MLP_GRAPH,
+            Plan.of({"layers.*.up": "colwise"}),
+            2,
+            "names no module of the model: it has 'layers",
+        ),
+    ],
+)
+def test_a_degree_or_a_plan_that_does_not_fit_is_refused(
+    graph: OpGraph, plan: Plan, tp: int, said: str
+) -> None:
+    with pytest.raises(StrategyError, match=said):
+        split(graph, plan, tp=tp)
 
 
 def test_an_unknown_style_is_refused() -> None:
@@ -399,14 +405,14 @@ def test_styles_of_torch_are_read() -> None:
 
 def test_words_are_divided_unevenly_where_they_must_be() -> None:
     local = split(model_graph(63), found_plan(model_graph(63), sequence=True), tp=2)
-    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    sizes = shapes(local)
     assert sizes["words.weight"] == (32, WIDTH)
 
 
 def test_weights_that_are_cast_are_divided_too() -> None:
     graph = trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH), precision="bf16-amp")
     local = split(graph, MLP, tp=2)
-    assert sorted(products(local)) == sorted(products(split(mlp_graph(), MLP, tp=2)))
+    assert sorted(products(local)) == sorted(products(split(MLP_GRAPH, MLP, tp=2)))
     # The product is in half of the bytes; its gradient is cast before it is summed.
     assert exchanged(local) == [
         ("forward", "all_reduce", STREAM_BYTES // 2),
@@ -425,9 +431,9 @@ def test_a_prepared_input_is_reduced_once_for_all_that_take_it() -> None:
 
 
 def test_a_gathered_layer_holds_its_columns_alone() -> None:
-    styles = dict(found_plan(model_graph()).styles) | {"head": "colwise_gather_output"}
-    local = split(model_graph(), Plan.of(styles), tp=2)
-    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    styles = dict(found_plan(MODEL).styles) | {"head": "colwise_gather_output"}
+    local = split(MODEL, Plan.of(styles), tp=2)
+    sizes = shapes(local)
     assert sizes["head.weight"] == (32, WIDTH)
     # The gradient of its weight: (words, tokens) x (tokens, width).
     assert ((32, BATCH * TOKENS), (BATCH * TOKENS, WIDTH)) in products(local)

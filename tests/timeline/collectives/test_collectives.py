@@ -13,6 +13,7 @@ from estimator.errors import AllocationError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import (
     CollectiveCost,
+    CollectiveName,
     Device,
     Link,
     MachineProfile,
@@ -55,28 +56,37 @@ def _profile(*points: tuple[float, float]) -> MachineProfile:
     return MachineProfile(name="m", devices=(device,), collectives=(cost,), provenance=MEASURED)
 
 
-def test_a_measured_size_takes_what_was_measured() -> None:
-    model = GroupCollective.of(_profile((1e3, 1e-4), (1e6, 1e-3)), "all_reduce", one_node(2))
-    assert model.time_s(1e6) == pytest.approx(1e-3)
-
-
-def test_between_sizes_the_correction_of_the_formula_is_interpolated_on_logarithms() -> None:
-    # The fit says 0.11 ms and 1.1 ms where 0.1 ms and 10 ms were measured; at 1e5 it says 0.2 ms.
-    model = GroupCollective.of(_profile((1e4, 1e-4), (1e6, 1e-2)), "all_reduce", one_node(2))
-    assert model.time_s(1e5) == pytest.approx(2e-4 * math.sqrt((0.1 / 0.11) * (10 / 1.1)))
-
-
-def test_beyond_the_largest_size_time_rises_on_the_line_of_the_points() -> None:
-    # The formula says 1.1 ms for 1 MB; a latency that was measured too long is no rate.
-    model = GroupCollective.of(_profile((1e3, 1e-9), (1e6, 1e-3)), "all_reduce", one_node(2))
-    assert model.time_s(4e6) == pytest.approx(4e-3, rel=1e-2)
-    assert model.time_s(1e9) == pytest.approx(1.0, rel=1e-2)
-
-
-def test_beyond_points_of_mere_latency_time_rises_as_the_formula_says() -> None:
-    # 1 GB/s: 4 MB take 4 ms more than 4 kB, whatever the slope of two latencies.
-    model = GroupCollective.of(_profile((1e3, 2e-3), (4e3, 2.1e-3)), "all_reduce", one_node(2))
-    assert model.time_s(4**5 * 4e3) == pytest.approx(2.1e-3 + (4**5 - 1) * 4e-6, rel=1e-9)
+@pytest.mark.parametrize(
+    ("points", "size", "expected_s", "rel"),
+    [
+        pytest.param([(1e3, 1e-4), (1e6, 1e-3)], 1e6, 1e-3, 1e-6, id="a measured size"),
+        # The fit says 0.11 ms and 1.1 ms where 0.1 ms and 10 ms were measured; at 1e5 it says
+        # 0.2 ms, corrected between on logarithms.
+        pytest.param(
+            [(1e4, 1e-4), (1e6, 1e-2)],
+            1e5,
+            2e-4 * math.sqrt((0.1 / 0.11) * (10 / 1.1)),
+            1e-6,
+            id="between two sizes",
+        ),
+        # The formula says 1.1 ms for 1 MB; a latency that was measured too long is no rate.
+        pytest.param([(1e3, 1e-9), (1e6, 1e-3)], 4e6, 4e-3, 1e-2, id="beyond the largest"),
+        pytest.param([(1e3, 1e-9), (1e6, 1e-3)], 1e9, 1.0, 1e-2, id="far beyond the largest"),
+        # 1 GB/s: 4 MB take 4 ms more than 4 kB, whatever the slope of two latencies.
+        pytest.param(
+            [(1e3, 2e-3), (4e3, 2.1e-3)],
+            4**5 * 4e3,
+            2.1e-3 + (4**5 - 1) * 4e-6,
+            1e-9,
+            id="beyond points of mere latency",
+        ),
+    ],
+)
+def test_a_size_takes_what_was_measured_about_it(
+    points: list[tuple[float, float]], size: float, expected_s: float, rel: float
+) -> None:
+    model = GroupCollective.of(_profile(*points), "all_reduce", one_node(2))
+    assert model.time_s(size) == pytest.approx(expected_s, rel=rel)
 
 
 def test_a_smaller_message_never_takes_longer_than_a_larger_one() -> None:
@@ -92,21 +102,17 @@ def test_two_collectives_at_once_tell_how_much_of_one_is_latency() -> None:
     assert found == pytest.approx([0.5, 0.6 / 4])  # two threads: never more than half
 
 
-def test_an_unmeasured_group_is_scaled_as_a_ring() -> None:
-    # 2 → 4 ranks: bytes on the wire 1 → 1.5 buffers, rounds of latency 2 → 6.
-    model = GroupCollective.of(_profile((1e8, 0.1001)), "all_reduce", one_node(4))
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
+def test_an_unmeasured_group_is_scaled_as_a_ring_of_all_reduces(op: CollectiveName) -> None:
+    # 2 → 4 ranks: bytes on the wire 1 → 1.5 buffers, rounds of latency 2 → 6. For a reduce-scatter
+    # gloo runs an all-reduce: not 3 times the bytes.
+    model = GroupCollective.of(_profile((1e8, 0.1001)), op, one_node(4))
     assert model.source == "fitted"
     assert model.time_s(1e8) == pytest.approx(6 / 2 * 1e-4 + 0.1 * 1.5)
 
 
 def test_what_was_never_measured_has_no_cost() -> None:
     assert GroupCollective.of(_profile((1e6, 1e-3)), "broadcast", one_node(2)) is None
-
-
-def test_gloo_runs_an_all_reduce_for_a_reduce_scatter() -> None:
-    # Carried over from two ranks to four as an all-reduce: 1.5 times the bytes, not 3 times.
-    model = GroupCollective.of(_profile((1e8, 0.1001)), "reduce_scatter", one_node(4))
-    assert model.time_s(1e8) == pytest.approx(6 / 2 * 1e-4 + 0.1 * 1.5)
 
 
 def test_a_reduce_scatter_that_was_measured_over_the_group_is_believed() -> None:
@@ -117,7 +123,6 @@ def test_a_reduce_scatter_that_was_measured_over_the_group_is_believed() -> None
     assert model.time_s(1e6) == pytest.approx(1.2e-3)
 
 
-PAIR = ProcessGroup(ranks=2, nodes=1, per_node=2)
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -142,7 +147,8 @@ PROFILE = replace(
 
 
 def ratios(*sizes_bytes: float) -> tuple[float, float]:
-    found = OverlapCosts([PROFILE], np.array(sizes_bytes), Cache(limit_bytes=0)).overlap(PAIR, 1.0)
+    costs = OverlapCosts([PROFILE], np.array(sizes_bytes), Cache(limit_bytes=0))
+    found = costs.overlap(one_node(2), 1.0)
     return float(found.exposed_ratio), float(found.slowdown)
 
 
@@ -272,40 +278,28 @@ def test_a_measured_group_had_the_uplinks_of_the_racks_it_ran_on() -> None:
     assert ring_between(elsewhere, 0.0, GBIT, profile, thin).bytes_per_s == GBIT
 
 
-INNER_MEASURED = Provenance(source="measured")
-
-
 def link(kind: str, rate: float, ring_devices: int | None = None) -> Link:
     return Link(
         kind=kind,  # type: ignore[arg-type]
         latency_s=1e-6,
         bandwidth_bytes_per_s=rate,
         ring_devices=ring_devices,
-        provenance=INNER_MEASURED,
+        provenance=CHOSEN,
     )
 
 
 def machine(*links: Link, capability: str = "8.6") -> MachineProfile:
-    devices = tuple(
-        Device(
-            kind="cuda",
-            index=index,
-            name="card",
-            memory_bytes=1 << 34,
-            details={"compute_capability": capability},
-        )
-        for index in range(8)
-    )
-    return MachineProfile(name="box", devices=devices, links=links, provenance=INNER_MEASURED)
+    details = {"compute_capability": capability}
+    card = Device(kind="cuda", index=0, name="card", memory_bytes=1 << 34, details=details)
+    devices = tuple(replace(card, index=index) for index in range(8))
+    return MachineProfile(name="box", devices=devices, links=links, provenance=CHOSEN)
 
 
 BRIDGED = machine(link("pcie", 10e9), link("pcie", 20e9, 4), link("nvlink", 50e9, 2))
 
 
 def all_reduce_s(profile: MachineProfile, ranks: int, size: float) -> float:
-    group = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
-    found = GroupCollective.of(profile, "all_reduce", group)
-    return found.time_s(size)
+    return GroupCollective.of(profile, "all_reduce", one_node(ranks)).time_s(size)
 
 
 def test_a_bridge_joins_two_a_socket_four_and_the_rest_cross_sockets() -> None:
@@ -322,9 +316,7 @@ def test_the_slowest_hop_sets_the_pace_of_large_messages() -> None:
 def test_a_node_without_links_is_unknown() -> None:
     bare = machine()
     assert widest_link(bare, 2) is None
-    assert (
-        GroupCollective.of(bare, "all_reduce", ProcessGroup(ranks=2, nodes=1, per_node=2)) is None
-    )
+    assert GroupCollective.of(bare, "all_reduce", one_node(2)) is None
 
 
 def test_rows_find_the_links_that_each_would_find_alone() -> None:
