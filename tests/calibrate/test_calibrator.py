@@ -243,9 +243,7 @@ def test_a_table_has_the_calibrated_answers_of_its_allocations(cluster: Cluster)
         alone = cluster.estimate(text)
         assert step_s == pytest.approx(alone.step_time_s, rel=1e-9)
         assert low_s == pytest.approx(alone.low_s, rel=1e-9)
-
-
-def test_another_process_learns_the_same(cluster: Cluster) -> None:
+    # Another process learns the same.
     cluster.observe("1x1:synthetic", "2x2:synthetic")
     first = cluster.estimate("4x1:synthetic").step_time_s
     cluster.calibrator = Calibrator(cluster.path)

@@ -51,10 +51,7 @@ def test_measured_shares_hold_between_and_beyond_their_distances() -> None:
     assert eviction.at(np.array([0.0, 5e5, 2e6, 5e6, 1e9])) == pytest.approx(
         [0, 0.05, 0.15, 0.6, 1]
     )
-
-
-def test_what_an_op_evicts_of_its_own_does_not_count_twice() -> None:
-    eviction = Eviction.measured(MEASURED)
+    # What an op evicts of its own does not count twice.
     # An op that moves 3 MB is a fifth cold when it is repeated: of four fifths that could be, half
     # is where 0.6 of it is cold. One as large as all caches has no time with warm ones.
     moved, cold = np.array([3e6, 3e6, 3e6, 1e9]), np.array([0.6, 0.1, 1.0, 0.7])

@@ -71,6 +71,14 @@ def test_stalls_are_differences_of_steps_over_the_step_of_a_node() -> None:
     # Six times as long is a stall of 500 %.
     assert found.network.ratio == pytest.approx(all_s / node_s - 1)
     assert found.network.low_s < found.network.stall_s < found.network.high_s
+    # Shares of stalls are of the step they lengthen and beside it of the step of a node.
+    lines = printed(predicted_sections(predicted("3x2:m", profile))).splitlines()
+    inside, across = (node_s - device_s) / node_s, (all_s - node_s) / node_s
+    shares = {line.split()[1]: re.findall(r"[-0-9.]+ %", line) for line in lines if ":m  " in line}
+    assert len(shares["host"]) == 1, "a node's step is not what one device waits in"
+    assert shares["interconnect"] == [format_ratio(inside)] * 2
+    assert shares["network"] == [format_ratio((all_s - node_s) / all_s), format_ratio(across)]
+    assert any("of its step" in line and "of a node's step" in line for line in lines)
 
 
 def test_a_step_may_wait_for_nothing_but_not_for_less() -> None:
@@ -117,20 +125,6 @@ def test_two_small_nodes_are_measured_against_one_large_one() -> None:
     assert found.network.stall_s == pytest.approx(
         step_s("2x2:m", profile) - step_s("1x4:m", profile)
     )
-
-
-def test_shares_of_stalls_are_of_the_step_they_lengthen_and_beside_it_of_the_step_of_a_node() -> (
-    None
-):
-    profile = PLAIN.profile()
-    lines = printed(predicted_sections(predicted("3x2:m", profile))).splitlines()
-    device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
-    inside, across = (node_s - device_s) / node_s, (all_s - node_s) / node_s
-    shares = {line.split()[1]: re.findall(r"[-0-9.]+ %", line) for line in lines if ":m  " in line}
-    assert len(shares["host"]) == 1, "a node's step is not what one device waits in"
-    assert shares["interconnect"] == [format_ratio(inside)] * 2
-    assert shares["network"] == [format_ratio((all_s - node_s) / all_s), format_ratio(across)]
-    assert any("of its step" in line and "of a node's step" in line for line in lines)
 
 
 def test_a_strategy_that_a_node_cannot_divide_is_refused() -> None:

@@ -63,6 +63,10 @@ def test_nobody_reads_a_parameter_after_its_update(graph: OpGraph) -> None:
     # Some are updated before the backward pass is through.
     firsts = [op for op, number in enumerate(problem.order) if number < 0]
     assert firsts[0] < problem.ops - len(firsts)
+    # A plan that is run has its updates at the end.
+    found = plan_within(problem, problem.vanilla_bytes)
+    with pytest.raises(WorkloadError, match="as gradients are ready"):
+        MemoryPlan(graph=graph, problem=problem, plan=found.plan)
 
 
 def test_what_is_compared_with_is_the_step_with_its_updates_at_the_end(graph: OpGraph) -> None:
@@ -111,13 +115,6 @@ def test_what_needs_all_gradients_keeps_updates_at_the_end(
     assert word in " ".join(plans_section(answer, plans).sentences)
     with pytest.raises(WorkloadError, match=word):
         swap_problem(answer, updates="ready", **LINKS)
-
-
-def test_a_plan_that_is_run_has_its_updates_at_the_end(graph: OpGraph) -> None:
-    problem = problem_of(graph, "ready")
-    found = plan_within(problem, problem.vanilla_bytes)
-    with pytest.raises(WorkloadError, match="as gradients are ready"):
-        MemoryPlan(graph=graph, problem=problem, plan=found.plan)
 
 
 def test_a_script_that_does_as_it_is_told_trains_the_same() -> None:

@@ -155,10 +155,7 @@ def test_parameters_and_inputs_are_always_held_and_gradients_to_the_end() -> Non
     assert held[2] == ("input", -1, end)
     assert held[7] == ("gradient", 4, end)
     assert held[9] == ("gradient", 6, end)
-
-
-def test_a_result_that_nobody_uses_is_freed_at_once() -> None:
-    graph = two_layers()
+    # A result that nobody uses is freed at once.
     unused = replace(graph, ops=graph.ops[:3], parameters=())
     y = next(storage for storage in storages(unused) if storage.root == 5)
     assert (y.born, y.dies) == (2, 2)

@@ -123,6 +123,13 @@ def test_zero1_shares_whole_tensors() -> None:
     # In the update: parameters, gradients and buckets, the input, the rank's state and its roots.
     assert found.total_bytes(64) == blocks(3 * 640 + 1 + 3 * 256)
     assert ddp.total_bytes(1) < found.total_bytes(64)
+    # DDP shards nothing.
+    found = memory(graph, "ddp", optimizer="adamw")
+    whole = found.peak(1)
+    assert found.peak(8) == whole
+    assert found.total_bytes(np.array([2, 64])).tolist() == [whole.total_bytes] * 2
+    # A worker of parameter servers holds no optimizer.
+    assert memory(graph, "ps:1", optimizer="adamw").peak(8) == replica(graph).peak(1)
 
 
 @pytest.mark.parametrize("text", ["zero1:master", "distributed-optimizer:master"])
@@ -134,19 +141,6 @@ def test_master_weights_and_gradients_cast_for_the_update_are_divided(text: str)
     whole = 640 * (3 if text.startswith("zero1") else 2) + 1
     assert found.optimizer_state_bytes == found.update_bytes == blocks(1280 / 2)
     assert found.total_bytes == blocks(whole + 1280)
-
-
-def test_a_worker_of_parameter_servers_holds_no_optimizer() -> None:
-    graph = three_layers()
-    assert memory(graph, "ps:1", optimizer="adamw").peak(8) == replica(graph).peak(1)
-
-
-def test_ddp_shards_nothing() -> None:
-    graph = three_layers()
-    found = memory(graph, "ddp", optimizer="adamw")
-    whole = found.peak(1)
-    assert found.peak(8) == whole
-    assert found.total_bytes(np.array([2, 64])).tolist() == [whole.total_bytes] * 2
 
 
 def test_the_temporaries_of_an_update_are_those_of_the_shard() -> None:
@@ -451,10 +445,7 @@ def test_tensors_alive_at_an_op_add_up_to_its_levels() -> None:
         for kind in ("parameters", "gradients", "activations"):
             held = sum(tensor.size_bytes for tensor in found if tensor.kind == kind)
             assert held == curve.at(place)[kind], (place, kind)
-
-
-def test_modules_are_listed_by_what_they_hold() -> None:
-    graph = convolutional()
+    # Modules are listed by what they hold.
     found = by_module(live_tensors(tensors_of(graph.at(64)), 1), depth=1)
     # The convolution's output, 64 x 8 x 6 x 6 floats, beside its 3 x 3 x 3 x 8 weights and 8
     # biases, each in blocks of 512 bytes.

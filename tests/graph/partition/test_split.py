@@ -129,14 +129,21 @@ def test_column_then_row_reduces_the_stream_once_a_pass() -> None:
         ("forward", "all_reduce", STREAM_BYTES),
         ("backward", "all_reduce", STREAM_BYTES),
     ]
-
-
-def test_a_sum_is_made_in_a_copy_as_by_functional_collectives() -> None:
-    local = split(MLP_GRAPH, MLP, tp=2)
+    # A sum is made in a copy as by functional collectives.
     sums = [index for index, op in enumerate(local.ops) if "all_reduce" in op.call.target]
     assert [local.ops[index - 1].call.target for index in sums] == ["aten.clone.default"] * 2
     for index in sums:
         assert local.ops[index - 1].outputs == local.ops[index].inputs
+    # Each divided module enters DTensor once a pass.
+    entered = [(op.module, op.phase) for op in local.ops if op.enters_dtensor]
+    assert sorted(entered) == [
+        ("down", "backward"),
+        ("down", "forward"),
+        ("up", "backward"),
+        ("up", "forward"),
+    ]
+    held = {parameter.name for parameter in local.parameters if parameter.is_dtensor}
+    assert held == {"up.weight", "down.weight"}
 
 
 def test_megatron_sums_in_place_and_gradients_beside_the_product_of_a_weight() -> None:
@@ -196,27 +203,6 @@ def test_a_plan_asks_the_rules_about_equal_blocks_once(monkeypatch: pytest.Monke
     assert rules_of(6) == rules_of(3)
 
 
-def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
-    ops = [op.call.target.split(".")[1] for op in divided_tokens().ops]
-    gathers = [index for index, name in enumerate(ops) if name == "all_gather"]
-    scatters = [index for index, name in enumerate(ops) if name == "reduce_scatter"]
-    assert {ops[index + 1] for index in gathers} == {"clone"}
-    assert {ops[index - 1] for index in scatters} == {"clone"}
-
-
-def test_each_divided_module_enters_dtensor_once_a_pass() -> None:
-    local = split(MLP_GRAPH, MLP, tp=2)
-    entered = [(op.module, op.phase) for op in local.ops if op.enters_dtensor]
-    assert sorted(entered) == [
-        ("down", "backward"),
-        ("down", "forward"),
-        ("up", "backward"),
-        ("up", "forward"),
-    ]
-    held = {parameter.name for parameter in local.parameters if parameter.is_dtensor}
-    assert held == {"up.weight", "down.weight"}
-
-
 def test_every_product_has_its_local_shapes() -> None:
     rows, half = BATCH * TOKENS, INNER // 2
     assert products(split(MLP_GRAPH, MLP, tp=2)) == [
@@ -248,10 +234,7 @@ def test_shapes_follow_the_batch() -> None:
     assert [call.outputs for call in local.at(3 * BATCH).calls] == [
         op.call.outputs for op in again.ops
     ]
-
-
-def test_one_rank_is_the_graph_itself() -> None:
-    graph = MLP_GRAPH
+    # One rank is the graph itself.
     assert split(graph, MLP, tp=1) is graph
 
 
@@ -310,6 +293,16 @@ def test_tokens_are_divided_between_the_layers() -> None:
     local = divided_tokens()
     norms = [op for op in local.ops if op.call.target == "aten.native_layer_norm.default"]
     assert [op.call.inputs[0].shape for op in norms] == [(BATCH, TOKENS // 2, WIDTH)] * 3
+    # Gradients of what is whole on divided tokens are summed.
+    sums = [size for phase, op, size in exchanged(local) if op == "all_reduce"]
+    # A weight and a bias of each of three norms; row layers see gathered gradients.
+    assert sums == [WIDTH * FLOAT] * 6
+    # Divided tokens are put in order by a copy after each gather.
+    ops = [op.call.target.split(".")[1] for op in divided_tokens().ops]
+    gathers = [index for index, name in enumerate(ops) if name == "all_gather"]
+    scatters = [index for index, name in enumerate(ops) if name == "reduce_scatter"]
+    assert {ops[index + 1] for index in gathers} == {"clone"}
+    assert {ops[index - 1] for index in scatters} == {"clone"}
 
 
 def test_gradients_of_three_layers_are_added_where_tokens_are_divided() -> None:
@@ -362,13 +355,6 @@ def test_a_divided_vocabulary_reduces_rows_of_the_loss() -> None:
     assert forward == [STREAM_BYTES] * 3 + [rows * FLOAT] * 3
     sizes = shapes(local)
     assert sizes["words.weight"] == sizes["head.weight"] == (words // 2, WIDTH)
-
-
-def test_gradients_of_what_is_whole_on_divided_tokens_are_summed() -> None:
-    local = divided_tokens()
-    sums = [size for phase, op, size in exchanged(local) if op == "all_reduce"]
-    # A weight and a bias of each of three norms; row layers see gathered gradients.
-    assert sums == [WIDTH * FLOAT] * 6
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,13 @@ def test_a_divided_module_agrees_with_the_split_of_the_whole_one(degree: int) ->
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_shapes_of_a_divided_module_follow_the_batch() -> None:
+def test_shapes_of_a_divided_module_follow_the_batch(tmp_path: Path) -> None:
     found = traced(2)
     assert (found.batch, found.other_batch) == (4, 8)
     assert exchanged(found, 12) == [("all_reduce", "tp", 12 * TOKENS * WIDTH * 4)] * 4
+    # A saved graph keeps how its module was divided.
+    found.save(tmp_path / "rank.graph")
+    assert OpGraph.load(tmp_path / "rank.graph") == found
 
 
 def test_divided_tokens_are_gathered_and_scattered_as_by_the_split() -> None:
@@ -183,12 +186,6 @@ def test_another_layout_than_a_modules_own_is_refused(layout: str) -> None:
         est.estimate_many(found, ["1x8:dgx-a100"], layout=layout)
     with pytest.raises(StrategyError, match="trace the module before it is divided"):
         best_layouts(found, "1x8:dgx-a100", global_batch=32)
-
-
-def test_a_saved_graph_keeps_how_its_module_was_divided(tmp_path: Path) -> None:
-    found = traced(2)
-    found.save(tmp_path / "rank.graph")
-    assert OpGraph.load(tmp_path / "rank.graph") == found
 
 
 def test_a_divided_module_and_torch_are_left_as_they_were() -> None:

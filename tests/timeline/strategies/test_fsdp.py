@@ -62,6 +62,10 @@ def test_collectives_that_block_are_all_exposed() -> None:
     for count in (1, 2, 5):
         found = answer("1x2:m", "fsdp", machine, accumulation_steps=count)
         assert found.breakdown.communication_exposed_s == pytest.approx(count * one_s, rel=1e-9)
+    # Shards on one rank each are replicates that all reduce whole gradients.
+    found = answer("1x2:m", "fsdp:shard=1", machine, accumulation_steps=3)
+    expected_s = 3 * 4 * seconds(machine, "all_reduce", 2)
+    assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
 
 
 def test_without_gradient_sync_only_the_last_micro_batch_reduces() -> None:
@@ -73,10 +77,7 @@ def test_without_gradient_sync_only_the_last_micro_batch_reduces() -> None:
     found = answer("1x2:m", "fsdp:no_sync", machine, accumulation_steps=5)
     expected_s = 5 * gathers_s + scatters_s
     assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
-
-
-def test_blocks_that_are_not_resharded_are_gathered_once_in_a_micro_batch() -> None:
-    machine = profile()
+    # Blocks that are not resharded are gathered once in a micro batch.
     found = answer("1x2:m", "fsdp:no_reshard", machine, accumulation_steps=3)
     one_s = 4 * seconds(machine, "all_gather", 2) + 4 * seconds(machine, "reduce_scatter", 2)
     assert found.breakdown.communication_exposed_s == pytest.approx(3 * one_s, rel=1e-9)
@@ -124,13 +125,6 @@ def test_hybrid_shards_all_reduce_what_a_rank_holds_in_each_micro_batch() -> Non
     assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
 
 
-def test_shards_on_one_rank_each_are_replicates_that_all_reduce_whole_gradients() -> None:
-    machine = profile()
-    found = answer("1x2:m", "fsdp:shard=1", machine, accumulation_steps=3)
-    expected_s = 3 * 4 * seconds(machine, "all_reduce", 2)
-    assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
-
-
 def test_what_is_not_measured_of_nested_groups_is_told_of_each() -> None:
     # Within nodes all is measured, between them nothing: a ring of two ranks over two nodes.
     found = answer("2x2:m", "fsdp:shard=2", profile())
@@ -139,6 +133,10 @@ def test_what_is_not_measured_of_nested_groups_is_told_of_each() -> None:
     assert not any("reduce-scatter over" in each for each in found.assumptions)
     (source,) = [source for part, source, *_ in found.provenance if part == "communication"]
     assert source == "fitted"
+    # The spread of ranks is that of all of them.
+    plan: StepPlan = found.plan
+    lane_s = plan.kinds[0].lane.length_s(2)
+    assert found.breakdown.straggler_s == pytest.approx(0.01 * lane_s * expected_maximum(4))
 
 
 def test_the_answer_of_nested_groups_is_plain_json() -> None:
@@ -228,10 +226,3 @@ def test_a_step_of_ten_million_micro_batches_takes_their_number_of_times_as_long
 def test_shards_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(StrategyError, match="do not divide 4"):
         answer("2x2:m", "fsdp:shard=3", profile())
-
-
-def test_the_spread_of_ranks_is_that_of_all_of_them() -> None:
-    found = answer("2x2:m", "fsdp:shard=2", profile())
-    plan: StepPlan = found.plan
-    lane_s = plan.kinds[0].lane.length_s(2)
-    assert found.breakdown.straggler_s == pytest.approx(0.01 * lane_s * expected_maximum(4))
