@@ -7,8 +7,11 @@ A part of a suite is a module of this folder whose ``run(options)`` finds its ca
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,101 +38,22 @@ class Suite:
         return frozenset(name for part in self.parts for name in part.takes)
 
 
-DATA = frozenset(("data",))
-MODELS = frozenset(("models",))
+def _suite(*, parts: Mapping[str, Sequence[str]], **about: Any) -> Suite:
+    """A suite of `suites.json`, whose parts say what they take and whether they are slow."""
+    made = (
+        Part(
+            name=name,
+            is_slow="slow" in words,
+            takes=frozenset(word.removeprefix("--") for word in words if word.startswith("--")),
+        )
+        for name, words in parts.items()
+    )
+    return Suite(parts=tuple(made), **about)
+
 
 SUITES: dict[str, Suite] = {
-    "speed": Suite(
-        question="what looks, estimates, tables, timelines, refits and start-up cost",
-        parts=(Part(name="speed"),),
-    ),
-    "local": Suite(
-        question="training steps on this machine, predicted first and then measured",
-        parts=(Part(name="local_accuracy", takes=MODELS),),
-    ),
-    "testbed": Suite(
-        question="clusters of network namespaces: steps, splits, strategies, orders, overlap",
-        parts=(Part(name="testbed_accuracy"),),
-        needs="root",
-    ),
-    "layouts": Suite(
-        question="layouts: ranks that share a model here, and the choice among published ones",
-        parts=(
-            Part(name="layout_oracle"),
-            Part(name="layout_accuracy"),
-            Part(name="best_layout", takes=DATA),
-        ),
-    ),
-    "published": Suite(
-        question="steps that others measured and published, from datasheets alone",
-        parts=(Part(name="published_accuracy", takes=DATA), Part(name="known_answers")),
-        times=False,
-    ),
-    "calibration": Suite(
-        question="what a few observed steps teach, beside Pollux, Optimus and linear scaling",
-        parts=(
-            Part(name="calibration_accuracy", takes=DATA),
-            Part(name="calibration_pairs", is_slow=True, takes=DATA),
-            Part(name="calibration_changes"),
-        ),
-        times=False,
-    ),
-    "collectives": Suite(
-        question="published collectives, from half of their sizes, fewer devices, other systems",
-        parts=(Part(name="collective_accuracy", takes=DATA),),
-        times=False,
-    ),
-    "memory": Suite(
-        question="peaks of live tensors, counted on this processor, and published peaks",
-        parts=(Part(name="memory_accuracy", takes=MODELS), Part(name="memory_recipes")),
-        times=False,
-    ),
-    "swap": Suite(
-        question="plans of memory, run on this processor and beside published plans",
-        parts=(
-            Part(name="memory_plan_runs", takes=MODELS),
-            Part(name="memory_plans", is_slow=True),
-        ),
-    ),
-    "stalls": Suite(
-        question="stalls put into real scripts, and steps with real data",
-        parts=(Part(name="stall_accuracy"),),
-    ),
-    "probe": Suite(
-        question="the probe against itself, links of known rate, and other work beside it",
-        parts=(Part(name="probe_accuracy"), Part(name="busy_probe", is_slow=True)),
-    ),
-    "rent": Suite(
-        question="what to rent within a time or a price, against brute force",
-        parts=(Part(name="rent", takes=DATA),),
-        times=False,
-    ),
-    "order": Suite(
-        question="orders of ranks for made-up pair matrices, beside the best known",
-        parts=(Part(name="rank_order_accuracy"),),
-        times=False,
-    ),
-    "schedulers": Suite(
-        question="what estimates are worth to schedulers: 512 jobs on 512 GPUs, replayed",
-        parts=(
-            Part(name="schedulers"),
-            Part(name="schedulers_measured", is_slow=True, takes=DATA),
-        ),
-        times=False,
-    ),
-    "coverage": Suite(
-        question="which models of timm and transformers can be traced",
-        parts=(Part(name="traced_models"),),
-        times=False,
-    ),
-    "llm": Suite(
-        question="published steps of large language models, each asked with its own recipe",
-        parts=(Part(name="llm", takes=DATA),),
-        times=False,
-    ),
-    "gpu": Suite(
-        question="training steps on this machine's GPU, predicted first and then measured",
-        parts=(Part(name="gpu_accuracy"),),
-        needs="gpu",
-    ),
+    name: _suite(**about)
+    for name, about in json.loads(
+        Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    ).items()
 }
