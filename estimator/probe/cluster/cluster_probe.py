@@ -24,7 +24,6 @@ from estimator.probe.cluster.findings import (
     Member,
     World,
     from_plain,
-    in_world_order,
     other_machines,
     unequal_versions,
 )
@@ -164,8 +163,7 @@ class _Keeper:
         # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
         members, refused = members_of(facts, self.request, self.place.world_size)
-        cluster = self.request.cluster
-        self.world = World(members=in_world_order(members, cluster), has_racks=cluster is not None)
+        self.world = World.of(members, self.request.cluster)
         for reason in dict.fromkeys(refused.values()):
             self.plan.miss(reason)
         self._greet()
@@ -271,7 +269,7 @@ class _Keeper:
         order = {
             **roster,
             "members": [] if reason else [asdict(member) for member in left],
-            "has_racks": world.has_racks,
+            "switches": world.switches,
             "left_s": measuring_s,
             "timeout_s": left_s + _GIVEN_UP_S,
             "all_pairs": self.request.all_pairs,

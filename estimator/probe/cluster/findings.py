@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -31,7 +31,6 @@ class Member:
     """One rank: its node and address, the device it holds there, and what it runs.
 
     `machine` describes the node's hardware in words; nodes with the same words are of one type.
-    `switches` are those from the node up to the root, None where no cluster file names the node.
     """
 
     rank: int
@@ -40,7 +39,6 @@ class Member:
     machine: str
     address: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    switches: tuple[str, ...] | None = None
 
 
 Kind = TypeVar("Kind")
@@ -55,43 +53,41 @@ def from_plain(kind: type[Kind], data: Any) -> Kind:
 _adapter: Any = cache(TypeAdapter)
 
 
-def in_world_order(members: Iterable[Member], cluster: Cluster | None) -> tuple[Member, ...]:
-    """Members node by node with the switches above them, nodes so that a ring leaves a rack once.
-
-    In any other order flows of a ring meet on the uplinks of racks. Within a rack, nodes are in the
-    order of their first ranks.
-    """
-    known = sorted(members, key=lambda member: member.rank)
-    if cluster is not None:
-        names = {member.host: _name_in(cluster, member.host) for member in known}
-        known = [
-            member
-            if (name := names[member.host]) is None
-            else replace(member, switches=cluster.switches_above(name))
-            for member in known
-        ]
-    first_rank: dict[str, int] = {}
-    for member in known:
-        first_rank.setdefault(member.host, member.rank)
-    return tuple(
-        sorted(known, key=lambda one: ((one.switches or ())[::-1], first_rank[one.host], one.rank))
-    )
-
-
-def _name_in(cluster: Cluster, host: str) -> str | None:
-    """What the cluster file calls a node: its host name, with or without its domain."""
-    return next((name for name in (host, host.split(".")[0]) if name in cluster.nodes), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The members that take part, in the order of their ranks in the process group.
 
-    Positions are those ranks. `has_racks` where a cluster file says which switches there are.
+    Positions are those ranks. `switches` are those from each node up to the root, of nodes that a
+    cluster file names; None without such a file.
     """
 
     members: tuple[Member, ...]
-    has_racks: bool = False
+    switches: Mapping[str, Sequence[str]] | None = None
+
+    @classmethod
+    def of(cls, members: Sequence[Member], cluster: Cluster | None) -> World:
+        """Members node by node, nodes so that a ring leaves a rack once.
+
+        In any other order flows of a ring meet on the uplinks of racks. Within a rack, nodes are in
+        the order of their first ranks.
+        """
+        first_rank: dict[str, int] = {}
+        for member in sorted(members, key=lambda member: member.rank):
+            first_rank.setdefault(member.host, member.rank)
+        above: dict[str, Sequence[str]] = {}
+        if cluster is not None:
+            for host in first_rank:
+                # What the file calls it: its host name, with or without its domain.
+                names = (host, host.split(".")[0])
+                if name := next((name for name in names if name in cluster.nodes), None):
+                    above[host] = cluster.switches_above(name)
+
+        def place(member: Member) -> tuple[tuple[str, ...], int, int]:
+            host = member.host
+            return tuple(reversed(above.get(host, ()))), first_rank[host], member.rank
+
+        switches = None if cluster is None else above
+        return cls(members=tuple(sorted(members, key=place)), switches=switches)
 
     @cached_property
     def nodes(self) -> dict[str, tuple[int, ...]]:
@@ -140,20 +136,17 @@ class World:
         """The node of each position."""
         return tuple(self.members[position].host for position in positions)
 
-    def _switches(self, host: str) -> tuple[str, ...]:
-        return self.members[self.nodes[host][0]].switches or ()
+    def _above(self, host: str) -> Sequence[str]:
+        return (self.switches or {}).get(host, ())
 
     def rack_of(self, host: str) -> str:
         """The switch that a node hangs on; without a cluster file all hang on one."""
-        return (*self._switches(host), "")[0]
+        return (*self._above(host), "")[0]
 
     def unknown_hosts(self) -> tuple[str, ...]:
         """Nodes that the cluster file does not name."""
-        if not self.has_racks:
-            return ()
-        return tuple(
-            host for host, (first, *_) in self.nodes.items() if self.members[first].switches is None
-        )
+        known = self.nodes if self.switches is None else self.switches
+        return tuple(host for host in self.nodes if host not in known)
 
     def locality(self, host: str, other: str) -> Locality:
         """How far apart two nodes are."""
@@ -166,9 +159,9 @@ class World:
         other in its queues. Without a cluster file everything may go through one cable, so that is
         what is said.
         """
-        if not self.has_racks or {host, other} & set(self.unknown_hosts()):
+        if self.switches is None or {host, other} & set(self.unknown_hosts()):
             return frozenset({"the network"})
-        ups, downs = set(self._switches(host)), set(self._switches(other))
+        ups, downs = set(self._above(host)), set(self._above(other))
         return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})
 
 

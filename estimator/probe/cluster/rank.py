@@ -102,7 +102,7 @@ def run_share(rank: int, store: SignedStore, order: Mapping[str, Any], plan: Pro
     own = next((n for n, member in enumerate(members) if member.rank == rank), None)
     if own is None:
         return f"rank {rank} was taken for lost"
-    world, device = World(members=members, has_racks=order["has_racks"]), members[own].device
+    world, device = World(members=members, switches=order["switches"]), members[own].device
     if interface := _interface(members[own], members):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Those of torch would stand between the sentences of the probe.

@@ -45,12 +45,10 @@ from estimator.probe.links.copies import (
 from estimator.probe.links.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
-    flow_link,
     grouped,
     network_kind,
     pair_link,
     pair_matrix,
-    time_flows,
     time_pairs,
 )
 from estimator.probe.links.overlap import overlap_cost, time_overlaps
@@ -257,34 +255,35 @@ def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> None:
     """As many flows as devices, and two, from one node to another and to several."""
     world = group.world
     cases = list(_flow_cases(world))
-    for ranks, note in cases:
-        count = len(ranks) // 2
+    for senders, receivers, note in cases:
         # The process group counts its ranks in order, whichever sends.
-        order = sorted(ranks)
-        flows = [(order.index(ranks[n]), order.index(ranks[n + count])) for n in range(count)]
-        budget_s = MEASURING_RATIO * seconds / len(cases)
-        measure = partial(time_flows, flows, sizes_bytes=FLOW_SIZES_BYTES, budget_s=budget_s)
-        reports = group.measured(order, measure)
-        messages = [message for mine in reports for message in mine]
-        if messages:
-            locality = world.locality(*world.hosts((ranks[0], ranks[-1])))
-            link = flow_link(network_kind(group.kind), locality, messages, note=note)
-            plan.findings.network.append(link)
+        order = sorted((*senders, *receivers))
+        flows = [
+            (order.index(source), order.index(target))
+            for source, target in zip(senders, receivers, strict=True)
+        ]
+        timed = measure_pairs(group, order, [flows], FLOW_SIZES_BYTES, seconds / len(cases))
+        if timed:
+            locality = world.locality(*world.hosts((senders[0], receivers[0])))
+            kind = network_kind(group.kind)
+            links = [pair_link(kind, locality, message, note=note) for message in timed.values()]
+            # A step waits for the slowest of them.
+            slowest = min(links, key=lambda link: link.bandwidth_bytes_per_s)
+            plan.findings.network.append(replace(slowest, flows=len(flows)))
             plan.keep()
 
 
-def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], str]]:
-    """(ranks, what they do): senders on one node, then as many receivers elsewhere."""
+def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Senders on one node, as many receivers elsewhere, and what they do."""
     nodes = world.densest_first
-    senders = nodes[0]
-    for count in sorted({len(senders), 2}, reverse=True):
-        sending = senders[:count]
-        if len(sending) == count and len(nodes[1]) >= count:
+    for count in sorted({len(nodes[0]), 2}, reverse=True):
+        senders = nodes[0][:count]
+        if len(senders) == count and len(nodes[1]) >= count:
             host = world.members[nodes[1][0]].host
-            yield sending + nodes[1][:count], f"{count} flows to node {host}"
-        if len(sending) == count > 1 and len(nodes) > count:
-            receiving = tuple(node[0] for node in nodes[1 : count + 1])
-            yield sending + receiving, f"{count} flows to {count} nodes"
+            yield senders, nodes[1][:count], f"{count} flows to node {host}"
+        if len(senders) == count > 1 and len(nodes) > count:
+            receivers = tuple(node[0] for node in nodes[1 : count + 1])
+            yield senders, receivers, f"{count} flows to {count} nodes"
 
 
 def _slow_pairs(

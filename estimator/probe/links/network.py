@@ -54,44 +54,6 @@ def time_pairs(
                 messenger.answer_all(source)
 
 
-def time_flows(
-    flows: Sequence[tuple[int, int]],
-    *,
-    kind: str,
-    group: Any,
-    sizes_bytes: Sequence[int],
-    budget_s: float,
-) -> Iterator[dict[str, Any]]:
-    """What this rank saw of messages along all `flows` (from, to) of ranks of `group` at once.
-
-    Every sender yields ``{"latency_s", "windows"}``, windows being (bytes, entered, acknowledged)
-    by its own clock.
-    """
-    messenger = _Messenger(kind, max(sizes_bytes), group)
-    rank = messenger.dist.get_rank(group)
-    other, is_sender = next(
-        (target, True) if rank == source else (source, False)
-        for source, target in flows
-        if rank in (source, target)
-    )
-    end = time.perf_counter() + budget_s
-    pings = [messenger.exchange(other, _PING_BYTES, is_sender=is_sender) for _ in range(_PINGS)]
-    windows: list[tuple[float, float, float]] = []
-    pace, last_size, call_s = Pace(sizes_bytes), sizes_bytes[0], 0.0
-    for number, size in enumerate(sizes_bytes):
-        left_s = messenger.least(end - time.perf_counter())
-        if not pace.goes_on(number, last_size, call_s, left_s):
-            break
-        first = messenger.exchange(other, size, is_sender=is_sender)
-        call_s = -messenger.least(first[1] - first[2])
-        for _ in range(pace.repeats(number, call_s, left_s)):
-            windows.append(messenger.exchange(other, size, is_sender=is_sender))
-        last_size = size
-    if is_sender:
-        latency_s = _one_way_s([left - entered for _, entered, left in pings])
-        yield {"latency_s": latency_s, "windows": windows}
-
-
 def _one_way_s(round_trips_s: Sequence[float]) -> float:
     # Other work on the machine only ever adds to a round trip: the lower quartile, not the median.
     return statistics.quantiles(round_trips_s, n=4)[0] / 2
@@ -140,18 +102,6 @@ class _Messenger(RankTimer):
             for _ in range(repeats):
                 self._recv(self.buffer[:size], source)
                 self._send(self.receipt, source)
-
-    def exchange(self, other: int, size: int, *, is_sender: bool) -> tuple[float, float, float]:
-        """One message among those of all flows; all ranks of the group begin together."""
-        self.dist.barrier(self.group)
-        entered = time.perf_counter()
-        if is_sender:
-            self._send(self.buffer[:size], other)
-            self._await_receipt(other)
-        else:
-            self._recv(self.buffer[:size], other)
-            self._send(self.receipt, other)
-        return size, entered, time.perf_counter()
 
     def _burst(self, target: int, size: int, repeats: int) -> list[float]:
         self._send(self._header(size, repeats), target)
@@ -225,20 +175,6 @@ def _rate_bytes_per_s(points: Sequence[tuple[float, float]]) -> float:
     size, seconds = points[-1]
     # The largest message is not mostly latency: a slope that says so was measured badly.
     return size / max(seconds / _MOST_OVER_AVERAGE, slope * size) if slope > 0 else size / seconds
-
-
-def flow_link(
-    kind: LinkKind, locality: Locality, messages: Sequence[Mapping[str, Any]], *, note: str
-) -> Link:
-    """The Link that one of several flows through one NIC had: each waits for the slowest."""
-    latency_s = statistics.median(message["latency_s"] for message in messages)
-    points: Points = []
-    for calls in zip(*(message["windows"] for message in messages), strict=True):
-        # The senders are on one node and read one clock.
-        taken_s = max(left for _, _, left in calls) - max(entered for _, entered, _ in calls)
-        points.append((calls[0][0], max(1e-9, taken_s - latency_s)))
-    link = link_from(kind, points, locality=locality, flows=len(messages), note=note)
-    return _with_line(link, latency_s)
 
 
 def pair_matrix(

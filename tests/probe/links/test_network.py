@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from estimator.probe.cluster.findings import (
     ClusterFindings,
     Member,
     World,
-    in_world_order,
     shapes,
     slow_links,
     slow_nodes,
@@ -27,7 +26,6 @@ from estimator.probe.cluster.findings import (
 from estimator.probe.links.collectives import SharedClock, shape_costs
 from estimator.probe.links.copies import Pace, typical_link
 from estimator.probe.links.network import (
-    flow_link,
     grouped,
     network_kind,
     pair_link,
@@ -47,11 +45,7 @@ def world_of(*counts: int, cluster: Cluster | None = None) -> World:
     members: list[Member] = []
     for host, count in zip("abcdefgh", counts, strict=False):
         members += [member(len(members) + i, host, i) for i in range(count)]
-    return ordered(members, cluster)
-
-
-def ordered(members: Iterable[Member], cluster: Cluster | None) -> World:
-    return World(members=in_world_order(members, cluster), has_racks=cluster is not None)
+    return World.of(members, cluster)
 
 
 def two_racks() -> Cluster:
@@ -110,16 +104,6 @@ def test_the_link_of_middling_rate_stands_for_its_class() -> None:
     assert typical.provenance.relative_error == pytest.approx(0.25)
 
 
-def test_flows_that_share_a_nic_get_what_the_slowest_of_them_got() -> None:
-    # Two flows of 4 and 8 MB each; the first ends early, the second when both are through at
-    # 50 MB/s; acknowledgements take 1 ms.
-    fast = {"latency_s": 1e-3, "windows": [(4 * MB, 0.0, 0.1), (8 * MB, 1.0, 1.2)]}
-    slow = {"latency_s": 1e-3, "windows": [(4 * MB, 0.0, 0.161), (8 * MB, 1.0, 1.321)]}
-    link = flow_link("tcp", "rack", [fast, slow], note="2 flows")
-    assert link.flows == 2
-    assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
-
-
 def test_a_matrix_has_gaps_where_pairs_were_not_measured() -> None:
     message = {"latency_s": 2e-4, "points": [(MB, 0.1), (2 * MB, 0.2)]}
     matrix = pair_matrix(("a", "b"), {("a", "b"): message}, at="now")
@@ -143,7 +127,7 @@ def test_without_a_cluster_file_pairs_run_one_after_the_other() -> None:
 
 def test_racks_come_from_the_cluster_file_by_host_name_with_or_without_domain() -> None:
     names = ("a.example.org", "b", "c", "x")
-    world = ordered(map(member, range(4), names), two_racks())
+    world = World.of(list(map(member, range(4), names)), two_racks())
     assert world.locality("a.example.org", "b") == "rack"
     assert world.locality("b", "c") == "cluster"
     assert world.unknown_hosts() == ("x",)
@@ -190,6 +174,20 @@ class _Asked:
         return reports
 
 
+def test_flows_that_share_a_nic_get_what_the_slowest_of_them_got() -> None:
+    def sent(source: int, target: int, rate: float) -> list[Any]:
+        points = [(size, size / rate) for size in (MB, 4 * MB)]
+        return [{"from": source, "to": target, "latency_s": 1e-3, "points": points}]
+
+    # Two flows to the other node: 0 to 2 at 40 MB/s, 1 to 3 at 25 MB/s.
+    group: Any = _Asked([sent(0, 2, 40e6), sent(1, 3, 25e6), [], []])
+    plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
+    steps.shared_nics(group, plan, 1.0)
+    (link,) = plan.findings.network
+    assert (link.flows, link.provenance.note) == (2, "2 flows to node b")
+    assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
+
+
 def test_a_cluster_over_efa_keeps_what_the_switch_of_its_boxes_adds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +230,7 @@ def test_shapes_start_with_everything_and_never_repeat() -> None:
 
 def test_groups_visit_the_racks_one_after_the_other_whatever_the_rank_order() -> None:
     # a and b share a rack, c and d another; ranks 0 … 3 are on a, c, b, d.
-    world = ordered(map(member, range(4), "acbd"), two_racks())
+    world = World.of(list(map(member, range(4), "acbd")), two_racks())
     everything, *_ = shapes(world)
     assert world.hosts(everything) == ("a", "b", "c", "d")
     assert [world.members[rank].rank for rank in everything] == [0, 2, 1, 3]
