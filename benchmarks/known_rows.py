@@ -20,7 +20,6 @@ from typing import Any
 from published.graphs import ModelSpec
 from published.language_sources import bert, by_operator, llama, megatron_deepspeed, mpt
 from published.machines import Setting
-from published.scheduler_sources import RESNET50
 from published.sources import layout_text
 
 # Half of the rows, drawn with this seed, are not asked while anything is being tuned.
@@ -166,7 +165,7 @@ BUILDERS: Mapping[str, Callable[..., ModelSpec]] = {
     "gpt": _gpt,
     "bert": bert,
     "mpt": lambda size, length, recomputed: mpt(size, length, recomputed=recomputed),
-    "resnet50": lambda: RESNET50,
+    "resnet50": lambda: ModelSpec.known("ResNet-50"),
     "decoder": lambda name, settings: ModelSpec.of(name, "decoder", **settings),
     "llama": llama,
     "llama by operator": lambda *of: by_operator(llama(*of)),

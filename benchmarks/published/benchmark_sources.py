@@ -5,57 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from estimator.calibrate.observation_files import Row
-from published.graphs import ModelSpec
+from published.graphs import KNOWN, ModelSpec
 from published.language_sources import bert, megatron_gpt
 from published.machines import Setting
 from published.rows import NotMapped, NotQualified, PublishedRow
-from published.scheduler_sources import RESNET50
 from published.sources import Source, Workload, needs_pytorch
 
-RESNEXT101 = ModelSpec.of("ResNeXt-101", "resnet", blocks=(3, 4, 23, 3), groups=32, group_width=4)
-SE_RESNEXT101 = ModelSpec.of(
-    "SE-ResNeXt-101", "resnet", blocks=(3, 4, 23, 3), groups=32, group_width=4, squeezed=True
-)
-EFFICIENTNETS = {
-    "efficientnet-b0": ModelSpec.of("EfficientNet-B0", "efficientnet"),
-    "efficientnet-b4": ModelSpec.of(
-        "EfficientNet-B4", "efficientnet", width=1.4, depth=1.8, size=380
-    ),
-    "efficientnet-widese-b0": ModelSpec.of("EfficientNet-WideSE-B0", "efficientnet", wide_se=True),
-    "efficientnet-widese-b4": ModelSpec.of(
-        "EfficientNet-WideSE-B4", "efficientnet", width=1.4, depth=1.8, size=380, wide_se=True
-    ),
-}
-RETINANET = ModelSpec.of("RetinaNet ResNeXt50", "retinanet", size=800, classes=264)
-SSD300 = ModelSpec.of("SSD300 ResNet-50", "ssd", classes=81)
-# Utterances of LibriSpeech, in frames of 10 ms: assumed 13 s, padding included.
-JASPER = ModelSpec.of("Jasper 10x5", "jasper", frames=1300)
-QUARTZNET = ModelSpec.of("QuartzNet 15x5", "quartznet", frames=1300)
-NCF = ModelSpec.of("NCF", "ncf")
-# Tokens of a sentence of WMT English-German: assumed. Batches given in tokens follow from it.
-_SENTENCE = 27
-GNMT = ModelSpec.of("GNMT v2", "gnmt", length=_SENTENCE, vocabulary=32320)
-TRANSFORMER_BIG = ModelSpec.of(
-    "Transformer big",
-    "translator",
-    width=1024,
-    heads=16,
-    hidden=4096,
-    layers=6,
-    length=_SENTENCE,
-    vocabulary=33712,
-    shared=True,
-)
-# pytorch/wt103_base.yaml and wt103_large.yaml of PyTorch/LanguageModeling/Transformer-XL.
-_TRANSFORMER_XL: Mapping[str, Mapping[str, Any]] = {
-    "Base": {"width": 512, "layers": 16, "heads": 8, "hidden": 2048, "length": 192}
-    | {"memory": 192, "tail_width": 512},
-    "Large": {"width": 1024, "layers": 18, "heads": 16, "hidden": 4096, "length": 384}
-    | {"memory": 384, "tail_width": 64},
-}
+# Tokens of a sentence of WMT English-German. Batches given in tokens follow from it.
+_SENTENCE: int = KNOWN["specs"]["GNMT v2"]["length"]
+_TRANSFORMER_XL = KNOWN["transformer_xl"]
 _TRANSFORMER_XL_BATCH = {"Base": 256, "Large": 128}
 # What MLPerf's BERT computes of its 512 tokens where padding is left out: assumed. Not in v0.7,
 # assumed too, after its two rows were seen to take twice what half of the tokens would.
@@ -79,7 +39,7 @@ def _lambda(row: PublishedRow) -> Workload:
     model = row.step.model.lower()
     if "resnet-50" in model:
         return Workload(
-            spec=RESNET50,
+            spec=ModelSpec.known("ResNet-50"),
             precision=precision_of(row.step.precision),
             optimizer="sgd-momentum",
         )
@@ -191,14 +151,14 @@ def _with_masters(precision: str) -> str:
     return "ddp:master" if precision == "fp16" else "ddp"
 
 
-def _dle_convolutions(spec: ModelSpec) -> Callable[[PublishedRow], Workload]:
+def _dle_convolutions(model: str) -> Callable[[PublishedRow], Workload]:
     def workload(row: PublishedRow) -> Workload:
-        assumed = "EfficientNet" in spec.name
+        assumed = "EfficientNet" in model
         source = "assumed" if assumed else "of NVIDIA's launch configuration for DGX-1"
         precision = precision_of(row.step.precision)
         return Workload(
             # In half precision that configuration asks for memory_format: nhwc.
-            spec=replace(spec, channels_last=precision == "fp16-amp"),
+            spec=replace(ModelSpec.known(model), channels_last=precision == "fp16-amp"),
             precision=precision,
             optimizer="sgd-momentum",
             setting=_dle_machine(row),
@@ -210,11 +170,11 @@ def _dle_convolutions(spec: ModelSpec) -> Callable[[PublishedRow], Workload]:
 
 
 def _dle_model(
-    spec: ModelSpec, *remarks: str, optimizer: str = "adam"
+    model: str | ModelSpec, *remarks: str, optimizer: str = "adam"
 ) -> Callable[[PublishedRow], Workload]:
     def workload(row: PublishedRow) -> Workload:
         return Workload(
-            spec=spec,
+            spec=ModelSpec.known(model) if isinstance(model, str) else model,
             precision=precision_of(row.step.precision),
             optimizer=optimizer,
             setting=_dle_machine(row),
@@ -253,19 +213,22 @@ _PADDED = "utterances taken as 13 s long"
 _SENTENCES = f"sentences taken as {_SENTENCE} tokens long"
 # Looked for in the model's cell, in this order.
 _DLE_MODELS: tuple[tuple[str, Callable[[PublishedRow], Workload]], ...] = (
-    ("se-resnext101", _dle_convolutions(SE_RESNEXT101)),
-    ("resnext101", _dle_convolutions(RESNEXT101)),
-    ("resnet50", _dle_convolutions(RESNET50)),
-    *((f"{name}$", _dle_convolutions(spec)) for name, spec in EFFICIENTNETS.items()),
+    ("se-resnext101", _dle_convolutions("SE-ResNeXt-101")),
+    ("resnext101", _dle_convolutions("ResNeXt-101")),
+    ("resnet50", _dle_convolutions("ResNet-50")),
+    ("efficientnet-b0$", _dle_convolutions("EfficientNet-B0")),
+    ("efficientnet-b4$", _dle_convolutions("EfficientNet-B4")),
+    ("efficientnet-widese-b0$", _dle_convolutions("EfficientNet-WideSE-B0")),
+    ("efficientnet-widese-b4$", _dle_convolutions("EfficientNet-WideSE-B4")),
     ("LanguageModeling/BERT", _dle_bert),
     ("Transformer-XL", _transformer_xl),
-    ("Jasper", _dle_model(JASPER, _PADDED)),
-    ("QuartzNet", _dle_model(QUARTZNET, _PADDED)),
-    ("NCF", _dle_model(NCF)),
-    ("GNMT", _dle_model(GNMT, _SENTENCES)),
-    ("Translation/Transformer", _dle_model(TRANSFORMER_BIG, _SENTENCES)),
+    ("Jasper", _dle_model("Jasper 10x5", _PADDED)),
+    ("QuartzNet", _dle_model("QuartzNet 15x5", _PADDED)),
+    ("NCF", _dle_model("NCF")),
+    ("GNMT", _dle_model("GNMT v2", _SENTENCES)),
+    ("Translation/Transformer", _dle_model("Transformer big", _SENTENCES)),
     ("nnUNet", _unet),
-    ("Detection/SSD", _dle_model(SSD300, optimizer="sgd-momentum")),
+    ("Detection/SSD", _dle_model("SSD300 ResNet-50", optimizer="sgd-momentum")),
 )
 
 
@@ -303,7 +266,10 @@ def _mlperf(row: PublishedRow) -> Workload:
         if "pytorch v" not in framework:
             raise NotQualified("it was measured with MXNet, whose kernels are its own")
         return Workload(
-            spec=RESNET50, precision="fp16-amp", optimizer="sgd-momentum", setting=setting
+            spec=ModelSpec.known("ResNet-50"),
+            precision="fp16-amp",
+            optimizer="sgd-momentum",
+            setting=setting,
         )
     if "bert" in model:
         length, remarks = row.seq_len or 512, (_BY_HAND,)
@@ -320,7 +286,7 @@ def _mlperf(row: PublishedRow) -> Workload:
         )
     if "retinanet" in model:
         return Workload(
-            spec=replace(RETINANET, compiled=True, channels_last=True),
+            spec=replace(ModelSpec.known("RetinaNet ResNeXt50"), compiled=True, channels_last=True),
             precision="fp16-amp",
             optimizer="adam",
             setting=setting,
@@ -333,9 +299,10 @@ def _oneflow(row: PublishedRow) -> Workload:
     """OneFlow's and Paddle's tables of NVIDIA's reference code."""
     model, remarks = row.step.model.lower(), ()
     if "resnet" in model and "50" in model:
-        spec, narrow, optimizer = RESNET50, "fp16-amp", "sgd-momentum"
+        spec, narrow = ModelSpec.known("ResNet-50"), "fp16-amp"
+        optimizer = "sgd-momentum"
     elif model == "transformer":
-        spec, narrow, optimizer = TRANSFORMER_BIG, "fp16-amp", "adam"
+        spec, narrow, optimizer = ModelSpec.known("Transformer big"), "fp16-amp", "adam"
         remarks = (_SENTENCES,)
     elif megatron := re.match(r"gpt h(\d+) l(\d+) a(\d+)", model):
         sizes = map(int, megatron.groups())

@@ -41,6 +41,8 @@ BUILDERS = {
     "retinanet": "zoo.dense",
 }
 
+# Models of the tables by name, and sizes of families.
+KNOWN = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 # Traced models of published rows, of this checkout.
 GRAPHS = Path(__file__).resolve().parents[2] / "build" / "graphs"
 
@@ -73,6 +75,16 @@ class ModelSpec:
     def of(cls, name: str, builder: str, **settings: Any) -> ModelSpec:
         """The spec with its settings as keywords."""
         return cls(name=name, builder=builder, settings=tuple(sorted(settings.items())))
+
+    @classmethod
+    def known(cls, name: str) -> ModelSpec:
+        """One of `models.json`."""
+        about = {
+            field: tuple(value) if isinstance(value, list) else value
+            for field, value in KNOWN["specs"][name].items()
+            if field != "source"
+        }
+        return cls.of(name, **about)
 
     def with_settings(self, **more: Any) -> ModelSpec:
         """The same model with other settings."""

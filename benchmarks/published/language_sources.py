@@ -10,34 +10,17 @@ from typing import Any
 
 from estimator.calibrate.observation_files import Row
 from estimator.workload.layouts import Layout
-from published.graphs import ModelSpec
+from published.graphs import KNOWN, ModelSpec
 from published.machines import Setting
 from published.rows import NotMapped, PublishedRow
 from published.sources import COLUMN as LAYOUT
 from published.sources import Source, Workload, with_layout
 
-# (width, heads, layers): scripts/train/yamls/pretrain of mosaicml/llm-foundry.
-MPT = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 16, 24),
-    "760m": (1536, 12, 24),
-    "1b": (2048, 16, 24),
-    "3b": (2560, 20, 32),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 56, 48),
-    "70b": (8192, 64, 80),
-}
-# Settings of `Decoder`: Touvron et al., LLaMA (2023), table 2; Llama 2 (2023), Code Llama (2023)
-# for 34B; Llama 3 (2024), table 3.
+# Settings of `Decoder`.
 LLAMA: Mapping[str, Mapping[str, int]] = {
-    "llama-7b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 11008, "key_heads": 32},
-    "llama-13b": {"width": 5120, "heads": 40, "layers": 40, "hidden": 13824, "key_heads": 40},
-    "llama-34b": {"width": 8192, "heads": 64, "layers": 48, "hidden": 22016, "key_heads": 8},
-    "llama-70b": {"width": 8192, "heads": 64, "layers": 80, "hidden": 28672, "key_heads": 8},
-    "llama-3-8b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 14336, "key_heads": 8},
-    "llama-3-70b": {"width": 8192, "heads": 64, "layers": 80, "hidden": 28672, "key_heads": 8},
-    "llama-3-405b": {"width": 16384, "heads": 128, "layers": 126, "hidden": 53248, "key_heads": 8},
+    name: dict(zip(KNOWN["llama"]["columns"], sizes, strict=True))
+    for name, sizes in KNOWN["llama"].items()
+    if name.startswith("llama")
 }
 LLAMA_2_VOCABULARY, LLAMA_3_VOCABULARY = 32000, 128256
 BERT_SIZES: Mapping[str, Mapping[str, int]] = {
@@ -48,22 +31,6 @@ BERT_SIZES: Mapping[str, Mapping[str, int]] = {
         "num_attention_heads": 16,
         "intermediate_size": 4096,
     },
-}
-# (width, layers, heads): Radford et al. (2019), table 2; Brown et al. (2020), table 2.1, whose 24
-# heads of 128 do not fit the width of its XL model; Zhang et al., OPT (2022), table 1.
-_GPT = {
-    ("2", ""): (768, 12, 12),
-    ("2", "medium"): (1024, 24, 16),
-    ("2", "large"): (1280, 36, 20),
-    ("2", "xl"): (1600, 48, 25),
-    ("3", "xl"): (2048, 24, 16),
-    ("3", "2.7b"): (2560, 32, 32),
-}
-_OPT = {
-    "1.3": (2048, 24, 32),
-    "2.7": (2560, 32, 32),
-    "6.7": (4096, 32, 32),
-    "13": (5120, 40, 40),
 }
 # Every block, every other block, or none is run again in backward.
 _RECOMPUTED = {"full": 1, "selective": 2, "no": 0}
@@ -137,7 +104,10 @@ def _neusight(row: PublishedRow) -> Workload:
         # Its last node is a classifier of two classes.
         spec = bert("large" if "large" in kind else "base", "SequenceClassification", length)
     elif size := re.search(r"gpt-?(2|3)-?(medium|large|xl|2\.7b)?", kind):
-        width, layers, heads = _gpt_size(row, size[1], size[2] or "")
+        known = KNOWN["gpt"].get(f"{size[1]} {size[2] or ''}".strip())
+        if known is None:
+            raise NotMapped(f"no builder for the model {row.step.model}")
+        width, layers, heads = known
         spec = ModelSpec.of(
             f"{row.step.model} {length}",
             "from_transformers",
@@ -150,7 +120,7 @@ def _neusight(row: PublishedRow) -> Workload:
             n_head=heads,
         )
     elif size := re.search(r"opt-?(1\.3|2\.7|6\.7|13)b", kind):
-        width, layers, heads = _OPT[size[1]]
+        width, layers, heads = KNOWN["opt"][size[1]]
         spec = ModelSpec.of(
             f"{row.step.model} {length}",
             "from_transformers",
@@ -173,19 +143,13 @@ def _neusight(row: PublishedRow) -> Workload:
     )
 
 
-def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, int]:
-    if (generation, size) not in _GPT:
-        raise NotMapped(f"no builder for the model {row.step.model}")
-    return _GPT[generation, size]
-
-
 def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
     """MPT with learned positions and biases (as their parameter counts say).
 
     Its attention is FlashAttention in Triton: `attn_impl` of llm-foundry's yamls of 2023, and of
     scripts/train/benchmarking/submit_benchmarks.py.
     """
-    width, heads, layers = MPT[size]
+    width, heads, layers = KNOWN["mpt"][size]
     spec = ModelSpec.of(
         f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
         "decoder",
@@ -204,7 +168,7 @@ def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
 def _llm_foundry(row: PublishedRow) -> Workload:
     """MPT, refused where activations are offloaded."""
     size = row.step.model.lower().removeprefix("mpt-")
-    if size not in MPT:
+    if size not in KNOWN["mpt"]:
         raise NotMapped(f"no builder for the model {row.step.model}")
     if row.notes.get("act_offload") == "True":
         raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")

@@ -10,22 +10,6 @@ from published.machines import Setting
 from published.rows import NotMapped, PublishedRow
 from published.sources import Source, Workload, needs_pytorch
 
-RESNET18_CIFAR = ModelSpec.of("ResNet-18 CIFAR", "cifar_resnet18")
-RESNET50 = ModelSpec.of("ResNet-50", "resnet", blocks=(3, 4, 6, 3))
-DEEPSPEECH2 = ModelSpec.of("DeepSpeech2", "deepspeech2", frames=500, characters=60)
-# jadore801120/attention-is-all-you-need-pytorch: its defaults; sentences of Multi30k have some 15
-# words, a batch is padded to its longest.
-MULTI30K = ModelSpec.of(
-    "Transformer Multi30k",
-    "translator",
-    width=512,
-    heads=8,
-    hidden=2048,
-    layers=6,
-    length=25,
-    vocabulary=9500,
-    shared=True,
-)
 # (kernels for each gradient, bytes for each parameter) of what AdaptDL's jobs do from the backward
 # pass to the next step. Its statistics of gradients (adaptdl/torch/gradient_noise_scale.py): in a
 # hook, ahead of the device, the square, its sum and the sum of all (12 bytes), then two quotients
@@ -69,16 +53,16 @@ def _adaptdl(row: PublishedRow) -> Workload:
         spec, optimizer = bert("base", "QuestionAnswering", row.seq_len or 384), "adamw"
         work = [_STATISTICS, _ADAMW, _CLIPPING]
     elif "resnet-18" in model:
-        spec = RESNET18_CIFAR
+        spec = ModelSpec.known("ResNet-18 CIFAR")
     elif "deepspeech2" in model:
-        spec, work = DEEPSPEECH2, [*work, _CLIPPING]
+        spec, work = ModelSpec.known("DeepSpeech2"), [*work, _CLIPPING]
     elif "resnet-50" in model:
-        spec = RESNET50
+        spec = ModelSpec.known("ResNet-50")
     else:
         raise NotMapped(f"no builder for the model {row.step.model}")
     # torch 1.7 to 1.11 multiplied matrices in TF32 by default.
     precision = "tf32" if "1.9" in row.text("framework_version") else "fp32"
-    remarks = ("utterances taken as 5 s long",) if spec is DEEPSPEECH2 else ()
+    remarks = ("utterances taken as 5 s long",) if "deepspeech2" in model else ()
     if row.step.ranks == 1:
         work.append(_OF_THE_STEP_BEFORE)
     kernels, moved = (sum(each) for each in zip(*work, strict=True))
@@ -113,14 +97,15 @@ def _in(network: Setting, workload: Workload) -> Workload:
 def _gavel(row: PublishedRow) -> Workload:
     """The jobs of Gavel's trace (stanford-futuredata/gavel, workloads/pytorch)."""
     model = row.step.model.lower()
+    optimizer = "sgd-momentum-loop"
     if "resnet-50" in model:
-        spec, optimizer = RESNET50, "sgd-momentum-loop"
+        spec = ModelSpec.known("ResNet-50")
     elif "resnet-18" in model:
-        spec, optimizer = RESNET18_CIFAR, "sgd-momentum-loop"
+        spec = ModelSpec.known("ResNet-18 CIFAR")
     elif "lstm" in model:
         spec, optimizer = ModelSpec.of("LSTM LM", "word_lstm", length=row.seq_len or 35), "sgd-loop"
     elif "transformer" in model:
-        spec, optimizer = MULTI30K, "adam-loop"
+        spec, optimizer = ModelSpec.known("Transformer Multi30k"), "adam-loop"
     else:
         raise NotMapped(f"no builder for the model {row.step.model}")
     return Workload(spec=spec, precision="fp32", optimizer=optimizer, setting=_GAVEL)

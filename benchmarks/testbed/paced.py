@@ -282,16 +282,6 @@ def many_small(batch: int = 8) -> Built:
     return _model([PacedLayer(shapes, 0.25e-3, 2.0) for _ in range(40)], batch)
 
 
-def big_last(batch: int = 8) -> Built:
-    """Ten layers of convolution-like weights, then a classifier of 24 MB: 41 MB, 0.63 s.
-
-    As in VGG, nearly all the time is in the layers with few parameters; the classifier's gradient
-    is ready first, and its all-reduce has the whole backward pass to hide in.
-    """
-    convolutions = [PacedLayer([(64 * k, 1200), (64 * k,)], 2.5e-3, 2.0) for k in range(1, 11)]
-    return _model([*convolutions, PacedLayer([(3000, 2000), (3000,)], 2e-3, 2.0)], batch)
-
-
 def big_first(batch: int = 8) -> Built:
     """An embedding of 16 MB, then six layers of 2 MB: 28 MB, 0.49 s; its gradient comes last."""
     embedding = PacedLayer([(4000, 1000)], 0.8e-3, 2.0)
@@ -330,7 +320,7 @@ def wide(batch: int = 8) -> Built:
     return PacedModel(*layers), torch.zeros(batch, 32768)
 
 
-ALL = (few_big, many_small, big_last, big_first, eight_even, transformer, language_model, wide)
+ALL = (few_big, many_small, big_first, eight_even, transformer, language_model, wide)
 
 
 def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) -> OpGraph:
