@@ -13,7 +13,7 @@ from typing import Literal
 from estimator import files
 from estimator.errors import MOST_QUOTED, ProfileError, UnknownMachineError, quoted
 from estimator.files import home, parse_json, read_text, shipped_data
-from estimator.machines.profile import Device, Link, MachineProfile, Provenance
+from estimator.machines.profile import LEAST, MOST, Device, Link, MachineProfile, Provenance
 from estimator.units import format_bandwidth, parse_bandwidth_bytes_per_s
 
 _LIMIT = re.compile(r"([1-9][0-9]{0,5}(?:\.[0-9]+)?)(W|MHz)")
@@ -102,9 +102,12 @@ class GivenNetwork:
         (GivenNetwork(bytes_per_s=12500000000.0, kind='tcp'), 'infiniband')
         """
         rate, _, wanted = text.partition(",")
+        bytes_per_s = parse_bandwidth_bytes_per_s(rate)
+        if not LEAST <= bytes_per_s <= MOST:
+            raise ValueError(f"'{rate}' is no rate of a network; write one such as 100Gbit/s")
         for kind in _LATENCIES_S:
             if kind == (wanted.strip() or "tcp"):
-                return cls(parse_bandwidth_bytes_per_s(rate), kind)
+                return cls(bytes_per_s, kind)
         raise ValueError(
             f"'{wanted.strip()}' is no kind of network; write one of {', '.join(_LATENCIES_S)}"
         )

@@ -751,6 +751,10 @@ def test_batch_and_global_batch_together_say_how_much_is_accumulated(
         ),
         (("--global-batch", 1), "global batch 1 leaves some without a sample of 2 ranks"),
         (("--network", "fast"), "'fast' is not a rate"),
+        (
+            ("--network", "0Gbit/s"),
+            "'0Gbit/s' is no rate of a network; write one such as 100Gbit/s",
+        ),
         (("--network", "1Gbit/s,carrier"), "'carrier' is no kind of network"),
     ],
 )

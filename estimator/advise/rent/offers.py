@@ -39,7 +39,7 @@ class Offer:
     """An allocation with its best strategy and layout: time and cost of the whole training.
 
     `layout` is None where all ranks are data-parallel, `batch_per_gpu` 0 where unlike devices share
-    the batch by speed. `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval.
+    the batch by speed. `low_s` and `high_s` bound `duration_s`, `low_usd` and `high_usd` `usd`.
     With revocations times are expected ones, with a checkpoint after every `interval_s` of training
     (None: at its end alone, and within the warning of a revocation).
     """
@@ -52,12 +52,12 @@ class Offer:
     global_batch: int
     fits: str
     step_time_s: float
-    low_s: float
-    high_s: float
     samples_per_s: float
     allocation: str
     ranks: int
     duration_s: float
+    low_s: float
+    high_s: float
     usd: float
     low_usd: float
     high_usd: float

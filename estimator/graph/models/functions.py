@@ -53,6 +53,8 @@ def call_model_function(
         )
     function = _find_function(where, function_name)
     accepted = inspect.signature(function).parameters
+    if seq_len is not None and "seq_len" not in accepted:
+        raise ModelError(f"{text} takes no seq_len; let it, or leave --seq-len out")
     options = {"batch": batch, "seq_len": seq_len}
     given = {
         name: value for name, value in options.items() if value is not None and name in accepted

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
-from estimator.errors import ModelError, UserCode, quoted
+from estimator.errors import ModelError, TraceError, UserCode, quoted
 from estimator.graph.trace.fake_tensors import map_tensors
 from estimator.graph.trace.own_steps import Configured, standing_in
 
@@ -205,16 +205,8 @@ class TrainingCall:
                 "let training_step(batch, batch_idx) run without a trainer, or return (models, "
                 "batch, step), where step(models, batch) returns the losses or trains by itself"
             )
-        if isinstance(self.loss, nn.Module) and len(self.target_names) > 1:
-            names = ", ".join(quoted(name) for name in self.target_names)
-            return (
-                f"forward() takes none of {names}, so the loss gets them as one mapping; leave "
-                "only its targets in the batch, or give a function of (output, targets)"
-            )
         if self.by_step:
             return "let step(model, batch) return its loss, or call backward() itself"
-        if self.loss is not None and not isinstance(self.loss, nn.Module):
-            return f"{check}; a function that calls the model itself names it: step(model, batch)"
         if self.loss is not None or isinstance(self.batch, Tensor):
             return check
         return (
@@ -265,13 +257,28 @@ class TrainingCall:
             return loss_of(output)
         if not _binds(self.loss, output, batch):
             return self.loss(output)
+        beside, said = self._targets_of(batch)
+        advice = "check that it takes these; "
+        if isinstance(self.loss, nn.Module):
+            advice += "leave only its targets in the batch, or give a function of (output, targets)"
+        else:
+            advice += "a function that calls the model itself names it: step(model, batch)"
+        with UserCode(
+            f"the loss cannot run on the output and {said}", advice=advice, error=TraceError
+        ):
+            return self.loss(output, beside)
+
+    def _targets_of(self, batch: Any) -> tuple[Any, str]:
+        """What the loss gets beside the output, and that in words."""
         if self.targets:
-            return self.loss(output, batch[-1])
-        if self.target_names:
-            targets = {name: batch[name] for name in self.target_names}
-            one = len(targets) == 1
-            return self.loss(output, next(iter(targets.values())) if one else targets)
-        return self.loss(output, batch)
+            return batch[-1], "the last of the batch"
+        if not self.target_names:
+            return batch, "the batch"
+        targets = {name: batch[name] for name in self.target_names}
+        names = ", ".join(quoted(name) for name in targets)
+        if len(targets) == 1:
+            return targets.popitem()[1], f"{names} alone, which forward() does not take"
+        return targets, f"a mapping of {names}, which forward() does not take"
 
     def is_loss_assumed(self, model: Any, output: Any) -> bool:
         """Whether nothing says what the loss of an output is."""

@@ -66,6 +66,11 @@ def test_a_function_without_a_batch_parameter_keeps_its_own(models: Path) -> Non
     assert loss is not None
 
 
+def test_a_function_without_a_length_of_samples_is_not_told_one(models: Path) -> None:
+    with pytest.raises(ModelError, match="takes no seq_len; let it, or leave --seq-len out"):
+        load_model(f"{models}:with_loss", seq_len=6)
+
+
 def test_a_function_of_a_package_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models.parent)
     assert load_model("some_models:plain")[3] == "plain"

@@ -465,7 +465,12 @@ MANY_TARGETS = {"x": X, "labels": Y, "weights": torch.ones(6)}
 @pytest.mark.parametrize(
     ("batch", "loss", "said"),
     [
-        (MANY_TARGETS, nn.CrossEntropyLoss(), r"forward\(\) takes none of 'labels', 'weights'"),
+        (MANY_TARGETS, nn.CrossEntropyLoss(), r"of 'labels', 'weights', which forward\(\) do"),
+        (
+            {"x": X, "labels": Y},
+            lambda output, batch: output[batch["labels"]],
+            r"the loss cannot run on the output and 'labels' alone, which forward\(\) does not t",
+        ),
         (
             X,
             lambda mine, batch: mine.forward(batch).sum(),
