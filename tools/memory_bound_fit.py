@@ -40,6 +40,12 @@ SHARE_PRIORS = {
     "index": 0.5,
     "loss": 0.6,
     "other": 0.55,
+    # What Transformer Engine's benchmark of a layer's products takes longer where it casts, too: on
+    # a B300 1.82 ms in MXFP8 (9.2 GB) and 2.34 with one scale (12.4 GB, 5.0 of them read for the
+    # largest), on an H200 NVL 3.50 (14.0 GB; docs/examples/gemm_profiling). 8192 × 8192 are cast
+    # to MXFP8 by rows and columns in 52 µs on a B200 (ROCm/TransformerEngine, pull request 598).
+    "quantize.forward": 0.72,
+    "quantize.gh100": 1.0,
 }
 # The first HBM2 runs its pins at 1.4 of 2 Gbit/s and reaches less of even that.
 OWN_MEMORY = ("gp100",)

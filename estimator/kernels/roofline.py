@@ -30,6 +30,7 @@ from estimator.kernels.datasheet_model import (
     implicit_matmuls,
     load_kernel_model,
     matmul_seconds,
+    narrow_ratio,
     peak_flops_per_s,
     sustained_ratio,
 )
@@ -208,6 +209,7 @@ class Roofline:
                 moved_bytes=[features.cost.moved_bytes for features in some],
                 aligned_bytes=aligned_bytes,
                 inner_in_rows=[features.layout != "tn" for features in some],
+                narrow_ratio=[narrow_ratio(f.target, f.dtype) for f in some],
                 cached=cached,
             )
 
@@ -325,13 +327,29 @@ class Roofline:
 
     def _memory_bound_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
         flops_per_s = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
+        architecture = str(self._device.details.get("architecture"))
         model, seconds = self.kernel_model.memory_bound, []
         for features in some:
+            moved = features.cost.moved_bytes * _CAST_RATIOS.get(features.target, 1.0)
+            if architecture not in _TURNING:
+                moved *= _NOT_TURNED.get(features.target, 1.0)
+            if not moved:
+                seconds.append(0.0)
+                continue
             length = features.dims[1] if len(features.dims) > 1 else 1.0
-            rate = model.share(memory_bound_keys(features), length) * self._bytes_per_s * cached
-            bytes_s = features.cost.moved_bytes / rate
-            seconds.append(model.start_s + max(features.cost.flops / flops_per_s, bytes_s))
+            keys = memory_bound_keys(features, architecture)
+            rate = model.share(keys, length) * self._bytes_per_s * cached
+            seconds.append(model.start_s + max(features.cost.flops / flops_per_s, moved / rate))
         return seconds
+
+
+# Whose tensor cores multiply FP8 by rows alone, so that casts with one scale write columns, too.
+# Others read either way what rows are (TransformerEngine, docs/features/low_precision_training/
+# performance_considerations): such a cast moves three of four bytes, and nothing is turned.
+_TURNING = frozenset({"gh100", "ad10x", "ad10x-geforce"})
+_NOT_TURNED = {"te.quantize.turned": 0.75, "te.quantize.turn": 0.0}
+# Two FP4 numbers and a ninth of them for scales are in a byte, which a tensor has for one.
+_CAST_RATIOS = {"te.quantize.nvfp4": (2 + 9 / 16) / (2 + 1)}
 
 
 class TensorCoreMatrix(NamedTuple):
@@ -384,11 +402,12 @@ def is_unaligned(features: Features) -> bool:
     )
 
 
-def memory_bound_keys(features: Features) -> tuple[str, ...]:
+def memory_bound_keys(features: Features, architecture: str = "") -> tuple[str, ...]:
     """Under which names a call's share of the memory's rate may be known, the closest first."""
     phase = phase_of(features)
-    kinds = (kind for kind in _OWN_SHARES if kind in features.target)
-    return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)
+    kinds = [kind for kind in _OWN_SHARES if kind in features.target]
+    own = [f"{kind}.{name}" for kind in kinds for name in (architecture, phase) if name]
+    return (*own, f"{features.family}.{phase}", features.family)
 
 
 def phase_of(features: Features) -> str:

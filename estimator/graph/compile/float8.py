@@ -108,12 +108,13 @@ class _Changed(GraphChanges):
         return self._casts[key]
 
 
-def scaled(call: OpCall, dtype: str) -> OpCall:
+def scaled(call: OpCall, dtype: str, scaling: str = "") -> OpCall:
     """A product of factors of a narrow type, which come before its other arguments."""
     positions, kind = FACTORS[call.target], "grouped_mm" if "grouped" in call.target else "mm"
     rest = [each for place, each in enumerate(call.arguments) if place not in positions]
     narrow = [replace(call.arguments[place], dtype=dtype) for place in positions]
-    return replace(call, target=f"aten._scaled_{kind}.default", arguments=(*narrow, *rest))
+    overload = "mxfp8" if scaling == "mxfp8" else "default"
+    return replace(call, target=f"aten._scaled_{kind}.{overload}", arguments=(*narrow, *rest))
 
 
 def _is_linear(op: Op) -> bool:

@@ -228,7 +228,7 @@ class _Cast(GraphChanges):
         by_columns = op.phase == "backward" and not has_weight
         factors = [self._factor(op, place, kernels, by_columns=by_columns) for place in places]
         rest = [value for place, value in enumerate(op.inputs) if place not in places]
-        calls = [scaled(call, self._narrow) for call in op.calls]
+        calls = [scaled(call, self._narrow, self._scaling or "") for call in op.calls]
         return with_calls(op, calls, inputs=(*factors, *rest))
 
     def _factor(self, op: Op, place: int, kernels: list[Op], *, by_columns: bool) -> int:
@@ -273,9 +273,7 @@ class _Cast(GraphChanges):
         if turns and by_columns:
             self._casts[root, True] = self.add(narrow)
             made = (self._casts[root, True],)
-            kernels.append(
-                self.kernel(op, f"{QUANTIZE}.default", (self._casts[root, False],), made)
-            )
+            kernels.append(self.kernel(op, f"{QUANTIZE}.turn", (self._casts[root, False],), made))
 
     def _narrow_down(self, root: int, given: int) -> None:
         """Let a gather be of another value, in FP8, with all views of what it gives."""
@@ -332,7 +330,10 @@ class _Cast(GraphChanges):
             if self._scaling == "nvfp4"
             else (tuple(dict.fromkeys((rows, columns))),)
         )
-        kernels += [self.kernel(op, f"{QUANTIZE}.default", read, some) for some in made]
+        how = "nvfp4" if self._scaling == "nvfp4" else "default"
+        if columns != rows and self._scaling in _BY_TENSOR:
+            how = "turned"
+        kernels += [self.kernel(op, f"{QUANTIZE}.{how}", read, some) for some in made]
         self._casts |= {(root, False): rows, (root, True): columns}
 
     def _largest_of_all(self, op: Op, largest: int) -> Op:

@@ -19,7 +19,7 @@ _NAMESPACE = "_c10d_functional"
 # The axis of all ranks, which a model's own collectives go along.
 WORLD = "world"
 _RING = f"{_NAMESPACE}.permute_tensor.default"
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.")
 
 # Queries, keys and values are three products of one factor.
 _MOST_PIECES = 3
@@ -160,7 +160,7 @@ def _ops_of(columns: GraphColumns, calls: Sequence[bool]) -> list[int]:
 
 
 def _are_products(columns: GraphColumns) -> list[bool]:
-    return [call.target in _PRODUCTS for call, _ in columns.calls]
+    return [call.target.startswith(_PRODUCTS) for call, _ in columns.calls]
 
 
 def _ring_pieces(columns: GraphColumns, rings: Sequence[int]) -> dict[int, tuple[int, ...]]:
