@@ -17,14 +17,7 @@ from estimator.coefficients import (
     StepQuestion,
 )
 from estimator.errors import AllocationError, WorkloadError
-from estimator.estimates.estimate import (
-    FITS,
-    Estimate,
-    fits_code,
-    interval_ratio,
-    relative_error,
-    utilization,
-)
+from estimator.estimates.estimate import FITS, Estimate, engine_error, fits_code
 from estimator.estimates.neighbours import Sender, link_ratios
 from estimator.estimates.request import EstimateRequest, Traffic
 from estimator.graph.ir.op_graph import OpGraph, job_content
@@ -51,7 +44,6 @@ from estimator.timeline.plan import (
 from estimator.timeline.rank.layer_collectives import layer_collectives_of, ranks_of_own
 from estimator.timeline.rank.rules import StepShape
 from estimator.workload.layouts import Layout
-from estimator.workload.loader import Loader
 from estimator.workload.strategies import Strategy, check_count
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
@@ -315,15 +307,9 @@ class RepeatedQuestions:
         untold = placement.cluster is not None or (calibration is not None and state is None)
         if key is None or untold:
             return answer
-        kinds, groups = placement.kinds, placement.allocation.groups
-        machines = {
-            group.machine: kinds[number].profile
-            for group, number in zip(groups, placement.kind_of, strict=True)
-            if group.machine is not None
-        }
         if len(self._kept) >= _MOST_ANSWERS:
             self._kept.clear()
-        kept = _KeptAnswer(graph, tuple(machines.items()), calibration, state, answer)
+        kept = _KeptAnswer(graph, placement.machines, calibration, state, answer)
         try:  # noqa: SIM105 - entering a context takes a hundredth of an estimate
             self._kept[key] = kept
         except TypeError:
@@ -441,29 +427,13 @@ class TrialEngine(NamedTuple):
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=sync_s,
             step_s=parts.total_s,
-            relative_error=_engine_error(answer, coefficients, None),
+            relative_error=engine_error(answer, coefficients, None),
         )
 
 
 @lru_cache(maxsize=1 << 10)
 def _text(layout: Layout) -> str:
     return str(layout)
-
-
-def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
-    """The relative error of a step by those of what the engine made it of."""
-    parts, slowest, waited = answer
-    return float(
-        relative_error(
-            parts,
-            slowest.lane,
-            coefficients.compute_ratio,
-            waited.relative_error if waited else 0.0,
-            waited.slower_s if waited else 0.0,
-            parts.total_s,
-            loader.relative_error if loader else 0.0,
-        )
-    )
 
 
 def _answered(
@@ -475,19 +445,11 @@ def _answered(
 ) -> Estimate:
     parts, slowest, _ = answer
     request, mesh, batches = step.request, step.mesh, step.batches
-    coefficients = plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
-    accumulation_steps = request.accumulation_steps
-    error = coefficients.relative_error
-    if error is None:
-        error = _engine_error(answer, coefficients, request.loader)
-    spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = request.global_batch
     if global_batch is None and batches is not None:
         global_batch = mesh.global_batch(batches)
-    lane = slowest.lane if request.layout.pp > 1 else None
-    mfu_ratio, hfu_ratio = utilization(plan, lane, accumulation_steps, step_s)
     samples_per_s = global_batch / step_s if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(
@@ -497,17 +459,13 @@ def _answered(
         batch_per_gpu=even,
         batches=batches,
         global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
+        accumulation_steps=request.accumulation_steps,
         strategy=plan.members.table.strategy_text,
         precision=graph.precision,
         optimizer=graph.optimizer,
         step_time_s=step_s,
-        low_s=step_s / spread,
-        high_s=step_s * spread,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        mfu_ratio=mfu_ratio,
-        hfu_ratio=hfu_ratio,
         peak_memory_bytes=memory.total_bytes,
         memory=memory,
         fits=FITS[fits_code(used_ratio, graph.knows_activations)],

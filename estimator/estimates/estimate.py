@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from estimator.coefficients import Z_80
+from estimator.coefficients import Z_80, Coefficients
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.estimates.request import EstimateRequest
@@ -103,8 +103,6 @@ class Estimate:
     The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases. `batches`
     are samples per rank and micro-batch, one for each group of the allocation; `batch_per_gpu` is
     the same if all groups have the same, else None. Both are None for a fixed-batch graph.
-    `mfu_ratio` and `hfu_ratio` are the shares of the devices' dense peak that go into the model's
-    FLOPs, and into these and those computed again; `graph.utilization` says what is counted.
     `layout` is that of ranks which share layers; None where all are data-parallel.
 
     >>> import estimator as est, torch
@@ -125,18 +123,14 @@ class Estimate:
     precision: str
     optimizer: str
     step_time_s: float
-    low_s: float
-    high_s: float
     samples_per_s: float | None
     tokens_per_s: float | None
-    mfu_ratio: float | None
-    hfu_ratio: float | None
     peak_memory_bytes: int
     memory: PeakMemory
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown[float]
     op_time_in_grid_ratio: float
-    # What the rest was worked out from: answers that say the same are equal.
+    # What the rest is worked out from, much of it when it is read.
     plan: StepPlan = field(compare=False)
     answer: StepAnswer = field(compare=False)
     # Where ranks hold stages, the passes of all; `plan` is then that of the longest stage.
@@ -144,6 +138,10 @@ class Estimate:
     layout: str | None = None
     # What it answers; of an estimate that was pickled, as little as of its plan.
     request: EstimateRequest = field(compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        # Answers that say the same are equal.
+        return isinstance(other, Estimate) and self.to_dict() == other.to_dict()
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -160,6 +158,36 @@ class Estimate:
         own = {item.name: getattr(self, item.name) for item in fields(self)}
         left = {"plan": facts, "request": facts, "answer": None, "pipeline": None}
         return partial(Estimate, **(own | left)), ()
+
+    @property
+    def low_s(self) -> float:
+        """The lower bound of the step time."""
+        return self.step_time_s / self.interval_ratio
+
+    @property
+    def high_s(self) -> float:
+        """The upper bound of the step time."""
+        return self.step_time_s * self.interval_ratio
+
+    @property
+    def interval_ratio(self) -> float:
+        """What the bounds are off by, as a factor."""
+        return self._told("interval_ratio", _interval_ratio)
+
+    @property
+    def mfu_ratio(self) -> float | None:
+        """The share of the devices' dense peak that goes into the model's FLOPs."""
+        return self.utilization[0]
+
+    @property
+    def hfu_ratio(self) -> float | None:
+        """The same with what is computed again."""
+        return self.utilization[1]
+
+    @property
+    def utilization(self) -> tuple[float, float] | tuple[None, None]:
+        """(MFU, HFU), None where no peak is known; `graph.utilization` says what is counted."""
+        return self._told("utilization", _utilization)
 
     @property
     def bottleneck(self) -> str:
@@ -249,6 +277,7 @@ class Estimate:
 
 _NOT_PLAIN = {"plan", "answer", "pipeline", "request", "allocation", "breakdown", "memory"}
 _PLAIN = [item.name for item in fields(Estimate) if item.name not in _NOT_PLAIN]
+_PLAIN += ["low_s", "high_s", "mfu_ratio", "hfu_ratio"]
 _PLAIN += ["mode", "input_remedy", "spare_memory_bytes"]
 
 
@@ -261,6 +290,8 @@ def _plain(numbers: Breakdown[float] | PeakMemory | DeviceMemory) -> dict[str, A
 class PlanFacts:
     """What is said of a plan in an estimate that was pickled without it."""
 
+    interval_ratio: float
+    utilization: tuple[float, float] | tuple[None, None]
     bottleneck: str
     bottleneck_link: str | None
     device_memory: DeviceMemory
@@ -284,6 +315,14 @@ class PlanFacts:
             "an estimate that was pickled has no timeline, request or plan; estimate again where "
             "they are needed"
         )
+
+
+def _interval_ratio(answer: Estimate) -> float:
+    coefficients, loader = answer.plan.coefficients, answer.request.loader
+    error = coefficients.relative_error
+    if error is None:
+        error = engine_error(answer.answer, coefficients, loader)
+    return float(interval_ratio(error))
 
 
 def _input_remedy(answer: Estimate) -> str:
@@ -396,6 +435,22 @@ def relative_error(
     )
 
 
+def engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
+    """The relative error of a step by those of what the engine made it of."""
+    parts, slowest, waited = answer
+    return float(
+        relative_error(
+            parts,
+            slowest.lane,
+            coefficients.compute_ratio,
+            waited.relative_error if waited else 0.0,
+            waited.slower_s if waited else 0.0,
+            parts.total_s,
+            loader.relative_error if loader else 0.0,
+        )
+    )
+
+
 def interval_ratio(error: Any) -> Any:
     """What the bounds of the 80 % interval are off by, as a factor."""
     return exp(Z_80 * error)
@@ -425,26 +480,23 @@ def bottleneck_code(parts: Breakdown[Any]) -> Any:
     return code
 
 
-def utilization(
-    plan: StepPlan, pipelined: LaneCosts | None, accumulation_steps: int, step_s: float
-) -> tuple[float, float] | tuple[None, None]:
-    """(MFU, HFU): FLOPs of all ranks' forward and backward passes over the step and the sum of
-    their devices' dense peaks, whatever their batches; `pipelined` is the lane of a pipeline.
+def _utilization(answer: Estimate) -> tuple[float, float] | tuple[None, None]:
+    """FLOPs of all ranks' forward and backward passes over the step and the sum of their devices'
+    dense peaks, whatever their batches.
     """
-    if pipelined is not None:
-        peak_s = pipelined.model_peak_s, pipelined.hardware_peak_s
-    elif len(plan.kinds) == 1:
-        lane = plan.kinds[0].lane
+    plan, kinds = answer.plan, answer.plan.kinds
+    if answer.pipeline or len(kinds) == 1:
+        lane = answer.answer.slowest.lane
         peak_s = lane.model_peak_s, lane.hardware_peak_s
     else:
-        ranks = [0] * len(plan.kinds)
+        ranks = [0] * len(kinds)
         for number, count in zip(plan.members.kind_of, plan.placement.ranks_of, strict=True):
             ranks[number] += count
-        of_kinds = list(zip(plan.kinds, ranks, strict=True))
+        of_kinds = list(zip(kinds, ranks, strict=True))
         peak_s = at_peak_s(of_kinds, of_kinds)
     if math.isnan(peak_s[0]):
         return None, None
-    per_s = accumulation_steps / step_s
+    per_s = answer.accumulation_steps / answer.step_time_s
     return peak_s[0] * per_s, peak_s[1] * per_s
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ class Placement:
     """An allocation on its machines: groups of nodes in rank order; a host may come more than once.
 
     `kinds` are the unlike kinds of its nodes in the order in which ranks meet them, `kind_of` is
-    that of each group.
+    that of each group. `machines` are the types that it names, without a cluster.
     """
 
     allocation: Allocation
@@ -78,6 +78,7 @@ class Placement:
     ranks: int
     nodes: int
     hosted: tuple[NodeGroup, ...] = ()
+    machines: tuple[tuple[str, MachineProfile], ...] = ()
 
     @property
     def node_groups(self) -> tuple[NodeGroup, ...]:
@@ -142,17 +143,18 @@ def place(
     placements. Raises AllocationError, UnknownMachineError, ProfileError.
     """
     parsed = Allocation.parse(allocation)
+    known: _KnownNodes = {} if cache is None else cache.get("nodes", (), dict)
     if profile is not None and len({group.machine for group in parsed.groups} - {None}) > 1:
         raise AllocationError(
             f"'{parsed}' names several machine types, but one profile was given; leave it out"
         )
     if cluster is None:
-        return _on_machines(parsed, profile, cache)
-    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster, cache)
+        return _on_machines(parsed, profile, known)
+    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster, known)
 
 
 def _on_machines(
-    allocation: Allocation, profile: MachineProfile | None, cache: Cache | None
+    allocation: Allocation, profile: MachineProfile | None, known: _KnownNodes
 ) -> Placement:
     """Nodes of machine types on one switch; only unlike groups cost more than counting."""
     numbers: dict[tuple[str | None, int], int] = {}
@@ -169,7 +171,7 @@ def _on_machines(
             number = numbers[name, devices] = len(kinds)
             if name not in machines:
                 machine = profile or named_profile(_machine_name(group), now)
-                machines[name] = _nodes_of(machine, locality, cache)
+                machines[name] = _nodes_of(known, machine, locality)
             loads = machines[name]
             if devices > loads.most:
                 raise _too_many(allocation, loads.profile, devices)
@@ -188,6 +190,7 @@ def _on_machines(
         kind_of=tuple(kind_of),
         ranks=ranks,
         nodes=nodes,
+        machines=tuple([(name, loads.profile) for name, loads in machines.items() if name]),
     )
 
 
@@ -201,7 +204,7 @@ def _machine_name(group: DeviceGroup) -> str:
 
 
 def _on_hosts(
-    allocation: Allocation, node_groups: Sequence[NodeGroup], cluster: Cluster, cache: Cache | None
+    allocation: Allocation, node_groups: Sequence[NodeGroup], cluster: Cluster, known: _KnownNodes
 ) -> Placement:
     """Check that no host gives more devices than it has, and that hosts can reach each other."""
     on_host: dict[str | None, int] = {}
@@ -220,7 +223,7 @@ def _on_hosts(
         key = id(profile), cluster.nodes[host].uplink_bytes_per_s, node_group.slowdown_ratio
         if key not in unlike:
             network = network_in_cluster(profile, cluster, host)
-            unlike[key] = _nodes_of(profile, locality, cache, network, node_group.slowdown_ratio)
+            unlike[key] = _nodes_of(known, profile, locality, network, node_group.slowdown_ratio)
         kind = unlike[key][on_host[node_group.host]]
         if kind.nic_bytes_per_s is None and len(on_host) > 1:
             raise _no_network(allocation, node_group.host)
@@ -282,21 +285,27 @@ class _NodesByCount(dict[int, NodeKind]):
         return kind
 
 
+_KnownNodes = dict[tuple[Hashable, ...], _NodesByCount]
+# Kinds of machines, networks and speeds of which nodes are kept: more than any catalogue has.
+_MOST_KNOWN = 1024
+
+
 def _nodes_of(
+    known: _KnownNodes,
     profile: MachineProfile,
     locality: str,
-    cache: Cache | None,
     network: NodeNetwork | None = None,
     slowdown_ratio: float = 1.0,
 ) -> _NodesByCount:
     """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
-
-    def made() -> _NodesByCount:
-        return _NodesByCount(profile, locality, network, slowdown_ratio)
-
-    if cache is None:
-        return made()
-    return cache.get("nodes", (profile,), made, locality, network, slowdown_ratio)
+    key = id(profile), locality, network, slowdown_ratio
+    nodes = known.get(key)
+    if nodes is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        # Threads that ask at once get one object.
+        nodes = known.setdefault(key, _NodesByCount(profile, locality, network, slowdown_ratio))
+    return nodes
 
 
 def hop_locality(cluster: Cluster | None) -> str:

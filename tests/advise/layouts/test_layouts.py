@@ -23,7 +23,7 @@ from estimator.advise.layouts.search import (
     step_errors,
     why_slower,
 )
-from estimator.coefficients import Z_80
+from estimator.coefficients import Z_80, Coefficients
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import DEFAULT, Engine
 from estimator.estimates.estimate import MODEL_ERROR, Estimate
@@ -232,7 +232,6 @@ def test_kernels_of_one_family_cancel_and_other_sources_add_up() -> None:
 
 def test_a_narrow_interval_leaves_nothing_beside_its_sources() -> None:
     found = answer("dp=*")
-    ratio = math.exp(Z_80 * 0.001)
-    calibrated = replace(found, low_s=found.step_time_s / ratio, high_s=found.step_time_s * ratio)
-    errors = step_errors(calibrated)
+    plan = found.plan.under(Coefficients(relative_error=0.001))
+    errors = step_errors(replace(found, plan=plan))
     assert math.hypot(*errors.shared.values(), errors.own) == pytest.approx(0.001)
