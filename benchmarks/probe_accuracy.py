@@ -25,12 +25,12 @@ from testbed.network import testbed, unavailable_reason
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ring_between
-from estimator.placement.placement import nic_of
+from estimator.placement.placement import hop_locality, network_latency_s, nic_of
 from estimator.probe.devices.updates import fit_update
 from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, fit_line
 from estimator.probe.links.network import pair_link, time_pairs
 from estimator.probe.machine import probe_machine
-from estimator.timeline.collectives.costs import GroupCollective, network_latency_s
+from estimator.timeline.collectives.costs import GroupCollective
 from estimator.units import parse_bandwidth_bytes_per_s
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
@@ -81,7 +81,7 @@ def collective_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float
     for cost in profile.collectives:
         half = dataclasses.replace(profile, collectives=(halved(cost),))
         nic = nic_of(half, math.ceil(cost.group_size / cost.nodes))
-        ring = ring_between(cost, network_latency_s(half), nic, half)
+        ring = ring_between(cost, network_latency_s(half, hop_locality(None)), nic, half)
         model = GroupCollective.of(half, cost.op, ring)
         if model is not None and len(cost.points) >= 4:
             name = f"{cost.op}, {cost.backend}, {cost.group_size} ranks"

@@ -271,7 +271,7 @@ class _NodesByCount(dict[int, NodeKind]):
         self.profile, self.most = profile, len(profile.devices)
         self._network = network or network_of(profile)
         self._slowdown_ratio = slowdown_ratio
-        self._hop_latency_s = hop_latency_s(profile, locality)
+        self._hop_latency_s = network_latency_s(profile, locality)
 
     def __missing__(self, ranks_per_node: int) -> NodeKind:
         network = self._network
@@ -313,7 +313,7 @@ def hop_locality(cluster: Cluster | None) -> str:
     return "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
 
 
-def hop_latency_s(profile: MachineProfile, locality: str) -> float:
+def network_latency_s(profile: MachineProfile, locality: str) -> float:
     """One-way seconds of a hop between nodes; that of any locality where this one is unknown."""
     singles = [link for link in profile.network if link.flows == 1]
     near = [link for link in singles if link.locality == locality] or singles

@@ -18,7 +18,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import MOST_RANKS
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.mesh import ProcessGroup
-from estimator.placement.placement import hop_latency_s, hop_locality
+from estimator.placement.placement import hop_locality, network_latency_s
 from estimator.placement.topology import network_of, rates_by_ranks
 from estimator.timeline.plan import compiled_step
 from estimator.timeline.rank.program import RankClass, RankColumns, largest
@@ -74,7 +74,7 @@ class MachineTable:
             networks = [network_of(profile) for profile in self.profiles]
             # By the number of a machine and of ranks on a node; inf where that is unknown.
             self._rate = rates_by_ranks(networks, int(self.devices.max()))
-            latencies = [hop_latency_s(each, hop_locality(None)) for each in self.profiles]
+            latencies = [network_latency_s(each, hop_locality(None)) for each in self.profiles]
             self._latency_s = np.array([*latencies, 0.0])
         return np.array([*numbers, -1], dtype=np.intp)
 

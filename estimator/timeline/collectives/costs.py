@@ -25,9 +25,9 @@ from estimator.machines.profile import (
     Link,
     MachineProfile,
 )
-from estimator.machines.typical import achieved_latency_s, is_known_by_datasheet
+from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.mesh import ProcessGroup, carrier_of, ring_between
-from estimator.placement.placement import nic_of
+from estimator.placement.placement import hop_locality, network_latency_s, nic_of
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.algorithms import (
     PIPELINING,
@@ -124,24 +124,38 @@ _FURTHER_POINTS = 5
 class Corrections:
     """Measured over formula at the logarithms of the sizes that were measured, sizes rising.
 
-    `lines` are those of the formula for the measured group. `latency_s` is the part of the
-    measured times that passes beside the collective before, as far as that is not over half.
+    `lines` are those of the formula for the measured group, with `start_ratio` of its latencies.
+    `latency_s` is the part of the measured times that passes beside the collective before, as far
+    as that is not over half.
     """
 
     log_sizes: Array
     log_ratios: Array
     lines: tuple[Line, ...] = (Line(1.0, 0.0),)
     latency_s: float = 0.0
+    start_ratio: float = 1.0
 
     @classmethod
     def of(cls, cost: CollectiveCost, lines: tuple[Line, ...], kind: DeviceKind) -> Corrections:
         """Those of a measured group whose formula is `lines`."""
         measured_sizes, measured_s = np.array(monotone(cost.points)).T
         beta = min(line.beta_s_per_byte for line in lines)
+        start_ratio = 1.0
+        if kind == "cpu" and cost.spans_nodes:
+            start_ratio = _start_ratio(measured_sizes[0], measured_s[0], lines[0])
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
-        formula_s = fastest_s(powers(sizes), as_array(lines))
-        latency_s = _latency_s(cost, kind)
-        return cls(np.log(sizes), np.log(seconds / formula_s), lines=lines, latency_s=latency_s)
+        formula_s = fastest_s(powers(sizes) * _of_terms(start_ratio), as_array(lines))
+        return cls(
+            np.log(sizes),
+            np.log(seconds / formula_s),
+            lines=lines,
+            latency_s=_latency_s(cost, kind),
+            start_ratio=start_ratio,
+        )
+
+    def factors(self, sizes_bytes: Array) -> Array:
+        """What the terms of a group's line are multiplied by for each size: (sizes, 3)."""
+        return self.at(sizes_bytes)[:, None] * powers(sizes_bytes) * _of_terms(self.start_ratio)
 
     def at(self, sizes_bytes: Array) -> Array:
         """Interpolated on logarithms, constant beyond both ends."""
@@ -150,11 +164,27 @@ class Corrections:
 
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
-        measured_s = fastest_s(powers(sizes_bytes), as_array(self.lines)) * self.at(sizes_bytes)
+        measured_s = fastest_s(self.factors(sizes_bytes), as_array(self.lines))
         return np.asarray(np.minimum(self.latency_s / measured_s, 0.5))
 
 
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
+
+
+def _of_terms(start_ratio: float) -> Array:
+    """What the terms of a line are multiplied by where its latencies are."""
+    return np.array([start_ratio, 1.0, math.sqrt(start_ratio)])
+
+
+def _start_ratio(size_bytes: float, seconds: float, line: Line) -> float:
+    """How long the smallest collective of gloo waited, over what messages say of its hops.
+
+    Now and then a message between nodes takes a time slice of the scheduler more, and a hop timed
+    so says nothing of how long links are busy: one ratio for both would take a part of that away
+    from groups over slower links.
+    """
+    busy_s = line.beta_s_per_byte * size_bytes
+    return max(seconds - busy_s, 0.0) / line.alpha_s if line.alpha_s else 1.0
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -379,10 +409,8 @@ class SizedCollective:
         some = sizes_bytes > 0
         sizes = np.where(some, sizes_bytes, 1.0)
         scale = np.broadcast_to(weights, some.shape) * some
-        found = np.array([each.at(sizes) for each in corrections])
-        at_sizes = found.reshape(len(corrections), len(sizes)) * scale
         # For every reference and size, the factors of a line's three terms.
-        self.factors = at_sizes[:, :, None] * powers(sizes)
+        self.factors = np.array([each.factors(sizes) for each in corrections]) * scale[:, None]
         # Equal buffers, as those of equal blocks, take as long as each other.
         _, first, place = np.unique(sizes + 1j * scale, return_index=True, return_inverse=True)
         self._place: Indices | None = place if len(first) < len(sizes) else None
@@ -526,7 +554,10 @@ def _reference(
 ) -> MeasuredReference:
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
     nic = nic_of(profile, math.ceil(cost.group_size / cost.nodes))
-    ring = ring_between(cost, network_latency_s(profile), nic, profile, cluster)
+    # Its hops are as long as those of other groups there.
+    is_there = cluster is not None and cluster.nodes.keys() >= set(cost.hosts)
+    locality = hop_locality(cluster if is_there else None)
+    ring = ring_between(cost, network_latency_s(profile, locality), nic, profile, cluster)
     links = inner[min(ring.per_node, len(inner) - 1)]
     lines = lines_of(cost.op, ring, links, profile.kind)
     corrections = Corrections.of(cost, lines, profile.kind)
@@ -543,9 +574,3 @@ def _reference(
             for window_s, points in sorted(blocking.items())
         ),
     )
-
-
-def network_latency_s(profile: MachineProfile) -> float:
-    """One-way seconds between neighbouring nodes: the nearest locality measured; 0 if unknown."""
-    singles = [link for link in profile.network if link.flows == 1]
-    return min((achieved_latency_s(link, profile.kind) for link in singles), default=0.0)

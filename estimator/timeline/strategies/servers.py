@@ -25,6 +25,7 @@ from estimator.graph.memory.step import Update
 from estimator.kernels.durations import costed
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
+from estimator.placement.placement import hop_locality, network_latency_s
 from estimator.placement.topology import Cluster, network_of, rates_by_ranks
 from estimator.timeline.collectives.algorithms import Line
 from estimator.timeline.collectives.costs import (
@@ -34,7 +35,6 @@ from estimator.timeline.collectives.costs import (
     CollectiveModel,
     Lookup,
     SizedCollective,
-    network_latency_s,
 )
 from estimator.timeline.rank.lanes import host_links
 from estimator.timeline.rank.rules import DP, Groups, Ranks, rules_for
@@ -95,7 +95,9 @@ class ServerCosts:
         self._networks = [network_of(profile) for profile in profiles]
         most = max((len(profile.devices) for profile in profiles), default=0)
         self._sent = rates_by_ranks(self._networks, most)
-        self._latency_s = Lookup([network_latency_s(profile) for profile in profiles])
+        self._latency_s = Lookup(
+            [network_latency_s(each, hop_locality(cluster)) for each in profiles]
+        )
         self._whole_bytes = float(rules.bucket_bytes.sum())
         self._local = None
         if strategy.local and self._whole_bytes:

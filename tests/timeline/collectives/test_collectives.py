@@ -111,6 +111,46 @@ def test_an_unmeasured_group_is_scaled_as_a_ring_of_all_reduces(op: CollectiveNa
     assert model.time_s(1e8) == pytest.approx(6 / 2 * 1e-4 + 0.1 * 1.5)
 
 
+def test_a_hop_that_was_timed_too_long_takes_nothing_off_a_slower_link() -> None:
+    # Messages say 3 ms a hop; two ranks at 1 GB/s took 0.4 ms and 1 ns for each byte.
+    profile = over_network(hop_s=3e-3, points=tuple((s, 4e-4 + s * 1e-9) for s in (1e3, 1e6, 4e6)))
+    slower = ProcessGroup(ranks=2, nodes=2, per_node=1, bytes_per_s=0.25e9, latency_s=3e-3)
+    model = GroupCollective.of(profile, "all_reduce", slower)
+    for size in (1e3, 1e6, 4e6, 25e6):
+        assert model.time_s(size) == pytest.approx(4e-4 + size * 4e-9, rel=1e-9)
+    # 2 → 4 ranks: 1 → 1.5 buffers on the wire, 2 → 6 rounds of what they took, not of the hops.
+    more = replace(slower, ranks=4, nodes=4)
+    model = GroupCollective.of(profile, "all_reduce", more)
+    assert model.time_s(4e6) == pytest.approx(3 * 4e-4 + 1.5 * 4e6 * 4e-9, rel=1e-9)
+
+
+def test_a_measured_group_had_hops_as_long_as_others_of_its_cluster() -> None:
+    # Between racks a hop takes 2 ms, within one 0.1 ms; a group of both takes what it took.
+    profile = over_network(hop_s=1e-4, points=((1e3, 8e-3), (1e6, 2.1e-2)))
+    far = replace(profile.network[0], locality="cluster", latency_s=2e-3)
+    cost = replace(profile.collectives[0], group_size=4, nodes=4, hosts=("a1", "a2", "b1", "b2"))
+    profile = replace(profile, network=(*profile.network, far), collectives=(cost,))
+    group = whole_group(
+        place("+".join(f"{host}[0]" for host in cost.hosts), cluster=cluster(), profile=profile)
+    )
+    model = GroupCollective.of(profile, "all_reduce", group, cluster=cluster())
+    assert [model.time_s(size) for size, _ in cost.points] == pytest.approx([8e-3, 2.1e-2])
+
+
+def over_network(hop_s: float, points: tuple[tuple[float, float], ...]) -> MachineProfile:
+    """One device a node, at 1 GB/s; what all-reduces over two nodes take."""
+    profile = _profile(*points)
+    link = Link(
+        kind="tcp",
+        locality="rack",
+        latency_s=hop_s,
+        bandwidth_bytes_per_s=1e9,
+        provenance=MEASURED,
+    )
+    cost = replace(profile.collectives[0], nodes=2)
+    return replace(profile, network=(link,), collectives=(cost,))
+
+
 def test_what_was_never_measured_has_no_cost() -> None:
     assert GroupCollective.of(_profile((1e6, 1e-3)), "broadcast", one_node(2)) is None
 
