@@ -28,7 +28,7 @@ from estimator.probe.devices.calls import (
 )
 from estimator.probe.devices.interference import SHARED_GPU_RATIO
 from estimator.probe.devices.inventory import read_cpu, torch_sees_cuda
-from estimator.probe.devices.jobs import Emit, canary_s, run_job
+from estimator.probe.devices.jobs import Emit, canary_s, has_cores_of, run_job
 from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.devices.updates import TORCH_OPTIMIZERS, optimizer_of
 from estimator.probe.grid.kernels import float32_matmuls, noise_ratio
@@ -106,8 +106,8 @@ def replay(
         while True:
             started = time.monotonic()
             spent_s = started - begin
-            quiet = len(quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio))
-            if _is_enough(len(canaries) - _WARM_UPS, quiet, spent_s / budget_s):
+            quiet = quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio)
+            if _is_enough(len(canaries) - _WARM_UPS, len(quiet), spent_s / budget_s):
                 break
             # The first pass loads kernels and asks libraries for algorithms: seconds, on a GPU.
             if len(canaries) > 1 and budget_s - spent_s < last_s:
@@ -118,11 +118,9 @@ def replay(
             last_s = time.monotonic() - started
             emit({"fraction": min(len(canaries) / (_WARM_UPS + _MOST_PASSES), 1.0)})
     steady = canaries[_WARM_UPS:] or canaries
-    quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s, disturbed_ratio)
-    answer: dict[str, Any] = {"timings": step.summary(quiet_only), "skipped": step.skipped()}
+    answer: dict[str, Any] = {"timings": step.summary(quiet), "skipped": step.skipped()}
     if steady:
-        are_enough = len(quiet_only) >= _LEAST_PASSES
-        counted = [steady[number] for number in quiet_only] if are_enough else steady
+        counted = [steady[number] for number in quiet] if len(quiet) >= _LEAST_PASSES else steady
         answer["canary_s"] = statistics.median(counted)
     emit(answer)
 
@@ -170,31 +168,27 @@ class TimedStep:
     def run(self) -> bool:
         """One pass; False if the time was over before its end."""
         live: dict[int, Any] = dict(self.made)
-        current: list[Any] = [None]
-        position = 0
+        position, ready, made = 0, self._arguments(0, live), None
+
+        def call(_: int) -> None:
+            nonlocal made
+            made = self._call(self.ops[position][0], ready)
+
+        def after(_: int) -> None:
+            nonlocal position, ready, made
+            outputs, made, ready = output_tensors(made), None, None
+            self._settle(self.ops[position], live, outputs)
+            position += 1
+            ready = self._arguments(position, live)
+
         while position < len(self.ops):
             if time.monotonic() >= self.end:
                 return False
             # Between two looks at the clock; a flight of a CUDA device holds no more calls anyway.
-            count = min(64, len(self.ops) - position)
-            ready = [self._arguments(position, live)]
-
-            def call(
-                offset: int, first: int = position, ready: list[_Arguments | None] = ready
-            ) -> None:
-                current[0] = self._call(self.ops[first + offset][0], ready[0])
-
-            def after(
-                offset: int, first: int = position, ready: list[_Arguments | None] = ready
-            ) -> None:
-                ready[0] = None
-                self._settle(self.ops[first + offset], live, current)
-                ready[0] = self._arguments(first + offset + 1, live)
-
+            first, count = position, min(64, len(self.ops) - position)
             seconds = self.backend.time_calls(call, repeats=count, after=after, once=True)
-            for offset, second in enumerate(seconds):
-                self.samples[position + offset].append(second)
-            position += count
+            for samples, second in zip(self.samples[first:position], seconds, strict=True):
+                samples.append(second)
         if self.update is not None:
             self.update.run(live)
         return True
@@ -220,15 +214,13 @@ class TimedStep:
             self.failed[index] = str(error).splitlines()[0][:_REASON_LENGTH]
             return None
 
-    def _settle(self, row: Sequence[Any], live: dict[int, Any], current: list[Any]) -> None:
+    def _settle(self, row: Sequence[Any], live: dict[int, Any], made: Sequence[Any]) -> None:
         """Name the outputs, make those that did not come, let go what is not read again."""
         index, _, _, outputs, freed = row
-        settled = output_tensors(current[0])
-        current[0] = None
         specs = self.calls[index].outputs
         for place, value in enumerate(outputs):
-            if place < len(settled):
-                live[value] = settled[place]
+            if place < len(made):
+                live[value] = made[place]
             else:
                 live[value] = make_tensor(specs[place], "activation", 0, 0, self.backend.device)
         for value in freed:
@@ -415,14 +407,10 @@ def _check_machine(graph: OpGraph, profile: MachineProfile) -> None:
             f"{profile.name} describes a {device.name}, and torch finds no GPU here; operators can "
             "only be timed on the machine at hand"
         )
-    here = read_cpu()
-    described = profile.hardware.get("cpu")
-    if device.kind == "cpu" and (
-        described != here.model or not set(device.cores) <= set(here.cores)
-    ):
+    if device.kind == "cpu" and not has_cores_of(profile):
         raise ProbeError(
-            f"{profile.name} describes a machine with {described}, and this one has {here.model}; "
-            "operators can only be timed on the machine at hand"
+            f"{profile.name} describes a machine with {profile.hardware.get('cpu')}, and this one "
+            f"has {read_cpu().model}; operators can only be timed on the machine at hand"
         )
 
 

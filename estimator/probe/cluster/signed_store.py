@@ -220,11 +220,6 @@ def listen(place: Place) -> socket.socket:
     )
 
 
-def prefix_of(place: Place) -> str:
-    """Where in the store the messages of this launch stand."""
-    return f"estimator/{place.attempt}"
-
-
 def open_session(place: Place, timeout_s: float) -> SignedStore:
     """The store of this run, which rank 0 serves where the launcher does not; raises ProbeError."""
     serves = place.rank == 0 and not place.has_store
@@ -243,7 +238,7 @@ def session_of(store: Any, place: Place, timeout_s: float) -> SignedStore:
     That others hear this run's and no earlier one shows in rank 0's answer to a number of theirs.
     Raises ProbeError where rank 0 has another secret than they, or says nothing so long.
     """
-    own = dist.PrefixStore(prefix_of(place), store)
+    own = dist.PrefixStore(f"estimator/{place.attempt}", store)
     launch, nonce = SignedStore(own, Signer(place.secret)), None
     if place.rank == 0:
         nonce = secrets.token_hex(16)

@@ -14,11 +14,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from estimator.machines.profile import (
-    CollectiveCost,
-    CollectiveName,
-    DeviceKind,
-)
+from estimator.machines.profile import CollectiveName, DeviceKind
 from estimator.placement.mesh import carrier_of
 from estimator.probe.cluster.findings import (
     ClusterFindings,
@@ -38,10 +34,7 @@ from estimator.probe.links.collectives import (
     shape_costs,
     time_collectives,
 )
-from estimator.probe.links.copies import (
-    MESSAGE_SIZES_BYTES,
-    typical_link,
-)
+from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, typical_link
 from estimator.probe.links.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
@@ -416,7 +409,7 @@ def beside_compute(group: Group, plan: ProbePlan, seconds: float) -> str:
     groups = list(dict.fromkeys((world.firsts[:2], next(shapes(world)))))
     planned_s = MEASURING_RATIO * seconds / len(groups)
     for ranks in groups:
-        cases = group.agreed(_overlap_cases(_cost_of(plan, world.hosts(ranks)), planned_s))
+        cases = group.agreed(_overlap_cases(plan, world.hosts(ranks), planned_s))
         if not cases:
             words = shape_words(world, ranks)
             return f"{words}: the links are too slow to do it in time; use a larger --budget"
@@ -442,13 +435,12 @@ def measure_overlaps(
     plan.keep()
 
 
-def _cost_of(plan: ProbePlan, hosts: Sequence[str]) -> CollectiveCost | None:
-    costs = [cost for cost in plan.findings.collectives if cost.op == "all_reduce"]
-    return next((cost for cost in costs if cost.hosts == hosts), None)
-
-
-def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[int, int]]:
+def _overlap_cases(
+    plan: ProbePlan, hosts: Sequence[str], planned_s: float
+) -> list[tuple[int, int]]:
     """(bytes, all-reduces in flight) that fit: the largest size, then two of it, then 1 MiB."""
+    costs = [cost for cost in plan.findings.collectives if cost.op == "all_reduce"]
+    cost = next((cost for cost in costs if cost.hosts == hosts), None)
     if cost is None:
         return []
 

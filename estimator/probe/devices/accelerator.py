@@ -8,10 +8,8 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.probe.devices.backend import Backend
-from estimator.probe.devices.inventory import clock_facts, nvml_answer
+from estimator.probe.devices.inventory import Fact, clock_facts, nvml_answer
 from estimator.probe.devices.jobs import Emit
-
-Fact = str | int | float | bool | None
 
 _SIDE = 8192
 # Work queued at once is some tens of milliseconds; the driver answers in less than one.
@@ -37,12 +35,8 @@ def device_facts(torch: Any, index: int) -> dict[str, Fact]:
         "compute_capability": f"{found.major}.{found.minor}",
         "cuda_version": str(torch.version.cuda),
         "cudnn_version": torch.backends.cudnn.version(),
-        "nccl_version": _joined(torch.cuda.nccl.version()),
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())),
     }
-
-
-def _joined(version: Any) -> str:
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def half_attention(torch: Any, device: Any) -> str:

@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,8 @@ class CudaBackend:
             host_s = self._clock() - begin
             self.synchronize()
         seconds: list[float] = []
-        for flight in _flights(repeats):
+        for first in range(0, repeats, _CALLS_PER_FLIGHT):
+            flight = range(first, min(repeats, first + _CALLS_PER_FLIGHT))
             flown, issued_s = self._fly(call, flight, host_s, before, after)
             seconds += flown
             if once:
@@ -326,21 +327,9 @@ def square_matmul(backend: Backend, side: int) -> Callable[[int], object]:
     return lambda _: torch.mm(left, right, out=out)
 
 
-def _flights(count: int) -> Iterator[range]:
-    for first in range(0, count, _CALLS_PER_FLIGHT):
-        yield range(first, min(count, first + _CALLS_PER_FLIGHT))
-
-
 def open_backend(kind: str, index: int | None = None) -> Backend:
     """The backend of one device, by default the current one; raises ProbeError without a GPU."""
     return CudaBackend(index) if kind == "cuda" else CpuBackend()
-
-
-def _libc() -> Any:
-    try:
-        return ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
 
 
 def keep_memory_resident() -> bool:
@@ -349,11 +338,10 @@ def keep_memory_resident() -> bool:
     Without mmap and without trimming every block comes from the heap, and stays there once touched.
     False where the allocator is not glibc's, or is told otherwise by the environment.
     """
-    libc = _libc()
-    if libc is None or not hasattr(libc, "mallopt") or allocator_name() != "glibc":
+    if allocator_name() != "glibc":
         return False
     return all(
-        libc.mallopt(option, value) == 1
+        ctypes.CDLL(None).mallopt(option, value) == 1
         for option, value in (
             (_M_MMAP_MAX, 0),
             (_M_TRIM_THRESHOLD, -1),

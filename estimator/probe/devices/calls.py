@@ -158,12 +158,6 @@ def tensor(
     return TensorSpec(shape, dtype, strides)
 
 
-def channels_innermost(batch: int, channels: int, side: int) -> TensorSpec:
-    """Square images in channels-last layout."""
-    strides = (channels * side * side, 1, side * channels, channels)
-    return tensor(batch, channels, side, side, strides=strides)
-
-
 _MARKS = {option.name for option in fields(GridCall)} - {"call"}
 
 

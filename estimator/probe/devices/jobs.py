@@ -42,12 +42,18 @@ def slowdown_ratio(profile: MachineProfile) -> float | None:
     None where this process cannot tell: the profile is of GPUs or of another machine, or has no
     canary.
     """
-    cores, cpu = profile.devices[0].cores, read_cpu()
-    is_here = profile.hardware.get("cpu") == cpu.model and set(cores) <= set(cpu.cores)
-    if not hasattr(os, "sched_setaffinity") or profile.canary_s is None or not cores or not is_here:
+    cores = profile.devices[0].cores
+    can_pin = bool(cores) and hasattr(os, "sched_setaffinity")
+    if not can_pin or profile.canary_s is None or not has_cores_of(profile):
         return None
     with pinned(cores, threads=len(cores)):
         return canary_s(CpuBackend()) / profile.canary_s
+
+
+def has_cores_of(profile: MachineProfile) -> bool:
+    """Whether the cores of a profile's first device are here, of the CPU that it describes."""
+    cpu, cores = read_cpu(), profile.devices[0].cores
+    return profile.hardware.get("cpu") == cpu.model and set(cores) <= set(cpu.cores)
 
 
 Emit = Callable[[dict[str, Any]], None]

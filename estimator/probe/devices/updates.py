@@ -83,7 +83,9 @@ def measure_updates(
     end = time.monotonic() + budget_s
     skipped: list[str] = []
     quickest: dict[tuple[str, str], _Times] = {}
-    evict = _eviction(backend)
+    # What puts the caches of a CPU into the state in which forward and backward leave them. A GPU
+    # runs an update of few parameters as long as it launches, and reads all others anew.
+    evict = TensorSource(backend).flush if backend.kind == "cpu" else lambda: None
     order = _order(backend.kind)
     first = [pair for pair in order if pair[1] == default_form(backend.kind)]
     again = first if backend.kind == "cpu" else order[:_OFTEN_USED]
@@ -203,14 +205,6 @@ def _step_s(
         return (both_s,)
     device_s = statistics.median(backend.time_calls(lambda _: stepper.step(), repeats=_FLIGHT))
     return both_s, statistics.median(issued), device_s
-
-
-def _eviction(backend: Backend) -> Evict:
-    """What puts the caches of a CPU into the state in which forward and backward leave them.
-
-    A GPU runs an update of few parameters as long as it launches, and reads all others anew.
-    """
-    return TensorSource(backend).flush if backend.kind == "cpu" else lambda: None
 
 
 def fit_update(

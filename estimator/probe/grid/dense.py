@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from estimator.machines.profile import DeviceKind
-from estimator.probe.devices.calls import GridCall, channels_innermost, grid_call, tensor
+from estimator.probe.devices.calls import GridCall, grid_call, tensor
 from estimator.probe.grid.tables import sizes
 from estimator.tensors import TensorSpec
 
@@ -40,7 +41,7 @@ def _convolution(
     shape: tuple[int, ...], *, gradient: bool, bias: bool, channels_last: bool
 ) -> GridCall:
     batch, channels, side, filters, kernel, stride, groups = shape
-    images = channels_innermost if channels_last else _images
+    images = partial(_images, channels_last=channels_last)
     padding = 0 if stride == kernel else kernel // 2
     out = (side + 2 * padding - kernel) // stride + 1
     weight = tensor(filters, channels // groups, kernel, kernel)
@@ -52,8 +53,9 @@ def _convolution(
     )
 
 
-def _images(batch: int, channels: int, side: int) -> TensorSpec:
-    return tensor(batch, channels, side, side)
+def _images(batch: int, channels: int, side: int, *, channels_last: bool = False) -> TensorSpec:
+    strides = (channels * side * side, 1, side * channels, channels) if channels_last else None
+    return tensor(batch, channels, side, side, strides=strides)
 
 
 def _upward(shape: tuple[int, ...], *, gradient: bool) -> GridCall:

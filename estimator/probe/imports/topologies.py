@@ -102,11 +102,6 @@ def _check_one_node(root: Element, gpus: Sequence[_Device]) -> None:
         )
 
 
-def _transfers(pci: Element) -> float:
-    match = re.match(r"([\d.]+) GT/s", pci.get("link_speed", ""))
-    return float(match[1]) if match else 0.0
-
-
 def _peer_path(gpu: _Device, other: _Device) -> Route:
     direct = {link.get("target"): link for link in gpu.element.iter("nvlink")}
     if other.busid in direct:
@@ -160,7 +155,8 @@ def _pcie_bytes_per_s(pci: Element) -> float:
     # NCCL takes 3.0 x16 for what a virtual machine does not say (src/graph/topo.cc); of 130 bits
     # 128 are data (PCI-SIG).
     width = int(pci.get("link_width", "0")) or 16
-    return (_transfers(pci) or 8.0) * 1e9 * width * 128 / 130 / 8
+    speed = re.match(r"([\d.]+) GT/s", pci.get("link_speed", ""))
+    return (float(speed[1] if speed else 0) or 8.0) * 1e9 * width * 128 / 130 / 8
 
 
 def _line_rate(kind: LinkKind, locality: Locality, rate: float, ring_devices: int | None) -> Link:

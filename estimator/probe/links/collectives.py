@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from estimator.machines.profile import CollectiveCost, CollectiveName, Provenance
-from estimator.probe.links.copies import Pace, RankTimer, fit_line
+from estimator.machines.profile import CollectiveCost, CollectiveName
+from estimator.probe.links.copies import Pace, RankTimer, fit_line, measured_now
 from estimator.units import KIB, MIB
 
 # From DDP's smallest buckets to its largest, its default of 25 MiB among them.
@@ -382,11 +382,9 @@ def collective_cost(
         points=points,
         latency_s=line.latency_s,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
-        provenance=Provenance(
-            source="measured",
-            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            samples=sum(len(times) for times in seconds.values()),
-            relative_error=line.relative_error,
+        provenance=measured_now(
+            sum(map(len, seconds.values())),
+            line.relative_error,
             note=f"{note} from the last rank's entry to the last rank's end",
         ),
     )

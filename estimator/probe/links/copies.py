@@ -189,7 +189,7 @@ class Pace:
         return max(fewest, min(_MOST_REPEATS_OF_SIZES, math.floor(own_s / max(call_s, 1e-6))))
 
 
-COPY_SIZES_BYTES = tuple(4 * KIB * 8**power for power in range(6))  # 4 KiB to 128 MiB
+_COPY_SIZES_BYTES = tuple(4 * KIB * 8**power for power in range(6))  # 4 KiB to 128 MiB
 MESSAGE_SIZES_BYTES = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 50
 _WARM_UPS = 2
@@ -222,13 +222,15 @@ def link_from(
         pinned=pinned,
         flows=flows,
         points=medians,
-        provenance=Provenance(
-            source="measured",
-            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            samples=len(points),
-            relative_error=line.relative_error,
-            note=note,
-        ),
+        provenance=measured_now(len(points), line.relative_error, note=note),
+    )
+
+
+def measured_now(samples: int, relative_error: float, *, note: str = "") -> Provenance:
+    """The provenance of a number that was measured just now."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return Provenance(
+        source="measured", at=at, samples=samples, relative_error=relative_error, note=note
     )
 
 
@@ -292,7 +294,6 @@ def host_copies(
     *,
     meet: Callable[[], None],
     budget_s: float,
-    sizes_bytes: Sequence[int] = COPY_SIZES_BYTES,
 ) -> list[dict[str, Any]]:
     """Host-to-device and device-to-host samples, pinned and pageable, through `backend`'s clock.
 
@@ -303,12 +304,12 @@ def host_copies(
     cases = list(itertools.product(("h2d", "d2h"), (True, False)))
     for kind, pinned in cases:
         points: Points = []
-        for size in sizes_bytes:
+        for size in _COPY_SIZES_BYTES:
             there = torch.ones(size, dtype=torch.uint8, device=backend.device)
             here = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
             target, source = (there, here) if kind == "h2d" else (here, there)
             meet()
-            slice_s = budget_s / len(cases) / len(sizes_bytes)
+            slice_s = budget_s / len(cases) / len(_COPY_SIZES_BYTES)
             points += _time_copy(backend, target, source, size, slice_s)
         links.append({"kind": kind, "pinned": pinned, "points": points})
     return links
@@ -334,9 +335,9 @@ def time_peer_copies(indices: Sequence[int], *, budget_s: float) -> Iterator[dic
     for origin, goal in pairs:
         backend = open_backend("cuda", origin)
         points: Points = []
-        for size in COPY_SIZES_BYTES:
+        for size in _COPY_SIZES_BYTES:
             source = torch.ones(size, dtype=torch.uint8, device=f"cuda:{origin}")
             target = torch.ones(size, dtype=torch.uint8, device=f"cuda:{goal}")
-            slice_s = budget_s / len(pairs) / len(COPY_SIZES_BYTES)
+            slice_s = budget_s / len(pairs) / len(_COPY_SIZES_BYTES)
             points += _time_copy(backend, target, source, size, slice_s)
         yield {"from": origin, "to": goal, "points": points}

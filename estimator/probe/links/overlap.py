@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from estimator.machines.profile import OverlapCost, Provenance
+from estimator.machines.profile import OverlapCost
 from estimator.probe.devices.backend import open_backend, square_matmul
-from estimator.probe.links.copies import RankTimer
+from estimator.probe.links.copies import RankTimer, measured_now
 from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
@@ -58,11 +58,9 @@ def overlap_cost(
         in_flight=in_flight,
         exposed_ratio=max(0.0, exposed_ratio),
         collective_slowdown_ratio=slowest("beside_s") / alone_s,
-        provenance=Provenance(
-            source="measured",
-            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            samples=len(exposed),
-            relative_error=spread / max(abs(exposed_ratio), _LEAST_EXPOSED_RATIO),
+        provenance=measured_now(
+            len(exposed),
+            spread / max(abs(exposed_ratio), _LEAST_EXPOSED_RATIO),
             note=f"{in_flight} all-reduces of {size_bytes} bytes in flight",
         ),
     )

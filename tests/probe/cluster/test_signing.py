@@ -25,7 +25,6 @@ from estimator.probe.cluster.signed_store import (
     Signer,
     connect,
     listen,
-    prefix_of,
     session_of,
 )
 from estimator.probe.devices.ranks import run_on_devices
@@ -128,7 +127,7 @@ def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Pla
     first.post("order/0", {"members": []})
     assert second.read("order/0") == {"members": []}
     assert second.read("order/1") is None
-    raw = dist.PrefixStore(prefix_of(place), tcp_store)
+    raw = dist.PrefixStore("estimator/0", tcp_store)
     raw.set("order/1", raw.get("order/0"))
     assert second.read("order/1") is None
     assert second.forged == {"order/1"}
@@ -153,7 +152,7 @@ def test_what_is_posted_later_is_read_though_something_forged_was_there(
 ) -> None:
     place, tcp_store = served
     first = session_of(tcp_store, place, 1.0)
-    raw = dist.PrefixStore(prefix_of(place), tcp_store)
+    raw = dist.PrefixStore("estimator/0", tcp_store)
     SignedStore(raw, Signer(b"guessed")).post("order/0", "forged")
     assert first.read("order/0") is None
     # Another thread waits meanwhile, past what is forged.
