@@ -26,6 +26,7 @@ from estimator.machines.profile import (
     UpdateCost,
 )
 from estimator.probe.cluster.findings import ClusterFindings
+from estimator.probe.devices.inventory import Cpu
 from estimator.probe.devices.memory import cache_sizes
 from estimator.probe.devices.updates import fit_lanes, fit_update
 from estimator.probe.links.copies import link_from
@@ -190,11 +191,11 @@ class Findings:
             return None
         return InputCost(**self.input, provenance=self._measured(len(self.input)))
 
-    def memory_cost(self, hardware: Mapping[str, Any], device: Device) -> MemoryCost | None:
+    def memory_cost(self, cpu: Cpu, device: Device) -> MemoryCost | None:
         """None where neither touching nor reading was measured."""
         if not self.memory:
             return None
-        private, shared = cache_sizes(dict(hardware), device)
+        private, shared = cache_sizes(cpu, device)
         known = {name: value for name, value in self.memory.items() if name != "points"}
         known["reuse_points"] = tuple(map(tuple, known.get("reuse_points", ())))
         rates = [seconds / size for size, seconds in self.memory.get("points", ())]

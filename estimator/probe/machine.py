@@ -314,7 +314,7 @@ class _Probe:
             kernels=findings.kernel_costs(),
             contentions=findings.all_of("contentions"),
             host=findings.host_cost(self.devices[0].kind),
-            memory=findings.memory_cost(hardware, self.devices[0]),
+            memory=findings.memory_cost(self.cpu, self.devices[0]),
             input=findings.input_cost(),
             updates=tuple(findings.updates.values()),
             software=software_versions(self.devices[0]),

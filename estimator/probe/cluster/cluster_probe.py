@@ -371,7 +371,14 @@ def device_of(
     own = facts[rank]
     number, count, has_own_cores = numbered(facts, rank)
     if own["gpus"] and not on_cpu:
-        return _gpu_of([from_plain(Device, gpu) for gpu in own["gpus"]], number, count)
+        gpus = [from_plain(Device, gpu) for gpu in own["gpus"]]
+        # Where there is one alone, launchers show each rank its own (srun --gpus-per-task).
+        if len(gpus) > 1 and number >= len(gpus):
+            raise ProbeError(
+                f"{count} ranks were started on a node with {len(gpus)} GPUs; start at most "
+                f"{len(gpus)} there"
+            )
+        return gpus[number % len(gpus)]
     cpu = from_plain(Cpu, own["cpu"])
     named = base.devices[number].cores if base else ()
     if named and set(named) <= set(cpu.cores):
@@ -380,16 +387,6 @@ def device_of(
         cores = cpu.cores[: len(named) or None]
         return core_device(cpu, number, cores, memory_bytes=cpu.memory_bytes)
     return core_groups(cpu, count)[number]
-
-
-def _gpu_of(gpus: Sequence[Device], number: int, count: int) -> Device:
-    # Where there is one alone, launchers show each rank its own (srun --gpus-per-task).
-    if len(gpus) > 1 and number >= len(gpus):
-        raise ProbeError(
-            f"{count} ranks were started on a node with {len(gpus)} GPUs; start at most "
-            f"{len(gpus)} there"
-        )
-    return gpus[number % len(gpus)]
 
 
 def machine_words(facts: Mapping[str, Any], device: Device) -> str:
@@ -423,10 +420,7 @@ def members_of(
     Ranks that speak another version of this package are refused. Raises ProbeError where rank 0 is
     not among them, or a node has more ranks than the base profile has devices.
     """
-    refused: dict[str, str] = {}
-    for rank in range(world_size):
-        if reason := _refusal(facts, rank):
-            refused[str(rank)] = reason
+    refused = {str(rank): reason for rank in range(world_size) if (reason := _refusal(facts, rank))}
     accepted = {rank: facts[rank] for rank in sorted(facts) if str(rank) not in refused}
     members, base = list[Member](), request.base
     for rank, own in accepted.items():

@@ -21,7 +21,7 @@ from estimator.probe.cluster.discovery import VARIABLE, Place, is_loopback
 from estimator.units import MIB
 
 dist: Any = torch_distributed
-# The longest message is the profile of a machine, about a megabyte.
+# The longest message is what a rank says of every pair of some thousand nodes, some megabytes.
 MAX_MESSAGE_BYTES = 16 * MIB
 _DIGEST = "sha256"
 _MAC_CHARACTERS = 64

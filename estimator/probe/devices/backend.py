@@ -93,8 +93,7 @@ class CpuBackend:
         """Size of the cache that must be flushed before a read is cold."""
         from estimator.probe.devices.inventory import read_cpu
 
-        caches = read_cpu().cache_bytes
-        return max(caches.values(), default=32 << 20)
+        return max((size for size, _ in read_cpu().caches.values()), default=32 << 20)
 
     def warm_up(self, seconds: float) -> None:
         """Work until the clocks are where sustained work keeps them."""

@@ -23,16 +23,15 @@ class Cpu:
     """The processors this process may use.
 
     `numa_cores` lists one hardware thread per physical core: numeric kernels gain nothing from a
-    second thread on the same core. `cache_bytes` is by level, one instance each; `shared_cores`
-    tells how many hardware threads share an instance.
+    second thread on the same core. `caches` are (bytes, hardware threads that share them) of one
+    instance, by level.
     """
 
     model: str
     threads: int
     numa_cores: Mapping[int, tuple[int, ...]]
     memory_bytes: int
-    cache_bytes: Mapping[int, int] = field(default_factory=dict)
-    cache_shared_by: Mapping[int, int] = field(default_factory=dict)
+    caches: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -48,9 +47,9 @@ class Cpu:
             "numa_nodes": len(self.numa_cores),
             "memory_bytes": self.memory_bytes,
         }
-        for level, size in sorted(self.cache_bytes.items()):
+        for level, (size, shared_by) in sorted(self.caches.items()):
             facts[f"l{level}_cache_bytes"] = size
-            facts[f"l{level}_cache_shared_by_threads"] = self.cache_shared_by.get(level, 1)
+            facts[f"l{level}_cache_shared_by_threads"] = shared_by
         return facts
 
 
@@ -61,14 +60,12 @@ def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
     info = _read(root / "proc/cpuinfo")
     model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", info, re.MULTILINE)
     system = root / "sys/devices/system"
-    sizes, sharing = _read_caches(system / "cpu", min(usable))
     return Cpu(
         model=model.group(1).strip() if model else platform.processor() or platform.machine(),
         threads=len(usable),
         numa_cores=_read_numa(system, usable),
         memory_bytes=_memory_bytes(root),
-        cache_bytes=sizes,
-        cache_shared_by=sharing,
+        caches=_read_caches(system / f"cpu/cpu{min(usable)}/cache"),
     )
 
 
@@ -131,38 +128,22 @@ def parse_core_list(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def parse_cache_bytes(text: str) -> int:
-    """Read a cache size as /sys writes it, such as ``1024K``; 0 where there is none."""
-    match = re.fullmatch(r"\s*(\d+)([KMG]?)\s*", text)
-    if match is None:
-        return 0
-    return int(match.group(1)) << {"": 0, "K": 10, "M": 20, "G": 30}[match.group(2)]
-
-
-def _read_caches(cpus: Path, core: int) -> tuple[dict[int, int], dict[int, int]]:
-    sizes: dict[int, int] = {}
-    sharing: dict[int, int] = {}
-    for entry in sorted((cpus / f"cpu{core}/cache").glob("index*")):
-        if _read(entry / "type").strip() == "Instruction":
-            continue
-        level = _read(entry / "level").strip()
-        size = parse_cache_bytes(_read(entry / "size"))
-        if level.isdigit() and size:
-            sizes[int(level)] = size
-            sharing[int(level)] = len(parse_core_list(_read(entry / "shared_cpu_list"))) or 1
-    return sizes, sharing
+def _read_caches(folder: Path) -> dict[int, tuple[int, int]]:
+    caches: dict[int, tuple[int, int]] = {}
+    for entry in sorted(folder.glob("index*")):
+        level, size = _read(entry / "level").strip(), _read(entry / "size").strip()
+        # The kernel writes all sizes in KiB (drivers/base/cacheinfo.c).
+        if _read(entry / "type").strip() != "Instruction" and level.isdigit() and size[-1:] == "K":
+            sharing = parse_core_list(_read(entry / "shared_cpu_list"))
+            caches[int(level)] = int(size[:-1]) << 10, len(sharing) or 1
+    return caches
 
 
 def _read_numa(system: Path, usable: set[int]) -> dict[int, tuple[int, ...]]:
+    siblings = "topology/thread_siblings_list"
     first_threads = {
-        core
+        min(set(parse_core_list(_read(system / f"cpu/cpu{core}" / siblings))) & usable or {core})
         for core in usable
-        if core
-        == min(
-            set(parse_core_list(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list")))
-            & usable
-            or {core}
-        )
     }
     nodes: dict[int, tuple[int, ...]] = {}
     for folder in (system / "node").glob("node[0-9]*"):

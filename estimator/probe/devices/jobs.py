@@ -86,7 +86,6 @@ def run_job(
         f"{__name__}:work",
         {
             "kind": device.kind,
-            "index": device.index,
             "function": function,
             "arguments": {"budget_s": budget_s, **(arguments or {})},
             "prepares": prepares,
@@ -98,7 +97,7 @@ def run_job(
 
 def work(_rank: int, _world_size: int, job: Mapping[str, Any]) -> None:
     """What the pinned process does of `run_job`."""
-    backend = _opened(job["kind"], job["index"])
+    backend = _opened(job["kind"])
     if job["prepares"]:
         _prepare_once(backend)
     _call(job["function"], backend, **job["arguments"])

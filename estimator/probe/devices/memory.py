@@ -19,6 +19,7 @@ from typing import Any
 from estimator.machines.profile import Device
 from estimator.probe.devices.backend import Backend, allocator_text
 from estimator.probe.devices.calls import TensorSource
+from estimator.probe.devices.inventory import Cpu
 from estimator.probe.devices.jobs import Emit
 
 _TOUCHED_SIZES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
@@ -148,20 +149,16 @@ def _shares(seconds: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(shares, max))
 
 
-def cache_sizes(hardware: dict[str, Any], device: Device) -> tuple[int, int]:
+def cache_sizes(cpu: Cpu, device: Device) -> tuple[int, int]:
     """(private, shared) bytes of cache that one device can use alone.
 
     A core group's private cache is the second level of each of its cores, its shared one the last
     level, once per group of cores that share it.
     """
     cores = max(1, len(device.cores))
-    levels = [
-        (int(hardware[f"l{level}_cache_bytes"]), int(hardware[f"l{level}_cache_shared_by_threads"]))
-        for level in (2, 3, 4)
-        if hardware.get(f"l{level}_cache_bytes")
+    sizes = [
+        size * max(1, cores // shared_by)
+        for level, (size, shared_by) in sorted(cpu.caches.items())
+        if level > 1
     ]
-    if not levels:
-        return 0, 0
-    private, last = levels[0], levels[-1]
-    private_bytes = private[0] * max(1, cores // private[1])
-    return private_bytes, last[0] * max(1, cores // last[1]) if len(levels) > 1 else private_bytes
+    return (sizes[0], sizes[-1]) if sizes else (0, 0)

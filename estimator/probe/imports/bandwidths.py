@@ -259,10 +259,7 @@ def _device_names(body: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _host_links(cases: Mapping[str, Mapping[str, Any]], at: str) -> list[Link]:
-    links = []
-    latency_s = 0.0
-    if "host_device_latency_sm" in cases:
-        latency_s = 1e-9 * statistics.median(_cells(cases["host_device_latency_sm"]))
+    links, latency_s = [], _latency_s(cases, "host_device_latency_sm")
     for test, kind, at_once in _HOST_COPIES:
         case = cases.get(f"{test}_ce", cases.get(f"{test}_sm"))
         if case is None:
@@ -275,13 +272,15 @@ def _host_links(cases: Mapping[str, Mapping[str, Any]], at: str) -> list[Link]:
 
 
 def _device_links(cases: Mapping[str, Mapping[str, Any]], at: str) -> list[Link]:
-    latency_s = 0.0
-    if "device_to_device_latency_sm" in cases:
-        latency_s = 1e-9 * statistics.median(_cells(cases["device_to_device_latency_sm"]))
+    latency_s = _latency_s(cases, "device_to_device_latency_sm")
     for test in (f"{name}_{engine}" for engine in ("ce", "sm") for name in _DEVICE_COPIES):
         if test in cases:
             return [_link("d2d", _cells(cases[test]), latency_s, at)]
     return []
+
+
+def _latency_s(cases: Mapping[str, Mapping[str, Any]], test: str) -> float:
+    return 1e-9 * statistics.median(_cells(cases[test])) if test in cases else 0.0
 
 
 def _link(

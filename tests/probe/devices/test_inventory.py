@@ -58,8 +58,7 @@ def test_one_hardware_thread_per_core_is_used_node_by_node(tmp_path: Path) -> No
     assert cpu.numa_cores == {0: (0, 1), 1: (2, 3)}
     assert cpu.model == "Test CPU"
     assert cpu.memory_bytes == 16000000 * 1024
-    assert cpu.cache_bytes == {3: 32 << 20}
-    assert cpu.cache_shared_by == {3: 4}
+    assert cpu.caches == {3: (32 << 20, 4)}
 
 
 def test_a_process_bound_to_second_threads_uses_those(tmp_path: Path) -> None:

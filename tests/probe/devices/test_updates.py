@@ -17,6 +17,7 @@ from estimator.machines.profile import Contention, Device, MachineProfile, Prove
 from estimator.probe.devices import host, storage, updates
 from estimator.probe.devices.backend import CpuBackend
 from estimator.probe.devices.contention import rank_jitter_ratio, summarise
+from estimator.probe.devices.inventory import Cpu
 from estimator.probe.devices.memory import cache_sizes, measure_cold_read, measure_first_touch
 from estimator.probe.devices.updates import fit_lanes, fit_update, measure_updates
 from estimator.probe.findings import Findings
@@ -247,22 +248,21 @@ def device(cores: tuple[int, ...]) -> Device:
     return Device(kind="cpu", index=0, name="cores", memory_bytes=1, cores=cores)
 
 
-HARDWARE = {
-    "l1_cache_bytes": 32 << 10,
-    "l1_cache_shared_by_threads": 1,
-    "l2_cache_bytes": 1 << 20,
-    "l2_cache_shared_by_threads": 1,
-    "l3_cache_bytes": 32 << 20,
-    "l3_cache_shared_by_threads": 8,
-}
+CPU = Cpu(
+    model="cpu",
+    threads=16,
+    numa_cores={0: tuple(range(16))},
+    memory_bytes=1,
+    caches={1: (32 << 10, 1), 2: (1 << 20, 1), 3: (32 << 20, 8)},
+)
 
 
 def test_one_core_has_its_own_second_level_and_alone_the_whole_last_one() -> None:
-    assert cache_sizes(HARDWARE, device((0,))) == (1 << 20, 32 << 20)
+    assert cache_sizes(CPU, device((0,))) == (1 << 20, 32 << 20)
 
 
 def test_a_group_over_two_last_level_caches_has_both() -> None:
-    assert cache_sizes(HARDWARE, device(tuple(range(16)))) == (16 << 20, 64 << 20)
+    assert cache_sizes(CPU, device(tuple(range(16)))) == (16 << 20, 64 << 20)
 
 
 def test_fresh_memory_costs_a_page_fault_per_page() -> None:
