@@ -1,8 +1,9 @@
 """Write down what this tree's package answers, or say how its answers differ from a record's.
 
 ``--write FILE`` asks every question; ``--check FILE`` asks them again and ends with 1 if an answer
-is another one. Questions are command lines, as a person types them, about small models on machines
-of the catalogue and on one that is made up, and tables of many allocations asked for from Python.
+is another one. Questions (`record/questions.txt`) are command lines, as a person types them, about
+small models on machines of the catalogue and on one that is made up, and tables of many allocations
+asked for from Python; other files of that folder are what they name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -28,87 +30,9 @@ from typing import Any, NamedTuple
 
 from records import Progress, say
 
-_GPT2 = "hf:gpt2,n_layer=3,n_embd=192,n_head=4,vocab_size=2000,n_positions=128 --batch 4"
-_LLAMA = (
-    "hf:llama,num_hidden_layers=8,hidden_size=256,intermediate_size=640,num_attention_heads=8,"
-    "num_key_value_heads=4,vocab_size=3000 --seq-len 128 --batch 2"
-)
-_EXPERTS = (
-    "hf:mixtral,num_hidden_layers=2,hidden_size=128,intermediate_size=256,num_attention_heads=4,"
-    "num_key_value_heads=2,num_local_experts=4,vocab_size=1000 --seq-len 64 --batch 2"
-)
+RECORD = Path(__file__).with_name("record")
 # What `estimator trace` is told of each graph.
-GRAPHS = {
-    "gpt2-cpu": f"{_GPT2} --target cpu",
-    "gpt2-amp": f"{_GPT2} --precision bf16-amp",
-    "gpt2-fp16": f"{_GPT2} --precision fp16-amp --grad-scaler --clip-grad-norm --optimizer lamb",
-    "gpt2-compiled": f"{_GPT2} --precision bf16-amp --compile",
-    "gpt2-full": f"{_GPT2} --precision bf16-amp --checkpoint full",
-    "gpt2-selective": f"{_GPT2} --precision bf16-amp --checkpoint selective:op",
-    "llama": f"{_LLAMA} --precision bf16-amp",
-    "llama-float8": f"{_LLAMA} --precision bf16 --compile --float8 rowwise",
-    "experts": f"{_EXPERTS} --precision bf16-amp",
-    "t5": "hf:t5,num_layers=2,d_model=128,d_ff=256,num_heads=4,vocab_size=1000 --batch 2",
-}
-STRATEGIES = (
-    *("ddp", "ddp:unbucketed", "ddp:bucket=64KiB,first=4KiB,view", "zero1", "zero1:unbucketed"),
-    *("distributed-optimizer:bucket=1MiB,reduce=fp32", "zero2", "fsdp", "fsdp:shard=2"),
-    *("fsdp:no_reshard", "ps:1", "ps:2,bucket=64KiB", "ps:2,async", "local-sgd:every=3"),
-)
-SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")
-LAYOUTS = (
-    *("tp=2", "tp=4,sp,vocab", "tp=4,sp,vocab,megatron", "cp=2", "cp=4,ring", "tp=2,cp=2,pp=2"),
-    *(f"pp=4,schedule={schedule},dp=*" for schedule in SCHEDULES),
-    *("pp=3,cut=model.layers.2+model.layers.6,dp=*", "tp=2,sp,pp=2,schedule=interleaved:2"),
-)
-OF_EXPERTS = ("ep=2", "ep=4,imbalance=1.5", "tp=2,ep=2,all-reduce", "ep=2,pp=2", "tp=2,sp,ep=4")
-LOADERS = ("sample=110kB,prep=9ms,workers=1,disk=200MB/s,cached=0.35", "prep=2ms")
-GPUS = (
-    *("1x1:h100-sxm", "2x8:h100-sxm", "4x4:t4-g4dn", "1x2:rtx-3090", "16x8:a100-sxm-80gb"),
-    *("2x8:h100-sxm+1x8:a100-sxm-80gb", "1x8:dgx-1+2x4:v100-p3-8xlarge"),
-)
-CPUS = ("1x1:synthetic", "1x4:synthetic", "2x4:synthetic", "12x3:synthetic")
-POLICIES = (
-    *("fifo", "srtf", "max-min", "max-min-uncapped", "afs", "optimus", "tiresias", "gavel"),
-    *("pollux", "sia", "ones"),
-)
-_JOBS = {
-    "jobs": [
-        {
-            "name": f"j{number}",
-            "arrival_s": 40.0 * number,
-            "model": ("gpt2-amp.graph", "llama.graph")[number % 2],
-            "samples": 2e5 * (1 + number % 4),
-            "devices": 1 + number % 4,
-            "global_batch": 32 * (1 + number % 2),
-            "most_batch_per_gpu": 16,
-            "most_global_batch": 256,
-            "gradient_noise_samples": 100.0 * (1 + number),
-            "epoch_samples": 2e4,
-        }
-        for number in range(10)
-    ]
-}
-_SEEN = "workload,allocation,batch_per_gpu,step_time_s,accumulation_steps,strategy,at\n" + "".join(
-    f"net,{place},8,{step_s},1,ddp,2026-01-01T0{hour}:00:00Z\n"
-    for hour, (place, step_s) in enumerate(
-        (("1x1:t4-g4dn", 0.21), ("1x4:t4-g4dn", 0.24), ("2x4:t4-g4dn", 0.35), ("2x4:t4-g4dn", -1))
-    )
-)
-# Two racks of two nodes, the second behind a slower uplink.
-_CLUSTER = """
-[switches.spine]
-[switches.r1]
-parent = "spine"
-uplink = "100 Gbit/s"
-[switches.r2]
-parent = "spine"
-uplink = "40 Gbit/s"
-""" + "".join(
-    f'[nodes.{node}]\nmachine = "h100-sxm"\nswitch = "{rack}"\nuplink = "50 Gbit/s"\n'
-    for node, rack in (("a1", "r1"), ("a2", "r1"), ("b1", "r2"), ("b2", "r2"))
-)
-RACKS = ("a1[0,1]+b1[3]", "a1[0,1]+a2[2,3]+b2[0,1,2,3]", "a1[0]+b1[0]+a2[0]+b2[0]")
+GRAPHS: dict[str, str] = json.loads((RECORD / "graphs.json").read_text(encoding="utf-8"))
 _TABLE = re.compile(r"table (\S+) (\S+)")
 # What a defect may raise; it is written down like a refusal, so that a record is always whole.
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -117,60 +41,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "1
 
 def questions() -> list[str]:
     """Every question, once, in a fixed order."""
-    return list(dict.fromkeys((*_steps(), *_layouts(), *_advice())))
-
-
-def _steps() -> Iterator[str]:
-    for graph, places in (("gpt2-cpu", CPUS), ("gpt2-amp", GPUS), ("llama", GPUS)):
-        for strategy in STRATEGIES:
-            draw = random.Random(f"{graph} {strategy}")
-            for place in draw.sample(places, 2):
-                load = draw.choice(("", "--batch 3", "--accumulation 2"))
-                yield f"estimate {graph}.graph --on {place} --strategy {strategy} {load} --json"
-            yield f"table {graph} {strategy}"
-            yield f"memory {graph}.graph --on {places[1]} --strategy {strategy} --json"
-            yield f"stalls {graph}.graph --on {places[2]} --strategy {strategy} --json"
-        for loader in LOADERS:
-            yield f"estimate {graph}.graph --on {places[2]} --loader {loader} --json"
-    for graph in GRAPHS:
-        for place in (CPUS if graph.endswith("-cpu") else GPUS)[:3]:
-            yield f"estimate --verbose {graph}.graph --on {place} --by-module --json"
-            yield f"memory {graph}.graph --on {place} --json"
-    for place in RACKS:
-        for strategy in STRATEGIES[:12:3]:
-            asked = f"--on {place} --cluster cluster.toml --strategy {strategy}"
-            yield f"estimate gpt2-amp.graph {asked} --json"
-    yield "estimate llama.graph --on 2x8:h100-sxm+1x8:a100-sxm-80gb --global-batch 192 --json"
-    yield "estimate gpt2-amp.graph --on 1x4:t4-g4dn --batch 4000 --json"
-
-
-def _layouts() -> Iterator[str]:
-    for graph, layouts in (
-        ("llama", LAYOUTS),
-        ("experts", OF_EXPERTS),
-        ("llama-float8", LAYOUTS[:3]),
-    ):
-        for layout in layouts:
-            place = "3x4:t4-g4dn" if "pp=3" in layout else "2x8:h100-sxm"
-            asked = f"{graph}.graph --on {place} --layout {layout} --accumulation 8"
-            for strategy in ("ddp", "fsdp:no_reshard"):
-                yield f"estimate {asked} --strategy {strategy} --json"
-            yield f"memory {asked} --json"
-
-
-def _advice() -> Iterator[str]:
-    rented = "--machines t4-g4dn,a100-p4d,h100-p5 --max-nodes 2 --samples 1e8"
-    for graph, place in (("gpt2-amp", "1x8:h100-sxm"), ("llama", "2x4:t4-g4dn")):
-        yield f"layouts {graph}.graph --on {place} --global-batch 64 --json"
-        for more in ("", "--mixed", "--deadline 2h", "--spot --revoked-every 8h"):
-            yield f"rent {graph}.graph {rented} {more} --json"
-        for pattern in ("1..4x1,2,4:h100-sxm", "1x1:t4-g4dn --batch 1..256"):
-            yield f"sweep {graph}.graph --on {pattern} --json"
-    for policy in POLICIES:
-        yield f"replay jobs.json --on 2x4:gtx-1080-roce+1x4:t4-g4dn --policy {policy} --json"
-    yield "calibrate observe seen.csv --store seen.db --json"
-    yield "machines compare h100-sxm a100-sxm-80gb --json"
-    yield "machines show synthetic --json"
+    return (RECORD / "questions.txt").read_text(encoding="utf-8").splitlines()
 
 
 def recorded(is_wanted: Callable[[str], bool]) -> dict[str, Any]:
@@ -196,14 +67,10 @@ def _enter(folder: str) -> None:
     """Work in a folder of one's own."""
     from tests.synthetic import Machine
 
-    own = Path(folder, str(os.getpid()))
-    own.mkdir()
+    own = shutil.copytree(RECORD, Path(folder, str(os.getpid())))
     os.environ["ESTIMATOR_HOME"] = str(own / "home")
     os.chdir(own)
     Machine().profile().save(own / "home" / "machines" / "synthetic.json")
-    Path("jobs.json").write_text(json.dumps(_JOBS), encoding="utf-8")
-    Path("seen.csv").write_text(_SEEN, encoding="utf-8")
-    Path("cluster.toml").write_text(_CLUSTER, encoding="utf-8")
 
 
 def answered(name: str) -> Any:

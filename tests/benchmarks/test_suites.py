@@ -25,9 +25,6 @@ import published_data
 import pytest
 from estimate_record import (
     GRAPHS,
-    LOADERS,
-    POLICIES,
-    SCHEDULES,
     differences,
     main,
     questions,
@@ -42,8 +39,10 @@ from suites import SUITES
 from summary import Bound, format_rows, interval_score, is_beyond, noise_ratio, summarise
 
 from estimator import Strategy
+from estimator.replay.policies import BUILT_IN
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
+from estimator.workload.schedules import _ORDERS as SCHEDULES
 from estimator.workload.strategies import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -428,11 +427,10 @@ def test_every_layout_schedule_loader_policy_and_strategy_is_asked_about() -> No
         name: {words[at + 1] for words in told for at, word in enumerate(words) if word == name}
         for name in ("--layout", "--strategy", "--loader", "--policy")
     }
-    assert options["--policy"] == set(POLICIES)
-    assert options["--loader"] == set(LOADERS)
-    assert all(map(Loader.parse, LOADERS))
+    assert options["--policy"] == set(BUILT_IN)
+    assert all(map(Loader.parse, options["--loader"]))
     layouts = [Layout.parse(text) for text in options["--layout"]]
-    assert {str(each.schedule) for each in layouts} == set(SCHEDULES)
+    assert {each.schedule.name for each in layouts} == set(SCHEDULES)
     for axis in ("tp", "cp", "ep", "pp"):
         assert any(getattr(each, axis) > 1 for each in layouts)
     assert {Strategy.parse(text).name for text in options["--strategy"]} == set(NAMES)
