@@ -48,27 +48,8 @@ from estimator.timeline.collectives.algorithms import (
 _GROUP_IN_NAME = re.compile(r"^\d+x (?=DGX A100$|AWS)|^\d+ node x \d+ GPU | \(\d+ GPUs\)$")
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.
-MACHINES = {
-    "DGX A100": "dgx-a100",
-    "2x DGX-1 V100-32GB RoCE": "dgx-1-32gb",
-    "AWS p4d.24xlarge": "a100-p4d",
-    "Bessemer 4x V100 PCIe (CUDA 11.1 build)": "v100-pcie-32gb",
-    "Bessemer 4x V100 PCIe (CUDA 11.0 build)": "v100-pcie-32gb",
-    "Bessemer 4x V100 PCIe (CUDA 10.1 build)": "v100-pcie-32gb",
-    "1x 8-GPU A100 node": "dgx-a100",
-    "1x 8-GPU V100 node": "dgx-1",
-    "DGX A100-style node (a100_dgx)": "dgx-a100-80gb",
-    "GCP a2 (A100-40GB)": "a100-a2",
-    "MIT 8x TITAN RTX": "titan-rtx",
-    "1x 8x RTX 4090, P2P disabled (stock driver)": "rtx-4090",
-    "a100_sxm": "a100-sxm-80gb",
-    "h100_sxm": "h100-sxm",
-    "h200_sxm": "h200",
-    "b200_sxm": "b200",
-    "b300_sxm": "b300",
-    "gb200": "gb200",
-    "gb300": "gb300",
-}
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
+    MACHINES = {row["system"]: row["machine"] for row in csv.DictReader(_table)}
 # Aceso's communication profiler (microsoft/SuperScaler) times calls of torch.distributed by the
 # host's clock, from one synchronisation to the next: beside NCCL's kernel the work of the host and,
 # where a call takes lists, a copy of the buffer on the device. No k is learnt from it. What a call

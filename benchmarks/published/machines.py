@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, MachineProfile, Provenance
@@ -12,52 +14,8 @@ from estimator.machines.typical import STREAMED_RATIO, with_typical_costs
 from published.rows import NotMapped, PublishedRow
 
 # GPU cells, in lower case and without punctuation, to machines; the first that matches counts.
-_MACHINES: tuple[tuple[str, str], ...] = (
-    (r"\bgb300", "gb300"),
-    (r"\bb300", "b300"),
-    (r"\bgb200", "gb200"),
-    (r"\bb200", "b200"),
-    (r"\bgh200", "gh200"),
-    (r"\bh200", "h200"),
-    (r"\bh100.*nvl", "h100-nvl"),
-    (r"\bh100.*pcie", "h100-pcie"),
-    (r"\bh100", "h100-sxm"),
-    (r"\ba100.*pcie.*80", "a100-pcie-80gb"),
-    (r"\ba100.*pcie", "a100-pcie-40gb"),
-    (r"\ba100.*80", "a100-sxm-80gb"),
-    (r"\ba100", "a100-sxm-40gb"),
-    (r"\bv100.*p3dn", "v100-p3dn"),
-    (r"\bv100.*p3", "v100-p3"),
-    (r"\bv100.*pcie.*32", "v100-pcie-32gb"),
-    (r"\bv100.*pcie", "v100-pcie"),
-    (r"\bv100.*32", "v100-sxm-32gb"),
-    (r"\bv100", "v100-sxm"),
-    (r"\bp100.*sxm", "p100-sxm"),
-    (r"\bp100", "p100-pcie"),
-    (r"\bp4\b", "p4"),
-    (r"\bt4\b", "t4"),
-    (r"\bk80\b", "k80"),
-    (r"titan rtx", "titan-rtx"),
-    (r"(quadro|rtx) ?8000", "quadro-rtx-8000"),
-    (r"2080 ?ti", "rtx-2080-ti"),
-    (r"\b3090", "rtx-3090"),
-    (r"\b4090", "rtx-4090"),
-    (r"a6000", "rtx-a6000"),
-    (r"\ba40\b", "a40"),
-    (r"\ba10g", "a10g-g5"),
-    (r"\ba10\b", "a10"),
-    (r"\bl40s", "l40s"),
-    (r"\bl4\b", "l4"),
-    (r"\bh20\b", "h20"),
-    (r"\bmi355x", "mi355x"),
-    (r"\bmi325x", "mi325x"),
-    (r"\bmi300x", "mi300x"),
-    (r"\bmi250", "mi250x"),
-    (r"\bmi210", "mi210"),
-    (r"\bmi100", "mi100"),
-)
-
-
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
+    _MACHINES = [(row["gpu"], row["machine"]) for row in csv.DictReader(_table)]
 # One-way latencies of the catalogue's networks.
 _LATENCY_S: dict[LinkKind, float] = {"infiniband": 2e-6, "roce": 3e-6}
 _OTHER_LATENCY_S = 2e-5
