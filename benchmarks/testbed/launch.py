@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-import selectors
 import signal
-import subprocess
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
@@ -64,84 +60,58 @@ def place(
 
 
 def launch(
-    bed: Testbed,
-    allocation: str | Allocation,
-    command: Sequence[str],
-    *,
-    pinned: bool = False,
+    bed: Testbed, allocation: str | Allocation, command: Sequence[str], *, pinned: bool = False
 ) -> list[str]:
     """Run `command` once per rank, each on its node; what each printed, in rank order.
 
     With `pinned` rank r has core r modulo the cores to itself. Kills every rank when one fails or
     the time is over, and raises TrainingError with the last line of its stderr.
     """
-    ranks = place(bed, allocation)
-    with tempfile.TemporaryDirectory(prefix="testbed-") as folder:
-        outputs = [Path(folder, f"out{rank}") for rank in range(len(ranks))]
-        errors = [Path(folder, f"err{rank}") for rank in range(len(ranks))]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, placed in enumerate(ranks):
-                core = rank % (os.cpu_count() or 1)
-                pinning = ("taskset", "--cpu-list", str(core)) if pinned else ()
+    cores = os.cpu_count() or 1
+
+    async def run_all() -> list[str]:
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            tasks = []
+            for rank, placed in enumerate(place(bed, allocation)):
+                pinning = ("taskset", "--cpu-list", str(rank % cores)) if pinned else ()
                 # A rank does not outlive this process, however that ends.
                 leash = ("setpriv", "--pdeathsig", "KILL")
-                with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
-                    processes.append(
-                        subprocess.Popen(
-                            [*bed.entering(placed.node), *pinning, *leash, *command],
-                            stdin=subprocess.DEVNULL,
-                            stdout=out,
-                            stderr=err,
-                            env={**os.environ, **placed.environment},
-                            start_new_session=True,
-                        )
-                    )
-            failed = _wait(processes, time.monotonic() + TIMEOUT_S)
-        finally:
-            _kill(processes)
-        if failed is not None:
-            raise TrainingError(_obituary(failed, ranks[failed].node, processes, errors))
-        return [path.read_text(errors="replace") for path in outputs]
+                whole = (*bed.entering(placed.node), *pinning, *leash, *command)
+                tasks.append(group.create_task(_run(rank, placed, whole)))
+        return [task.result() for task in tasks]
 
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Wait for every rank; the number of one that failed or was too slow, None if all went well."""
-    descriptors = [os.pidfd_open(process.pid) for process in processes]
     try:
-        with selectors.DefaultSelector() as selector:
-            for rank, descriptor in enumerate(descriptors):
-                selector.register(descriptor, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                for key, _ in ready:
-                    if processes[key.data].wait() != 0:
-                        return int(key.data)
-                    selector.unregister(key.fileobj)
-                if not ready and time.monotonic() >= deadline:
-                    return min(key.data for key in selector.get_map().values())
+        return asyncio.run(run_all())
+    except* TrainingError as errors:
+        raise errors.exceptions[0] from None
+    except* TimeoutError:
+        raise TrainingError(
+            f"{' '.join(command)} on {allocation} had not ended after {TIMEOUT_S:g} s; see what it "
+            "was to run"
+        ) from None
+
+
+async def _run(rank: int, placed: Placed, command: Sequence[str]) -> str:
+    """What one rank printed; raises TrainingError where it fails, and ends it when cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **placed.environment},
+        start_new_session=True,
+    )
+    try:
+        out, err = await process.communicate()
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    return None
-
-
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
+        if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
-
-
-def _obituary(
-    rank: int,
-    node: str,
-    processes: Sequence[subprocess.Popen[bytes]],
-    errors: Sequence[Path],
-) -> str:
-    lines = errors[rank].read_text(errors="replace").strip().splitlines()
-    last = lines[-1][:300] if lines else "nothing on stderr"
-    code = processes[rank].returncode
-    how = f"ended with {code}" if code != -signal.SIGKILL else f"was killed after {TIMEOUT_S:g} s"
-    return f"rank {rank} on node '{node}' {how}, saying: {last}; see what it was to run"
+            await process.wait()
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines()
+        last = lines[-1][:300] if lines else "nothing on stderr"
+        raise TrainingError(
+            f"rank {rank} on node '{placed.node}' ended with {process.returncode}, saying: {last}; "
+            "see what it was to run"
+        )
+    return out.decode(errors="replace")
