@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from estimator.calibrate.observation_files import Row
 from published.graphs import KNOWN, ModelSpec
 from published.language_sources import bert, megatron_gpt
 from published.machines import Setting
 from published.rows import NotMapped, NotQualified, PublishedRow
-from published.sources import Source, Workload, needs_pytorch
+from published.sources import Mapper, Source, Workload, by_model, needs_pytorch
 
 # Tokens of a sentence of WMT English-German. Batches given in tokens follow from it.
 _SENTENCE: int = KNOWN["specs"]["GNMT v2"]["length"]
@@ -34,25 +35,38 @@ def precision_of(text: str, *, narrow: str = "fp16-amp") -> str:
     return "tf32"
 
 
-def _lambda(row: PublishedRow) -> Workload:
-    """NVIDIA's examples on single servers; BERT in half precision as `_dle_bert` has it."""
-    model = row.step.model.lower()
-    if "resnet-50" in model:
+def _trained(
+    model: str | Callable[[PublishedRow], ModelSpec],
+    *remarks: str,
+    optimizer: str = "adam",
+    narrow: str = "fp16-amp",
+    masters: bool = False,
+    setting: Callable[[PublishedRow], Setting | None] = lambda row: None,
+) -> Mapper:
+    """What maps a row to a model; `masters` are fp32 weights beside those in half precision."""
+
+    def workload(row: PublishedRow) -> Workload:
+        precision = precision_of(row.step.precision, narrow=narrow)
         return Workload(
-            spec=ModelSpec.known("ResNet-50"),
-            precision=precision_of(row.step.precision),
-            optimizer="sgd-momentum",
-        )
-    if "bert" in model:
-        size = "large" if "large" in model else "base"
-        precision = precision_of(row.step.precision, narrow="fp16")
-        return Workload(
-            spec=bert(size, "QuestionAnswering", row.seq_len or 384),
+            spec=ModelSpec.known(model) if isinstance(model, str) else model(row),
             precision=precision,
-            optimizer="adam",
-            strategy=_with_masters(precision),
+            optimizer=optimizer,
+            strategy="ddp:master" if masters and precision == "fp16" else "ddp",
+            setting=setting(row),
+            remarks=remarks,
         )
-    raise NotMapped(f"no builder for the model {row.step.model}")
+
+    return workload
+
+
+def _bert(head: str, size: str | None = None, length: int = 384) -> Callable[..., ModelSpec]:
+    """BERT of a size, by default that of the row's model, under a head."""
+
+    def spec(row: PublishedRow) -> ModelSpec:
+        named = "large" if "large" in row.step.model.lower() else "base"
+        return bert(size or named, head, row.seq_len or length)
+
+    return spec
 
 
 # Batches where the table has none, by half precision and float32. ResNets: those for DGX1V in
@@ -134,34 +148,27 @@ def _dle_machine(row: PublishedRow) -> Setting:
     return Setting()
 
 
+_dle_model = partial(_trained, setting=_dle_machine)
+
+
 def _dle_bert(row: PublishedRow) -> Workload:
     """apex O2 in half precision: fp32 master weights; pre-training updates by LAMB."""
-    head = "PreTraining" if "Pre-training" in row.text("notes") else "QuestionAnswering"
-    precision = precision_of(row.step.precision, narrow="fp16")
-    return Workload(
-        spec=bert("large", head, row.seq_len or 384),
-        precision=precision,
-        optimizer="lamb" if head == "PreTraining" else "adam",
-        strategy=_with_masters(precision),
-        setting=_dle_machine(row),
-    )
+    pretrained = "Pre-training" in row.text("notes")
+    spec = _bert("PreTraining" if pretrained else "QuestionAnswering", "large")
+    optimizer = "lamb" if pretrained else "adam"
+    return _dle_model(spec, optimizer=optimizer, narrow="fp16", masters=True)(row)
 
 
-def _with_masters(precision: str) -> str:
-    return "ddp:master" if precision == "fp16" else "ddp"
+def _dle_convolutions(model: str) -> Mapper:
+    assumed = "EfficientNet" in model
+    source = "assumed" if assumed else "of NVIDIA's launch configuration for DGX-1"
 
-
-def _dle_convolutions(model: str) -> Callable[[PublishedRow], Workload]:
     def workload(row: PublishedRow) -> Workload:
-        assumed = "EfficientNet" in model
-        source = "assumed" if assumed else "of NVIDIA's launch configuration for DGX-1"
-        precision = precision_of(row.step.precision)
-        return Workload(
+        found = _dle_model(model, optimizer="sgd-momentum")(row)
+        return replace(
+            found,
             # In half precision that configuration asks for memory_format: nhwc.
-            spec=replace(ModelSpec.known(model), channels_last=precision == "fp16-amp"),
-            precision=precision,
-            optimizer="sgd-momentum",
-            setting=_dle_machine(row),
+            spec=replace(found.spec, channels_last=found.precision == "fp16-amp"),
             # A row without a batch has no step time of its own either.
             remarks=() if "step_time_s" in row.cells else (f"batch {source}",),
         )
@@ -169,50 +176,22 @@ def _dle_convolutions(model: str) -> Callable[[PublishedRow], Workload]:
     return workload
 
 
-def _dle_model(
-    model: str | ModelSpec, *remarks: str, optimizer: str = "adam"
-) -> Callable[[PublishedRow], Workload]:
-    def workload(row: PublishedRow) -> Workload:
-        return Workload(
-            spec=ModelSpec.known(model) if isinstance(model, str) else model,
-            precision=precision_of(row.step.precision),
-            optimizer=optimizer,
-            setting=_dle_machine(row),
-            remarks=remarks,
-        )
-
-    return workload
-
-
-def _transformer_xl(row: PublishedRow) -> Workload:
+def _transformer_xl(row: PublishedRow) -> ModelSpec:
     size = "Base" if "Base" in row.text("notes") else "Large"
-    spec = ModelSpec.of(
-        f"Transformer-XL {size.lower()}",
-        "transformer_xl",
-        vocabulary=267735,
-        head=20000,
-        tail_ratio=0.05,
-        head_dim=64,
-        **_TRANSFORMER_XL[size],
-    )
-    return _dle_model(spec, "5 % of the words taken as rare")(row)
+    more = {"vocabulary": 267735, "head": 20000, "tail_ratio": 0.05, "head_dim": 64}
+    name = f"Transformer-XL {size.lower()}"
+    return ModelSpec.of(name, "transformer_xl", **more, **_TRANSFORMER_XL[size])
 
 
-def _unet(row: PublishedRow) -> Workload:
-    flat = row.notes.get("Dimension") == "2"
-    spec = ModelSpec.of(
-        "nnU-Net 2D" if flat else "nnU-Net 3D",
-        "unet",
-        patch=(192, 160) if flat else (128, 128, 128),
-        most_channels=512 if flat else 320,
-    )
-    return _dle_model(spec)(row)
+def _unet(row: PublishedRow) -> ModelSpec:
+    if row.notes.get("Dimension") == "2":
+        return ModelSpec.of("nnU-Net 2D", "unet", patch=(192, 160), most_channels=512)
+    return ModelSpec.of("nnU-Net 3D", "unet", patch=(128, 128, 128), most_channels=320)
 
 
 _PADDED = "utterances taken as 13 s long"
 _SENTENCES = f"sentences taken as {_SENTENCE} tokens long"
-# Looked for in the model's cell, in this order.
-_DLE_MODELS: tuple[tuple[str, Callable[[PublishedRow], Workload]], ...] = (
+_dle = by_model(
     ("se-resnext101", _dle_convolutions("SE-ResNeXt-101")),
     ("resnext101", _dle_convolutions("ResNeXt-101")),
     ("resnet50", _dle_convolutions("ResNet-50")),
@@ -221,38 +200,32 @@ _DLE_MODELS: tuple[tuple[str, Callable[[PublishedRow], Workload]], ...] = (
     ("efficientnet-widese-b0$", _dle_convolutions("EfficientNet-WideSE-B0")),
     ("efficientnet-widese-b4$", _dle_convolutions("EfficientNet-WideSE-B4")),
     ("LanguageModeling/BERT", _dle_bert),
-    ("Transformer-XL", _transformer_xl),
+    ("Transformer-XL", _dle_model(_transformer_xl, "5 % of the words taken as rare")),
     ("Jasper", _dle_model("Jasper 10x5", _PADDED)),
     ("QuartzNet", _dle_model("QuartzNet 15x5", _PADDED)),
     ("NCF", _dle_model("NCF")),
     ("GNMT", _dle_model("GNMT v2", _SENTENCES)),
     ("Translation/Transformer", _dle_model("Transformer big", _SENTENCES)),
-    ("nnUNet", _unet),
+    ("nnUNet", _dle_model(_unet)),
     ("Detection/SSD", _dle_model("SSD300 ResNet-50", optimizer="sgd-momentum")),
 )
 
 
-def _dle(row: PublishedRow) -> Workload:
-    for pattern, workload in _DLE_MODELS:
-        if re.search(pattern, row.step.model):
-            return workload(row)
-    raise NotMapped(f"no builder for the model {row.step.model}")
+def _infiniband(rate: re.Match[str] | None) -> Setting:
+    """A network of some cards, each of some Gbit/s, where a row says so."""
+    if rate is None:
+        return Setting()
+    bits_per_s = float(rate[1]) * float(rate[2]) * 1e9
+    source = "column interconnect"
+    return Setting(network="infiniband", network_bit_per_s=bits_per_s, source=source)
 
 
 def _network(interconnect: str) -> Setting:
     """The network for computing in MLPerf's descriptions: cards times rate, where it says so."""
     described = interconnect.partition("net:")[2]
     compute = re.search(r"Compute:(.*)", described)
-    found = re.search(
-        r"(\d+) ?x .*?(?:HDR|EDR|NDR)\d* ?(\d+) ?Gb", compute[1] if compute else described
-    )
-    if found is None:
-        return Setting()
-    return Setting(
-        network="infiniband",
-        network_bit_per_s=float(found[1]) * float(found[2]) * 1e9,
-        source="column interconnect",
-    )
+    text = compute[1] if compute else described
+    return _infiniband(re.search(r"(\d+) ?x .*?(?:HDR|EDR|NDR)\d* ?(\d+) ?Gb", text))
 
 
 _BY_HAND = "kernels fused by hand are taken as torch.compile fuses them"
@@ -295,38 +268,28 @@ def _mlperf(row: PublishedRow) -> Workload:
     raise NotMapped(f"no builder for the model {row.step.model}")
 
 
-def _oneflow(row: PublishedRow) -> Workload:
-    """OneFlow's and Paddle's tables of NVIDIA's reference code."""
-    model, remarks = row.step.model.lower(), ()
-    if "resnet" in model and "50" in model:
-        spec, narrow = ModelSpec.known("ResNet-50"), "fp16-amp"
-        optimizer = "sgd-momentum"
-    elif model == "transformer":
-        spec, narrow, optimizer = ModelSpec.known("Transformer big"), "fp16-amp", "adam"
-        remarks = (_SENTENCES,)
-    elif megatron := re.match(r"gpt h(\d+) l(\d+) a(\d+)", model):
-        sizes = map(int, megatron.groups())
-        spec = megatron_gpt(row.step.model, *sizes, row.seq_len, vocabulary=50304)
-        narrow, optimizer = "fp16", "adam"
-    elif "bert" in model:
-        spec, narrow, optimizer = bert("base", "PreTraining", row.seq_len or 128), "fp16", "adam"
-    else:
-        raise NotMapped(f"no builder for the model {row.step.model}")
-    rate = re.search(r"(\d+)x (\d+)Gb", row.text("interconnect"))
-    setting = Setting()
-    if rate is not None:
-        setting = Setting(
-            network="infiniband",
-            network_bit_per_s=float(rate[1]) * float(rate[2]) * 1e9,
-            source="column interconnect",
-        )
-    return Workload(
-        spec=spec,
-        precision=precision_of(row.step.precision, narrow=narrow),
-        optimizer=optimizer,
-        setting=setting,
-        remarks=remarks,
-    )
+def _megatron(row: PublishedRow) -> ModelSpec:
+    sizes = map(int, re.findall(r"[hla](\d+)", row.step.model.lower()))
+    return megatron_gpt(row.step.model, *sizes, row.seq_len, vocabulary=50304)
+
+
+def _stated_network(row: PublishedRow) -> Setting:
+    return _infiniband(re.search(r"(\d+)x (\d+)Gb", row.text("interconnect")))
+
+
+# OneFlow's and Paddle's tables of NVIDIA's reference code.
+_reference = partial(_trained, setting=_stated_network)
+_oneflow = by_model(
+    ("resnet.*50", _reference("ResNet-50", optimizer="sgd-momentum")),
+    ("^transformer$", _reference("Transformer big", _SENTENCES)),
+    (r"^gpt h\d+ l\d+ a\d+", _reference(_megatron, narrow="fp16")),
+    ("bert", _reference(_bert("PreTraining", "base", 128), narrow="fp16")),
+)
+# NVIDIA's examples on single servers; BERT in half precision as `_dle_bert` has it.
+_lambda = by_model(
+    ("resnet-50", _trained("ResNet-50", optimizer="sgd-momentum")),
+    ("bert", _trained(_bert("QuestionAnswering"), narrow="fp16", masters=True)),
+)
 
 
 def _token_cells(cells: Row) -> Row:
@@ -336,17 +299,13 @@ def _token_cells(cells: Row) -> Row:
     return needs_pytorch(cells)
 
 
-def _unmapped(row: PublishedRow) -> Workload:
-    raise NotMapped(f"no builder for the model {row.step.model}")
-
-
 SOURCES = (
     Source(pattern="lambda", workload=_lambda),
     Source(pattern="NVIDIA DeepLearningExamples", workload=_dle, complete=_dle_cells),
     Source(pattern="mlperf", workload=_mlperf),
     Source(pattern="dlperf", workload=_oneflow, complete=needs_pytorch),
     Source(pattern="paddle", workload=_oneflow, complete=_token_cells),
-    Source(pattern="alpa", workload=_unmapped, complete=needs_pytorch),
-    Source(pattern="cm-dare", workload=_unmapped, complete=needs_pytorch),
-    Source(pattern="sailor|dgxc", workload=_unmapped),
+    Source(pattern="alpa", workload=by_model(), complete=needs_pytorch),
+    Source(pattern="cm-dare", workload=by_model(), complete=needs_pytorch),
+    Source(pattern="sailor|dgxc", workload=by_model()),
 )

@@ -8,7 +8,7 @@ from published.graphs import ModelSpec
 from published.language_sources import bert
 from published.machines import Setting
 from published.rows import NotMapped, PublishedRow
-from published.sources import Source, Workload, needs_pytorch
+from published.sources import Mapper, Source, Workload, by_model, needs_pytorch
 
 # (kernels for each gradient, bytes for each parameter) of what AdaptDL's jobs do from the backward
 # pass to the next step. Its statistics of gradients (adaptdl/torch/gradient_noise_scale.py): in a
@@ -94,23 +94,25 @@ def _in(network: Setting, workload: Workload) -> Workload:
     return replace(workload, setting=setting)
 
 
-def _gavel(row: PublishedRow) -> Workload:
-    """The jobs of Gavel's trace (stanford-futuredata/gavel, workloads/pytorch)."""
-    model = row.step.model.lower()
-    optimizer = "sgd-momentum-loop"
-    if "resnet-50" in model:
-        spec = ModelSpec.known("ResNet-50")
-    elif "resnet-18" in model:
-        spec = ModelSpec.known("ResNet-18 CIFAR")
-    elif "lstm" in model:
-        spec, optimizer = ModelSpec.of("LSTM LM", "word_lstm", length=row.seq_len or 35), "sgd-loop"
-    elif "transformer" in model:
-        spec, optimizer = ModelSpec.known("Transformer Multi30k"), "adam-loop"
-    else:
-        raise NotMapped(f"no builder for the model {row.step.model}")
-    return Workload(spec=spec, precision="fp32", optimizer=optimizer, setting=_GAVEL)
+def _job(model: str, optimizer: str = "sgd-momentum-loop") -> Mapper:
+    """A job of Gavel's trace (stanford-futuredata/gavel, workloads/pytorch)."""
+
+    def workload(row: PublishedRow) -> Workload:
+        if model == "word_lstm":
+            spec = ModelSpec.of("LSTM LM", model, length=row.seq_len or 35)
+        else:
+            spec = ModelSpec.known(model)
+        return Workload(spec=spec, precision="fp32", optimizer=optimizer, setting=_GAVEL)
+
+    return workload
 
 
+_gavel = by_model(
+    ("resnet-50", _job("ResNet-50")),
+    ("resnet-18", _job("ResNet-18 CIFAR")),
+    ("lstm", _job("word_lstm", "sgd-loop")),
+    ("transformer", _job("Transformer Multi30k", "adam-loop")),
+)
 SOURCES = (
     Source(pattern="pollux", workload=pollux),
     Source(pattern=r"\bsia\b", workload=sia),

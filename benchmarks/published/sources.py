@@ -45,6 +45,21 @@ class Source:
     complete: Callable[[Row], Row] = dict
 
 
+Mapper = Callable[[PublishedRow], Workload]
+
+
+def by_model(*known: tuple[str, Mapper]) -> Mapper:
+    """What maps a row by the first pattern that its model has; it raises NotMapped for others."""
+
+    def workload(row: PublishedRow) -> Workload:
+        for pattern, mapped in known:
+            if re.search(pattern, row.step.model, re.IGNORECASE):
+                return mapped(row)
+        raise NotMapped(f"no builder for the model {row.step.model}")
+
+    return workload
+
+
 def needs_pytorch(cells: Row) -> Row:
     """The cells as they are; raises NotQualified where another framework was measured."""
     framework = other_framework(cells)
