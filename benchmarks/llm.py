@@ -9,6 +9,7 @@ rows of a release whose vendor states a regression are left out.
 from __future__ import annotations
 
 import csv
+import json
 import random
 import re
 from collections import Counter
@@ -33,46 +34,17 @@ from estimator.workload.layouts import layers_of
 SEED = 20261126
 # A regression that the vendor states (Megatron-Bridge, docs/performance-summary-archive.md).
 LEFT_OUT = ("GPT OSS 120B", "MXFP8", "26.06.01")
-_LLAMA = "llama,num_attention_heads={},num_key_value_heads={},hidden_size={},intermediate_size={}"
-_LLAMA += ",num_hidden_layers={},vocab_size={}"
-_GPT = "gpt2,n_embd={},n_head={},n_layer={},vocab_size=51200,n_positions=2048"
-MODELS = {
-    "Llama-3 8B": _LLAMA.format(32, 8, 4096, 14336, 32, 128256),
-    "Llama-3 70B": _LLAMA.format(64, 8, 8192, 28672, 80, 128256),
-    "Llama-2 7B": _LLAMA.format(32, 32, 4096, 11008, 32, 32000),
-    "Llama-2 13B": _LLAMA.format(40, 40, 5120, 13824, 40, 32000),
-    "Llama-2 34B": _LLAMA.format(64, 8, 8192, 22016, 48, 32000),
-    "Llama-2 70B": _LLAMA.format(64, 8, 8192, 28672, 80, 32000),
-    "GPT 22B": _GPT.format(6144, 64, 48),
-    "GPT-3 175B": _GPT.format(12288, 96, 96),
-    "Qwen3-30B-A3B": "qwen3_moe,hidden_size=2048,num_hidden_layers=48,num_attention_heads=32,"
-    "num_key_value_heads=4,head_dim=128,moe_intermediate_size=768,num_experts=128,"
-    "num_experts_per_tok=8,vocab_size=151936",
-    "GPT-OSS-120B": "gpt_oss,hidden_size=2880,num_hidden_layers=36,num_attention_heads=64,"
-    "num_key_value_heads=8,head_dim=64,intermediate_size=2880,num_local_experts=128,"
-    "num_experts_per_tok=4,vocab_size=201088",
-    # 61 layers and one that predicts the token after the next.
-    "DeepSeek-V3": "deepseek_v3,num_hidden_layers=62,vocab_size=129280",
-}
-_NAMES = (
-    ("deepseek", "DeepSeek-V3"),
-    ("qwen3", "Qwen3-30B-A3B"),
-    ("gpt.oss", "GPT-OSS-120B"),
-    ("22b", "GPT 22B"),
-    ("gpt.?3", "GPT-3 175B"),
-    ("llama.?3.*70b", "Llama-3 70B"),
-    ("llama.?3.*8b", "Llama-3 8B"),
-    (r"llama-(\d+b)", r"Llama-2 \1"),
-)
-# Machines of the catalogue, and GPUs that reach each other over NVLink.
-_MACHINES = {
-    "A100-SXM-80GB": ("dgx-a100-80gb", 8),
-    "H100-SXM-80GB": ("dgx-h100", 8),
-    "B200": ("b200", 8),
-    "B300": ("b300", 8),
-    "GB200": ("gb200-nvl72", 72),
-    "GB300": ("gb300-nvl72", 72),
-}
+KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+# Settings of a model in transformers' words; of DeepSeek-V3 61 layers and one that predicts the
+# token after the next.
+MODELS: dict[str, str] = KNOWN["models"]
+# What the formats that tables name are, by Transformer Engine's recipes (Megatron-Bridge,
+# scripts/performance/utils/precision.py); the first releases give none.
+_SCALINGS: dict[str, str] = KNOWN["scalings"]
+# NeMo AutoModel's runs, by (model, task, whether tensors are divided): the graph that is traced and
+# the expert ranks (NVIDIA-NeMo/Automodel, examples/llm_benchmark; its fine-tuning is LoRA on every
+# projection, docs/performance-summary.mdx). torch.compile has run what is behind checkpoints.
+_AUTOMODEL = {tuple(row[:3]): tuple(row[3:]) for row in KNOWN["automodel"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +58,7 @@ class Row:
     @property
     def model(self) -> str:
         text = self.published["model"].lower()
-        for pattern, name in _NAMES:
+        for pattern, name in KNOWN["names"].items():
             if found := re.search(pattern, text):
                 return found.expand(name).replace("b", "B") if "\\" in name else name
         raise ValueError(f"no model is called {text}")
@@ -137,23 +109,6 @@ def _is_of(recipe: dict[str, str], row: dict[str, str]) -> bool:
 def unseen(models: Sequence[str]) -> frozenset[str]:
     """The half of the models that nothing is tuned on."""
     return frozenset(random.Random(SEED).sample(sorted(set(models)), k=len(set(models)) // 2))
-
-
-# What the formats that tables name are, by Transformer Engine's recipes (Megatron-Bridge,
-# scripts/performance/utils/precision.py); the first releases give none.
-_SCALINGS = {"fp8": "current", "fp8-cs": "current", "mxfp8": "mxfp8", "fp8-mx": "mxfp8"}
-_SCALINGS |= {"nvfp4": "nvfp4", "fp8-cs (fp8-mx)": "current"}
-
-
-# NeMo AutoModel's runs, by (model, task, whether tensors are divided): the graph that is traced and
-# the expert ranks (NVIDIA-NeMo/Automodel, examples/llm_benchmark; its fine-tuning is LoRA on every
-# projection, docs/performance-summary.mdx). torch.compile has run what is behind checkpoints.
-_AUTOMODEL = {
-    ("GPT-OSS-120B", "LM pre-training", False): ("plain", 64),
-    ("Llama-3 70B", "LM pre-training", False): ("full", 1),
-    ("Llama-3 70B", "fine-tuning", True): ("lora-all-full", 1),
-    ("Llama-3 8B", "fine-tuning", False): ("lora-all", 1),
-}
 
 
 class Refused(Exception):
@@ -239,7 +194,8 @@ def _variant(row: Row) -> str:
 
 
 def _allocation(gpu: str, gpus: int) -> str:
-    machine, per_node = _MACHINES[gpu]
+    # Machines of the catalogue, and GPUs that reach each other over NVLink.
+    machine, per_node = KNOWN["machines"][gpu]
     nodes = -(-gpus // per_node)
     return f"{nodes}x{gpus // nodes}:{machine}"
 
