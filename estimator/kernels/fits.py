@@ -209,6 +209,12 @@ def _wider(kind: str) -> str:
     return first if first != kind else ""
 
 
+def _numbers(texts: Sequence[str]) -> tuple[dict[str, int], Indices]:
+    """(the number of each distinct text, that of each one given)."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return numbers, np.array([numbers[text] for text in texts])
+
+
 class FamilyFit:
     """All probed calls of one family in one dtype; of very many, some drawn at random.
 
@@ -224,28 +230,13 @@ class FamilyFit:
         self.points = points
         self.seconds = np.array([(p.warm_s, max(p.cold_s, p.warm_s)) for p in points]).T
         self.coordinates = np.array([coordinates(point.features) for point in points])
-        self.targets = np.array([point.features.target for point in points])
-        self.variants = np.array([point.variant for point in points])
+        kinds = [point.variant for point in points]
         # Numbers compare faster than texts; none of the points' has -1.
-        targets, self._target_of = np.unique(self.targets, return_inverse=True)
-        variants, self._variant_of = np.unique(self.variants, return_inverse=True)
-        self._number_of_target = {name: number for number, name in enumerate(targets.tolist())}
-        self._number_of_variant = {name: number for number, name in enumerate(variants.tolist())}
-        self.rows = self._rows([p.features for p in points], [p.variant for p in points])
-        self.whole = self._fit(np.ones(len(points), dtype=bool))
-        self.forms: dict[tuple[str, str], Array] = {}
-        wider_of = np.array([_wider(kind) for kind in self.variants.tolist()])
-        for target in sorted(set(self.targets.tolist())):
-            same = self.targets == target
-            for kind in sorted({"", *self.variants[same].tolist(), *wider_of[same].tolist()}):
-                mine = same & ((self.variants == kind) | (wider_of == kind)) if kind else same
-                # As many points as terms meet any form, and tell nothing of calls beyond them.
-                # So few say by how much all calls are longer.
-                if mine.sum() > self.rows.shape[2]:
-                    self.forms[target, kind] = self._fit(mine)
-                else:
-                    wider = self._form(target, _wider(kind)) if kind else self.whole
-                    self.forms[target, kind] = self._scaled(wider, mine)
+        self._number_of_target, self._target_of = _numbers([p.features.target for p in points])
+        self._number_of_variant, self._variant_of = _numbers(kinds)
+        self._wider_of = np.array([_wider(kind) for kind in kinds])
+        self.rows = self._rows([p.features for p in points], kinds)
+        self._forms: dict[tuple[str, str], Array] = {}
         by_form_s = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
         self.residual = np.log(self.seconds / by_form_s)
         self.relative_error = self._leave_one_out_error(by_form_s[0])
@@ -260,10 +251,25 @@ class FamilyFit:
         return np.stack([np.column_stack([rows[:, 0], own_s, given]) for own_s in seconds])
 
     def _form(self, target: str, kind: str) -> Array:
-        """The form of an operator's variant: its own, else the closest wider one."""
-        while kind and (target, kind) not in self.forms:
-            kind = _wider(kind)
-        return self.forms.get((target, kind), self.whole)
+        """The form of an operator's variant by its own points; of few, as of what is wider.
+
+        Wider than a variant is one named by its first words or none, than that all operators ("").
+        """
+        form = self._forms.get((target, kind))
+        if form is None:
+            mine = (self._target_of == self._number_of_target.get(target, -1)) | (not target)
+            if kind:
+                own = self._variant_of == self._number_of_variant.get(kind, -1)
+                mine &= own | (self._wider_of == kind)
+            # As many points as terms meet any form, and tell nothing of calls beyond them.
+            # So few say by how much all calls are longer.
+            if not target or mine.sum() > self.rows.shape[2]:
+                form = self._fit(mine)
+            else:
+                wider = self._form(target, _wider(kind)) if kind else self._form("", "")
+                form = self._scaled(wider, mine)
+            self._forms[target, kind] = form
+        return form
 
     def _fit(self, mine: Flags) -> Array:
         rows = self.rows[:, mine]
@@ -279,7 +285,9 @@ class FamilyFit:
 
     def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> Array:
         """Seconds of calls of these (operator, variant) by their forms alone."""
-        forms = np.stack([self._form(*kind) for kind in kinds], axis=1)
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        forms = np.stack([self._form(*kind) for kind in numbers], axis=1)
+        forms = forms[:, [numbers[kind] for kind in kinds]]
         return np.asarray(np.maximum((rows * forms).sum(axis=2), _SHORTEST_S))
 
     def _weights(self, places: Array, targets: Indices, variants: Indices) -> Array:

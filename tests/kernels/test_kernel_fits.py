@@ -287,7 +287,7 @@ def test_rows_that_tensor_cores_read_unaligned_are_a_variant_of_their_own() -> N
     profile = _profile([(_mm(64, 64, columns), 1e-5) for columns in (50257, 50304)])
     on_tensor_cores = replace(profile.kernels[0], dtype="tfloat32")
     fits = KernelFits(replace(profile, kernels=(on_tensor_cores,)), precision="tf32")
-    variants = fits.fit("matmul", "tfloat32").variants.tolist()
+    variants = [point.variant for point in fits.fit("matmul", "tfloat32").points]
     assert [variant.endswith("unaligned") for variant in variants] == [True, False]
 
 

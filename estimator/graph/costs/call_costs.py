@@ -177,7 +177,7 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
         if gradient.max() <= _NO_GAIN * len(seconds):
             break
         free.append(int(gradient.argmax()))
-        while (wanted := np.linalg.solve(gram[np.ix_(free, free)], goal[free])).min() <= 0.0:
+        while (wanted := np.linalg.solve(gram[free][:, free], goal[free])).min() <= 0.0:
             # As far as the first of them becomes 0.
             known, below = solution[free], wanted <= 0.0
             change = wanted - known
