@@ -233,7 +233,7 @@ def groups_along(
     groups: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
-        kinds = list(dict.fromkeys(map(nodes.kinds.__getitem__, counts)))
+        kinds = [placement.kinds[kind] for kind in dict.fromkeys(nodes.kind_of[row].tolist())]
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
         own, names = nodes.name(row[slowest])

@@ -101,45 +101,52 @@ def _with_sums(graph: OpGraph, columns: GraphColumns, base: Indices, keeps_base:
     is_view = np.zeros(len(base), dtype=np.bool_)
     is_view[columns.touched[columns.is_made & keeps_base[columns.touched_by]]] = True
     base, merged = base.copy(), dict[int, int]()
+    # What follows looks at single places, which lists give faster.
+    owned_by, read_last = owner.tolist(), last_read.tolist()
 
     def owner_of(value: int) -> int:
-        root = int(owner[value])
+        root: int = owned_by[value]
         while root in merged:
             root = merged[root]
         return root
 
-    held = {int(owner[p.gradient]) for p in graph.parameters if p.gradient is not None}
+    held = {owned_by[p.gradient] for p in graph.parameters if p.gradient is not None}
     # Ops of the backward pass that add two tensors up.
     reads_two = columns.made_begins - columns.begins[:-1] == 2
     is_sum = columns.of_calls(call.target == _ADD for call, _ in columns.calls)
     is_sum = is_sum & ~columns.is_forward & reads_two & (columns.begins[1:] > columns.made_begins)
-    for index in np.flatnonzero(is_sum).tolist():
-        one, other = columns.touched[columns.begins[index] :][:2].tolist()
-        total = int(columns.touched[columns.made_begins[index]])
-        if is_view[one] or not _accumulates(columns, one, other, total):
-            continue
+    sums = np.flatnonzero(is_sum)
+    terms = columns.touched[columns.begins[sums, None] + [0, 1, 2]]
+    accumulates = _accumulates(columns, terms) & ~is_view[terms[:, 0]]
+    for index, (one, other, total) in zip(
+        sums[accumulates].tolist(), terms[accumulates].tolist(), strict=True
+    ):
         old = owner_of(one)
-        unshared = last_read[old] == index and owner_of(other) != old
+        unshared = read_last[old] == index and owner_of(other) != old
         # A file may say that a sum is one of its terms.
         unshared = unshared and old != total
         if columns.kind[old] == ACTIVATION and unshared and old not in held:
             base[total] = merged[total] = old
-            last_read[old] = max(index, int(last_read[total]))
+            read_last[old] = max(index, read_last[total])
             if total in held:
                 held.add(old)
     return base
 
 
-def _accumulates(columns: GraphColumns, one: int, other: int, total: int) -> bool:
-    """Whether autograd runs this sum of two gradients in place of the first.
+def _accumulates(columns: GraphColumns, terms: Indices) -> Flags:
+    """Whether autograd runs sums of two gradients in place of the first; rows of these and the sum.
 
     torch/csrc/autograd/input_buffer.cpp does so where it holds the last reference to a dense
     tensor; a trace with fake tensors, which are subclasses, shows a fresh sum instead.
     """
-    if columns.base[total] >= 0:
-        return False
-    old, new, made = (columns.specs[columns.spec_of[value]][0] for value in (one, other, total))
-    return old.shape == new.shape == made.shape and old.dtype == made.dtype and is_dense(old)
+    rows = list(map(tuple, columns.spec_of[terms].tolist()))
+    alike = {}
+    for row in set(rows):
+        old, new, made = (columns.specs[number][0] for number in row)
+        same = old.shape == new.shape == made.shape and old.dtype == made.dtype
+        alike[row] = same and is_dense(old)
+    takes_place = np.array([alike[row] for row in rows], dtype=np.bool_)
+    return takes_place & (columns.base[terms[:, 2]] < 0)
 
 
 def is_dense(spec: TensorSpec) -> bool:

@@ -8,9 +8,11 @@ itself, as the models of torch.distributed.pipelining do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +36,7 @@ class Cutting:
         ops: Indices,
         flow: GraphColumns,
         roots: Indices,
-        trained: Sequence[_Trained],
+        trained: _Trained,
     ) -> None:
         self.ops = ops
         self._graph, self._flow, self._roots = graph, flow, roots
@@ -52,8 +54,8 @@ class Cutting:
         own = base[self._values]
         self._base = np.where(own < 0, -1, self._number[own])
         self._held, self._held_by = self._holds()
-        self._parameters = list(self._of_stage(trained))
-        self.parameter_names = tuple(parameter.name for parameter in self._parameters)
+        self._parameters = self._of_stage(trained)
+        self.parameter_names = tuple([parameter.name for parameter, *_ in self._parameters])
         self.content = self._content()
 
     def _arriving(self) -> tuple[Flags, Indices]:
@@ -103,7 +105,7 @@ class Cutting:
         return (
             *(array.tobytes() for array in arrays),
             tuple((bool(unit), unit_numbers[unit]) for unit in units),
-            tuple((parameter.gradient, parameter.ready_after) for parameter in self._parameters),
+            tuple([own[1:] for own in self._parameters]),
         )
 
     def outputs(self, sent: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,7 +115,7 @@ class Cutting:
     def graph(self, name: str) -> OpGraph:
         """The ops as a graph of their own."""
         graph = self._graph
-        frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in self._parameters)
+        frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p, *_ in self._parameters)
         share = len(self.ops) / max(len(graph.ops), 1)
         is_buffer = self._kind[self._values] == KINDS.index("buffer")
         columns = self._columns()
@@ -121,7 +123,10 @@ class Cutting:
             graph,
             name=name,
             ops=columns.ops(),
-            parameters=tuple(self._parameters),
+            parameters=tuple(
+                replace(parameter, gradient=gradient, ready_after=ready)
+                for parameter, gradient, ready in self._parameters
+            ),
             values=columns.values(),
             frozen_parameter_bytes=max(frozen, 0) if graph.frozen_parameter_bytes else 0,
             buffer_bytes=self._bytes_of("buffer"),
@@ -160,40 +165,52 @@ class Cutting:
         of_spec = self._flow.spec_of[self._values[is_own]].tolist()
         return sum(self._flow.specs[number][0].nbytes for number in of_spec)
 
-    def _of_stage(self, trained: Sequence[_Trained]) -> Iterator[Parameter]:
-        """Trained parameters whose gradients, or parts of them, the stage computes.
+    def _of_stage(self, trained: _Trained) -> list[tuple[Parameter, int, int]]:
+        """Trained parameters whose gradients, or parts of them, the stage computes, and when.
 
         Of a tied one a stage computes a part, which another adds to its own.
         """
-        place, number = self._place.tolist(), self._number
-        for parameter, gradient, ready, parts in trained:
-            if place[ready] >= 0:
-                own = int(number[gradient])
-                yield replace(parameter, gradient=own, ready_after=place[ready])
-                continue
-            for part in parts:
-                if self._made[part]:
-                    made = self._by[self._is_made & (self._touched == part)]
-                    own = int(number[part])
-                    yield replace(parameter, gradient=own, ready_after=int(made[0]))
+        ready = self._place[trained.ready]
+        own = np.flatnonzero(ready >= 0)
+        numbers = self._number[trained.gradients[own]]
+        found = list(zip(own.tolist(), numbers.tolist(), ready[own].tolist(), strict=True))
+        for parameter, part in trained.parts:
+            if ready[parameter] < 0 and self._made[part]:
+                made = self._by[self._is_made & (self._touched == part)]
+                found.append((parameter, int(self._number[part]), int(made[0])))
+        found.sort(key=itemgetter(0))
+        return [(trained.parameters[number], value, op) for number, value, op in found]
 
 
-# A parameter, its gradient, the op that makes that, and what this adds up to it.
-_Trained = tuple[Parameter, int, int, list[int]]
+class _Trained(NamedTuple):
+    """Parameters that have a gradient: that, the op that makes it, and what this adds up to it.
 
+    `parts` are (number of a parameter, value).
+    """
 
-def _trained(graph: OpGraph, columns: GraphColumns) -> Iterator[_Trained]:
-    """The parameters of a graph that have a gradient."""
-    for parameter in graph.parameters:
-        gradient, ready = parameter.gradient, parameter.ready_after
-        if gradient is None or ready is None:
-            continue
+    parameters: tuple[Parameter, ...]
+    gradients: Indices
+    ready: Indices
+    parts: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, graph: OpGraph, columns: GraphColumns) -> _Trained:
+        """Those of a graph."""
+        trained = [p for p in graph.parameters if None not in (p.gradient, p.ready_after)]
+        gradients, ready = (
+            np.array([getattr(p, name) for p in trained], dtype=np.intp)
+            for name in ("gradient", "ready_after")
+        )
+        shapes = [spec for spec, _ in columns.specs]
+        touched, spec_of = columns.touched.tolist(), columns.spec_of.tolist()
+        read = zip(columns.begins[ready].tolist(), columns.made_begins[ready].tolist(), strict=True)
         parts = [
-            value
-            for value in columns.read_by(ready)
-            if columns.specs[columns.spec_of[value]][0] == parameter.spec
+            (number, value)
+            for number, (parameter, part) in enumerate(zip(trained, read, strict=True))
+            for value in touched[slice(*part)]
+            if shapes[spec_of[value]] == parameter.spec
         ]
-        yield parameter, gradient, ready, parts
+        return cls(tuple(trained), gradients, ready, parts)
 
 
 def _numbered(touched: Indices, base: Indices) -> tuple[Indices, Indices]:
@@ -277,16 +294,14 @@ class Stage:
     Stages that compute the same have the same graph, whose names are those of the first of them;
     `parameters` are the stage's own names. `point` is the module that it begins at, "" for the
     first stage. `sent` are values of the whole graph; the gradients of the same come back;
-    `outputs` are those of them that the stage makes, in its own graph. `weight_shares` are those of
-    its ops.
+    `outputs` are those of them that the stage makes, in its own graph.
     """
 
     graph: OpGraph
     point: str
-    ops: tuple[int, ...]
+    ops: Indices
     sent: tuple[int, ...]
     outputs: tuple[int, ...]
-    weight_shares: Array
     parameters: tuple[str, ...]
 
     def sent_bytes(self, bound: BoundGraph) -> int:
@@ -486,21 +501,18 @@ def stage_graphs(
     owner = blocks.stage_of(points)
     sending = _sent(flow, blocks.from_weights, owner, len(points) + 1)
     lenders = _lenders(flow, blocks.from_weights)
-    alike: dict[Hashable, tuple[OpGraph, Array]] = {}
-    roots, trained = owners(flow.base), tuple(_trained(graph, flow))
+    alike: dict[Hashable, OpGraph] = {}
+    roots, trained = owners(flow.base), _Trained.of(graph, flow)
     graphs = []
     for number, (point, sent) in enumerate(zip(("", *points), sending, strict=True)):
         cutting = Cutting(graph, _with_lent(owner == number, lenders), flow, roots, trained)
         if cutting.content not in alike:
-            own = cutting.graph(f"{graph.name}, stage {number}")
-            alike[cutting.content] = own, weight_shares(own)
-        own, shares = alike[cutting.content]
+            alike[cutting.content] = cutting.graph(f"{graph.name}, stage {number}")
         graphs.append(
             Stage(
-                graph=own,
-                weight_shares=shares,
+                graph=alike[cutting.content],
                 point=point,
-                ops=tuple(cutting.ops.tolist()),
+                ops=cutting.ops,
                 sent=sent,
                 outputs=cutting.outputs(sent),
                 parameters=cutting.parameter_names,
@@ -531,8 +543,9 @@ def _lenders(flow: GraphColumns, from_weights: Flags) -> dict[int, list[int]]:
     lends = flow.is_forward[flow.touched_by] & ~flow.is_made & (made_by >= 0)
     lends &= ~from_weights[flow.touched]
     makers: dict[int, list[int]] = {}
-    for reader, maker in zip(flow.touched_by[lends], made_by[lends], strict=True):
-        makers.setdefault(int(reader), []).append(int(maker))
+    readers = flow.touched_by[lends].tolist()
+    for reader, maker in zip(readers, made_by[lends].tolist(), strict=True):
+        makers.setdefault(reader, []).append(maker)
     return makers
 
 

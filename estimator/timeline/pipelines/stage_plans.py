@@ -28,6 +28,7 @@ from estimator.graph.partition.stages import (
     held_between_passes,
     pass_seconds,
     stage_graphs,
+    weight_shares,
 )
 from estimator.kernels.durations import bound_of, columns_of, costed, op_durations, structure_of
 from estimator.machines.profile import CollectiveName
@@ -448,7 +449,7 @@ class _Planner(NamedTuple):
             apart, each = self._apart(own, slowest) or (slowest, busy)
             beside, alone = (
                 StageCosts(
-                    *_passes_s(kind, stage, cache),
+                    *_passes_s(kind, stage, self.schedule.backward_is_whole, cache),
                     sent_s=sent_s,
                     returned_s=returned_s,
                     added_s=0.0 if mesh.layout.megatron else _added_s(kind, devices_busy, cache),
@@ -557,21 +558,27 @@ def _added_s(kind: RankClass, devices_busy: int, cache: Cache) -> float:
     return kind.slowdown_ratio * added_s
 
 
-def _passes_s(kind: RankClass, stage: Stage, cache: Cache) -> tuple[float, float, float]:
-    """Passes in a run of micro-batches, whose host is ahead where it can be."""
+def _passes_s(
+    kind: RankClass, stage: Stage, is_whole: bool, cache: Cache
+) -> tuple[float, float, float]:
+    """Passes in a run of micro-batches, whose host is ahead where it can be.
+
+    Of a backward pass that `is_whole` nobody asks what of it is of gradients of weights.
+    """
 
     def made() -> tuple[float, float, float]:
         lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
         before, own = lanes.ends_s(0), lanes.ends_s(1)
         is_forward = structure_of(stage.graph, cache).columns.is_forward
         ended_s = float(own[is_forward.sum() - 1])
-        backward_s = float(own[-1]) - ended_s
-        spent = lanes.device_s + lanes.host_s
-        _, input_s, weight_s = pass_seconds(is_forward, stage.weight_shares, spent)
-        share = weight_s / (input_s + weight_s or 1.0)
+        backward_s, share = float(own[-1]) - ended_s, 0.0
+        if not is_whole:
+            spent = lanes.device_s + lanes.host_s
+            _, input_s, weight_s = pass_seconds(is_forward, weight_shares(stage.graph), spent)
+            share = weight_s / (input_s + weight_s or 1.0)
         return ended_s - float(before[-1]), backward_s * (1 - share), backward_s * share
 
-    forward_s, input_s, weight_s = cache.get("passes", (kind.program,), made)
+    forward_s, input_s, weight_s = cache.get("passes", (kind.program,), made, is_whole)
     slow = kind.slowdown_ratio
     return slow * forward_s, slow * input_s, slow * weight_s
 

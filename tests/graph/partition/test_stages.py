@@ -200,7 +200,7 @@ def is_forward(graph: OpGraph) -> NDArray[np.bool_]:
 
 def test_the_first_stage_has_no_gradient_of_its_input() -> None:
     first, _ = stage_graphs(traced(2), ["layers.1"])
-    of = is_forward(first.graph), first.weight_shares
+    of = is_forward(first.graph), weight_shares(first.graph)
     forward, of_input, of_weights = pass_seconds(*of, np.ones(len(first.ops)))
     assert of_input == 0.0
     assert forward + of_weights == len(first.ops)
