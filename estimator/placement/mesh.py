@@ -34,8 +34,9 @@ class ProcessGroup:
     `bytes_per_s` is what one flow of a ring in rank order gets on the slowest hop between nodes
     after the flows that share it have divided it (inf within one node); `latency_s` is the longest
     hop's. `per_node` are the most ranks of the group on one node. `network` is the number of the
-    profile whose measurements cost the group's collectives, among those that are asked; `link`
-    says in words what that hop crosses.
+    profile whose measurements cost the group's collectives, among those that are asked;
+    `sharing_ratio` is how many times as fast that hop is while the other groups along the axis are
+    silent, `link` says in words what it crosses.
     """
 
     ranks: Any
@@ -44,6 +45,7 @@ class ProcessGroup:
     bytes_per_s: Any = math.inf
     latency_s: Any = 0.0
     network: Any = 0
+    sharing_ratio: Any = 1.0
     link: str = field(default="", compare=False)
 
 
@@ -237,18 +239,22 @@ def groups_along(
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
         own, names = nodes.name(row[slowest])
-        share = _share(int(flows[row[slowest]]))
-        limits: list[_Limit] = [(float(own_rate[number, slowest]), share + own, names)]
+        leaving = int(flows[row[slowest]])
+        limits: list[_Limit] = [(float(own_rate[number, slowest]), _share(leaving) + own, names)]
         for ends in crossing[number]:
             limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
             limits += shared.get(ends, ())
         rate, link, between = min(limits, key=lambda limit: limit[0])
+        # What a switch or a pair limits is taken for the group's own.
+        is_shared = across and limits[0][0] == rate
+        own_flows = int((hop[number] & (node[number] == row[slowest])).sum())
         group = ProcessGroup(
             ranks=len(row),
             nodes=len(counts),
             per_node=max(counts.values()),
             bytes_per_s=rate if across else math.inf,
             latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
+            sharing_ratio=leaving / own_flows if is_shared else 1.0,
             link=link.format(*between) if across else "",
         )
         kind = min(kinds, key=_BY_NETWORK)

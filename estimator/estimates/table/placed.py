@@ -186,6 +186,7 @@ def nested_groups(
         per_node=outer.per_node // shard,
         # A node's ranks of one replica are each in a group of their own.
         bytes_per_s=outer.bytes_per_s / shard,
+        sharing_ratio=float(shard),
     )
     return tuple(inside), (between,)
 

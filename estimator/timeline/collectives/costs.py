@@ -162,6 +162,12 @@ class Corrections:
         logs = np.interp(np.log(sizes_bytes), self.log_sizes, self.log_ratios)
         return np.asarray(np.exp(logs))
 
+    @property
+    def idle_ratio(self) -> float:
+        """What large collectives take over the time that they keep their busiest link busy."""
+        largest = -1 - _FURTHER_POINTS
+        return max(float(np.exp(self.log_ratios[max(largest, -len(self.log_ratios))])), 1.0)
+
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
         measured_s = fastest_s(self.factors(sizes_bytes), as_array(self.lines))
@@ -314,6 +320,7 @@ class CollectiveCosts:
         # The last one stands for the formula, where nothing of the kind was measured.
         self.corrections = (*(each.corrections for each in references), NO_CORRECTIONS)
         self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
+        self._idle = Lookup([each.idle_ratio for each in self.corrections])
         self._nearest = Nearest(found, 2 * len(profiles))
         self._inner = LinksByDevices(inner)
         # Other jobs ask of groups of the same shapes.
@@ -339,6 +346,10 @@ class CollectiveCosts:
             pool_of(group), lambda shape: _unlike_factor(shape, group)
         )
         known = reference >= 0
+        if self.kind == "cpu":
+            # Groups along an axis that share a link fill what one of them leaves of it.
+            filled = minimum(group.sharing_ratio, self._idle[reference])
+            group = replace(group, bytes_per_s=group.bytes_per_s * filled)
         farther = log(where(known, unlike, 1.0))
         return CollectiveModel(
             lines=lines_of(self.op, group, links, self.kind, self._algorithms),

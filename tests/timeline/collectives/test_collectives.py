@@ -22,7 +22,7 @@ from estimator.machines.profile import (
     Provenance,
 )
 from estimator.machines.typical import achieved_bytes_per_s
-from estimator.placement.mesh import ProcessGroup, ring_between, whole_group
+from estimator.placement.mesh import ProcessGroup, groups_along, ring_between, whole_group
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.timeline.collectives.algorithms import (
@@ -122,6 +122,26 @@ def test_a_hop_that_was_timed_too_long_takes_nothing_off_a_slower_link() -> None
     more = replace(slower, ranks=4, nodes=4)
     model = GroupCollective.of(profile, "all_reduce", more)
     assert model.time_s(4e6) == pytest.approx(3 * 4e-4 + 1.5 * 4e6 * 4e-9, rel=1e-9)
+
+
+def test_groups_that_share_an_uplink_fill_what_one_leaves_of_it() -> None:
+    # Alone two ranks keep their links of 1 GB/s busy for 2/3 of an all-gather, and all the time in
+    # an all-reduce. From two nodes two such groups at once have twice the bytes on each uplink.
+    profile = over_network(hop_s=0.0, points=((1e6, 1e-3), (64e6, 64e-3)))
+    reduced = profile.collectives[0]
+    gathered = replace(reduced, op="all_gather", points=((1e6, 0.75e-3), (64e6, 48e-3)))
+    devices = tuple(replace(profile.devices[0], index=index) for index in range(2))
+    profile = replace(profile, devices=devices, collectives=(reduced, gathered))
+    nodes = Cluster(
+        nodes={name: Node(machine="m", switch="s") for name in "ab"}, switches={"s": Switch()}
+    )
+    placed = place("a[0]+b[0]+a[1]+b[1]", cluster=nodes, profile=profile)
+    ((group, _),) = groups_along(placed, np.array([[0, 1], [2, 3]]))
+    assert (group.bytes_per_s, group.sharing_ratio) == (0.5e9, 2.0)
+    for op, one_s, both_s in (("all_reduce", 64e-3, 128e-3), ("all_gather", 48e-3, 64e-3)):
+        alone = replace(group, bytes_per_s=1e9, sharing_ratio=1.0)
+        assert GroupCollective.of(profile, op, alone).time_s(64e6) == pytest.approx(one_s)
+        assert GroupCollective.of(profile, op, group).time_s(64e6) == pytest.approx(both_s)
 
 
 def test_a_measured_group_had_hops_as_long_as_others_of_its_cluster() -> None:
