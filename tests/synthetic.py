@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from estimator.machines.profile import (
     CollectiveName,
     Contention,
     Device,
+    DeviceKind,
     HostCost,
     KernelCost,
     KernelPoint,
@@ -157,7 +159,6 @@ class Machine:
     def kernel_s(self, call: OpCall) -> float:
         """What a call takes here: a start, then arithmetic, or for elementwise ops traffic."""
         cost = op_cost(call)
-        assert cost is not None
         if call.target == "aten.mm.default":
             return 1e-6 + cost.flops / self.flops_per_s
         return 1e-6 + cost.moved_bytes / self.memory_bytes_per_s
@@ -173,6 +174,28 @@ def with_every_collective(profile: MachineProfile) -> MachineProfile:
         for op in ops
     ]
     return replace(profile, collectives=(*profile.collectives, *others))
+
+
+def on_gpus(profile: MachineProfile) -> MachineProfile:
+    """The same numbers for CUDA devices, whose backend is NCCL."""
+    return replace(
+        profile,
+        devices=tuple(replace(each, kind="cuda", cores=()) for each in profile.devices),
+        updates=tuple(replace(each, device="cuda") for each in profile.updates),
+    )
+
+
+@contextmanager
+def fake_ranks(count: int, *, rank: int = 0) -> Iterator[None]:
+    """A default process group of which this is one rank and the others do not exist."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def module(forward: Callable[..., Any], **parts: Any) -> Any:
@@ -245,7 +268,7 @@ class _Step:
         return out
 
 
-def perceptron(widths: Sequence[int], *, batch: int = 16) -> OpGraph:
+def perceptron(widths: Sequence[int], *, batch: int = 16, target: DeviceKind = "cpu") -> OpGraph:
     """A multi-layer perceptron's step: one product and one relu per layer, then their gradients."""
     step = _Step(batch, 2 * batch)
     hidden = [step.value("input", 0, widths[0])]
@@ -284,7 +307,7 @@ def perceptron(widths: Sequence[int], *, batch: int = 16) -> OpGraph:
         step.call("aten.mm.default", "backward", [through, weight], upstream)
     return OpGraph(
         name="perceptron",
-        target="cpu",
+        target=target,
         precision="fp32",
         optimizer="adamw",
         batch=batch,

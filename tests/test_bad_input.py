@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -495,7 +494,7 @@ def test_a_table_of_what_is_no_graph_is_refused() -> None:
 def test_arguments_of_another_kind_get_errors_of_the_package(
     options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    graph = replace(perceptron([8, 8]), target="cuda")
+    graph = perceptron([8, 8], target="cuda")
     with pytest.raises(error, match=said):
         estimator.estimate(graph, "1x1:t4", **options)
     with pytest.raises(error, match=said):

@@ -202,7 +202,7 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
 
 
 def network(*sizes: int, batch: int) -> OpGraph:
-    return replace(perceptron(list(sizes), batch=batch), target="cuda")
+    return perceptron(list(sizes), batch=batch, target="cuda")
 
 
 def job(*sizes: int, batch: int = 1 << 16) -> Estimate:

@@ -392,6 +392,5 @@ def test_steps_after_a_change_are_not_doubted() -> None:
 def test_two_populations_are_found_among_many_steps() -> None:
     noise = np.resize([0.01, -0.01, 0.005, -0.005], 8000)
     found = populations("t4", np.concatenate([np.log(1.4) + noise[:4000], noise]))
-    assert found is not None
     assert (found.slower, found.steps) == (4000, 12000)
     assert found.ratio == pytest.approx(1.4, rel=1e-3)

@@ -226,7 +226,6 @@ def test_steps_are_dropped_until_the_steady_state(first_s: float) -> None:
     windows = Windows(warmup_steps=0)
     fill(windows, [*settling, *[0.02] * 9])
     window = windows.close()
-    assert window is not None
     assert window.step_time_s == pytest.approx(0.02, rel=0.1)
     # The logarithm of the distance falls to 0.6 times in three steps: these agree within 10 % with
     # the three before once it was ln 1.1 / 0.4 = 0.24 or less, of ln 8 = 2.08, in the middle of
@@ -271,7 +270,6 @@ def test_a_window_is_the_median_of_its_steps() -> None:
     # 11 steps from 10 to 20 ms, one after a long pause: median 15.
     fill(windows, [time_s / 1000 for time_s in (*range(10, 20), 9000)])
     window = windows.close()
-    assert window is not None
     assert window.step_time_s == pytest.approx(0.015)
 
 

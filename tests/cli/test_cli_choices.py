@@ -11,7 +11,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ from tests.synthetic import perceptron
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "net.graph"
-    replace(perceptron([2048, 2048, 2048]), target="cuda").save(path)
+    perceptron([2048, 2048, 2048], target="cuda").save(path)
     return path
 
 
@@ -106,7 +105,7 @@ def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
 ) -> None:
     path = tmp_path / "large.graph"
     # 8 GiB of weights, 32 with gradients and AdamW's state: of 40 GB, eight devices can divide it.
-    replace(perceptron([1 << 16, 1 << 15], batch=64), target="cuda").save(path)
+    perceptron([1 << 16, 1 << 15], batch=64, target="cuda").save(path)
     about = ("rent", path, "--samples", "1e9", "--max-nodes", 1, "--machines")
     both = command(*about, "t4-g4dn,a100-p4d")
     assert both.code == 0
@@ -196,7 +195,7 @@ def test_layouts_of_an_allocation_are_ranked(model: Path, command: Command) -> N
 def test_layouts_checkpoints_and_strategies_are_never_cut_off(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    graph = replace(perceptron([64, 64, 64]), target="cuda")
+    graph = perceptron([64, 64, 64], target="cuda")
     answer = est.estimate(graph, "1x1:t4-g4dn", batch_per_gpu=4)
     row = LayoutRow(
         layout="tp=8,pp=16,schedule=interleaved:4,sp,vocab,dp=128",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ CLUSTER = "2x4:gtx-1080-roce"
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Path:
-    replace(perceptron([64, 64]), target="cuda").save(tmp_path / "net.graph")
+    perceptron([64, 64], target="cuda").save(tmp_path / "net.graph")
     entries = [
         {
             "name": f"j{number}",

@@ -22,7 +22,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "net.graph"
-    replace(perceptron([256, 256, 256]), target="cuda").save(path)
+    perceptron([256, 256, 256], target="cuda").save(path)
     return path
 
 

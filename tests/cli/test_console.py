@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ def test_an_estimate_tells_a_terminal_when_it_traces_and_when_it_estimates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = open_terminal(monkeypatch)
-    graph = replace(perceptron([64] * 3, batch=8), target="cuda")
+    graph = perceptron([64] * 3, batch=8, target="cuda")
     answer = est.estimate(graph, "1x1:t4")
 
     def traced(*_: Any, **__: Any) -> est.OpGraph:

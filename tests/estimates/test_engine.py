@@ -273,7 +273,7 @@ def test_a_model_fits_surely_perhaps_or_not(used_ratio: float, knows_all: bool, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "ps:1"])
 def test_an_estimate_from_another_process_is_equal(strategy: str) -> None:
-    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    graph = perceptron([64] * 4, batch=8, target="cuda")
     found = estimate(graph, "2x2:dgx-a100", strategy=strategy)
     again = pickle.loads(pickle.dumps(found))
     assert again == found
@@ -341,7 +341,7 @@ def test_a_warm_answer_and_its_reasons_look_at_no_collective_or_operator_again(
         (BucketedNetwork, "communication"),
     ):
         monkeypatch.setattr(of, name, counted(name, getattr(of, name)))
-    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    graph = perceptron([64] * 4, batch=8, target="cuda")
     for _ in ("cold", "warm"):
         asked.clear()
         DEFAULT.estimate(EstimateRequest.of(graph, "2x2:dgx-a100")).to_dict()
@@ -350,7 +350,7 @@ def test_a_warm_answer_and_its_reasons_look_at_no_collective_or_operator_again(
 
 
 def test_what_an_estimate_says_of_a_pipeline_is_plain_json() -> None:
-    graph = replace(in_blocks(perceptron([64] * 8, batch=8)), target="cuda")
+    graph = in_blocks(perceptron([64] * 8, batch=8, target="cuda"))
     answer = estimate(graph, "1x4:dgx-a100", layout="pp=2,dp=*", accumulation_steps=4)
     said = answer.to_dict()
     assert json.loads(json.dumps(said))["layout"] == answer.layout

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from math import log
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("examples")
 
 @pytest.fixture
 def graph() -> OpGraph:
-    return replace(perceptron([2048, 2048, 2048], batch=64), target="cuda")
+    return perceptron([2048, 2048, 2048], batch=64, target="cuda")
 
 
 USD_PER_HOUR = {"g4dn.12xlarge": 3.912, "p3.8xlarge": 12.24, "p4d.24xlarge": 32.773}

@@ -551,7 +551,6 @@ def test_a_model_of_another_type_is_another_workload(dtype: torch.dtype) -> None
         from estimator.graph.costs.call_costs import op_cost
 
         flops = [op_cost(op.call) for op in graph.ops if "mm" in op.call.target]
-        assert flops[0] is not None
         assert flops[0].flops == 4 * 8 * 4 * 8
     else:
         graph = trace_graph(nn.Linear(8, 4, dtype=dtype), torch.randn(4, 8, dtype=dtype))

@@ -286,7 +286,7 @@ def kinds() -> dict[str, Any]:
     known: dict[str, Any] = {"parameter_bytes": 4000, "tensors": 10, "flops_per_sample": 1e9}
     timed = {"machine": "t4-g4dn", "step_times": [[8, 0.4], [16, 0.7]]}
     graphs = {
-        "ddp": replace(in_blocks(perceptron([64] * 4, batch=8)), target="cuda"),
+        "ddp": in_blocks(perceptron([64] * 4, batch=8, target="cuda")),
         "experts": replace(test_split_experts.GRAPH, target="cuda"),
         "compiled": trace_model(small, ids, compiled=True, target="cuda", precision="bf16-amp"),
         "tp": test_parallelised_modules.traced(2),

@@ -313,7 +313,7 @@ def test_a_gpus_update_in_a_loop_is_issued_while_the_device_works() -> None:
     assert len(trained) * cost.per_tensor_s > 0.1 * found.breakdown.update_s
 
 
-GRAPH = replace(perceptron([256, 256]), target="cuda")
+GRAPH = perceptron([256, 256], target="cuda")
 
 
 @pytest.mark.parametrize("execution", ["compiled", "cuda-graphs"])

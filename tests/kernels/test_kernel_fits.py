@@ -320,7 +320,6 @@ def test_a_family_that_no_probe_times_is_predicted_by_its_stand_in() -> None:
     spectrum = TensorSpec((64, 257), "complex64")
     transform = OpCall("aten._fft_r2c.default", (rows, (1,), 0, True), (), (spectrum,))
     predicted = KernelFits(_profile(ordered)).predict(transform)
-    assert predicted is not None
     assert predicted.source == "fitted"
 
 
@@ -346,12 +345,10 @@ def test_a_gpus_matmuls_know_of_tiles_waves_and_alignment(size: tuple[int, int, 
 
     def seconds(call: OpCall) -> float:
         predicted = by_datasheet.predict(call)
-        assert predicted is not None
         return 1.3 * predicted.warm_s
 
     fits = KernelFits(_gpu_profile([(_half(*one), seconds(_half(*one))) for one in sizes]))
     found = fits.predict(_half(*size))
-    assert found is not None
     assert found.warm_s == pytest.approx(seconds(_half(*size)), rel=0.02)
 
 
@@ -370,7 +367,6 @@ def test_few_calls_of_each_variant_are_fitted_together_where_they_are_of_one_kin
 
     def seconds(call: OpCall, flops_per_s: float) -> float:
         features = features_of(call)
-        assert features is not None
         return 1e-5 + features.cost.flops / flops_per_s
 
     dense = [gradient(c, s, 3, 1, False) for c in (16, 32, 64, 96, 128) for s in (8, 16, 32)]
@@ -386,7 +382,6 @@ def test_few_calls_of_each_variant_are_fitted_together_where_they_are_of_one_kin
     calls += [(call, seconds(call, 2e10)) for call in depthwise]
     asked = gradient(512, 56, 7, 512, False)
     found = KernelFits(_profile(calls)).predict(asked)
-    assert found is not None
     assert found.warm_s == pytest.approx(seconds(asked, 2e10), rel=0.15)
 
 
@@ -403,5 +398,4 @@ def test_few_long_rows_of_a_normalisation_take_as_long_as_one() -> None:
         for side in (7, 14, 28, 56)
     ]
     found = KernelFits(_profile(calls)).predict(normalised(24, 112))
-    assert found is not None
     assert found.warm_s == pytest.approx(1e-5 + 64 * 112**2 / 0.6e9, rel=0.1)

@@ -368,7 +368,6 @@ def test_before_volta_a_gradient_of_weights_costs_no_more_a_sample_for_more_toke
         turned, states = TensorSpec((768, tokens), strides=(1, 768)), TensorSpec((tokens, 768))
         call = OpCall("aten.mm.default", (turned, states), outputs=(TensorSpec((768, 768)),))
         found = roofline.predict(call)
-        assert found is not None
         return found.cold_s / tokens
 
     assert per_token_s(1 << 16) <= per_token_s(1 << 13)

@@ -164,7 +164,7 @@ def test_a_network_is_its_cards_times_their_rate(profile: MachineProfile) -> Non
 def test_every_machine_answers_and_says_that_nothing_was_measured(
     name: str, precision: str
 ) -> None:
-    step = replace(perceptron([512, 512, 512]), target="cuda", precision=precision)
+    step = replace(perceptron([512, 512, 512], target="cuda"), precision=precision)
     answer = est.estimate(step, f"1x{len(PROFILES[name].devices)}:{name}")
     sources = {source for _, source, _, _ in answer.provenance}
     assert sources == {"datasheet"}
@@ -458,7 +458,7 @@ def test_an_estimate_lists_what_it_assumed_of_a_chip(
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
     profile = replace(load_profile("t4"), name="riddle", devices=(unknown_gpu(sm_count=40),))
     profile.save(tmp_path / "machines" / "riddle.json")
-    graph = replace(perceptron([64, 64]), target="cuda")
+    graph = perceptron([64, 64], target="cuda")
     (text,) = (
         each for each in est.estimate(graph, "1x1:riddle").assumptions if "asks of a chip" in each
     )
@@ -513,7 +513,7 @@ def test_a_measured_device_has_what_was_measured() -> None:
 
 
 def test_an_estimate_says_by_how_much_it_fits() -> None:
-    graph = replace(perceptron([512, 512, 512]), target="cuda")
+    graph = perceptron([512, 512, 512], target="cuda")
     answer = est.estimate(graph, "1x8:a100-sxm-80gb")
     device = answer.device_memory
     assert device.communicators_bytes > 0

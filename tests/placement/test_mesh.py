@@ -221,6 +221,6 @@ def test_more_ranks_never_get_less_of_the_network(name: str, data: st.DataObject
 
 
 def test_an_estimate_says_how_many_cards_it_counts_on() -> None:
-    step = replace(perceptron([512, 512]), target="cuda")
+    step = perceptron([512, 512], target="cuda")
     answer = est.estimate(step, "2x1:dgx-h100")
     assert any("1 rank on a node of 'dgx-h100' uses 1 of its 8" in a for a in answer.assumptions)

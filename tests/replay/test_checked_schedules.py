@@ -28,8 +28,8 @@ from estimator.replay.speeds import EngineSpeeds
 from tests.synthetic import perceptron
 
 # The second model needs 7.3 GiB: more than a GTX 1080 can surely give.
-SMALL = replace(perceptron([2048, 2048, 2048]), target="cuda", name="small")
-LARGE = replace(perceptron([14000, 14000, 14000]), target="cuda", name="large")
+SMALL = replace(perceptron([2048, 2048, 2048], target="cuda"), name="small")
+LARGE = replace(perceptron([14000, 14000, 14000], target="cuda"), name="large")
 CLUSTERS = {
     "like": "4x4:v100-p3",
     "unlike": "2x4:gtx-1080-roce+2x4:v100-p3+1x8:dgx-a100",

@@ -419,7 +419,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 MACHINE = "gtx-1080-roce"
-ON_CUDA = replace(perceptron([64, 64]), target="cuda")
+ON_CUDA = perceptron([64, 64], target="cuda")
 
 
 def real_job(name: str = "a") -> Job:

@@ -125,7 +125,7 @@ def test_jobs_that_share_links_slow_each_other_while_both_run() -> None:
 
 def test_two_jobs_over_the_same_nodes_are_as_slow_as_the_estimate_beside_neighbours() -> None:
     nodes = Nodes.parse("2x8:v100-p3").described()
-    graph = replace(perceptron([4096, 4096, 4096], batch=64), target="cuda")
+    graph = perceptron([4096, 4096, 4096], batch=64, target="cuda")
     both = [
         Job(name=name, arrival_s=0, graph=graph, samples=1, devices=4, global_batch=256)
         for name in "ab"
@@ -339,7 +339,7 @@ def _check_devices(ran: list[Ran], nodes: Nodes) -> None:
         assert held == 0
 
 
-REPLAYS_GRAPH = replace(perceptron([64, 64]), target="cuda")
+REPLAYS_GRAPH = perceptron([64, 64], target="cuda")
 NODES = Nodes((ReplayNode("t4-g4dn", 4),) * 2, "pack")
 JOBS = [
     Job(
@@ -389,7 +389,7 @@ RACKS = Cluster(
         "b": Switch(parent="root", uplink_bytes_per_s=0.5e9),
     },
 )
-WIDE = replace(perceptron([2048, 2048, 2048]), target="cuda")
+WIDE = perceptron([2048, 2048, 2048], target="cuda")
 JOB = Job(name="job", arrival_s=0, graph=WIDE, samples=1e6, devices=8, global_batch=512)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +182,7 @@ def test_a_pipe_is_no_file_of_jobs(tmp_path: Path, name: str) -> None:
 
 
 NODES = "2x4:gtx-1080-roce"
-ON_CUDA = replace(perceptron([64, 64]), target="cuda")
+ON_CUDA = perceptron([64, 64], target="cuda")
 
 
 def test_a_job_of_a_trace_runs_as_long_as_the_trace_says() -> None:

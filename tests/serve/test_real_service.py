@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,7 +103,7 @@ def said_to(port: int, content: bytes) -> bytes:
 @pytest.fixture
 def saved(tmp_path: Path) -> bytes:
     path = tmp_path / "net.graph"
-    replace(perceptron([256, 256, 256]), target="cuda").save(path)
+    perceptron([256, 256, 256], target="cuda").save(path)
     return path.read_bytes()
 
 
@@ -232,7 +231,7 @@ def test_ten_thousand_odd_requests_get_no_5xx(tmp_path: Path, store: Path) -> No
     app = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     client = TestClient(app, "http://localhost", headers=headers, raise_server_exceptions=False)
-    replace(in_blocks(perceptron([64] * 9)), target="cuda").save(tmp_path / "deep.graph")
+    in_blocks(perceptron([64] * 9, target="cuda")).save(tmp_path / "deep.graph")
     content = (tmp_path / "deep.graph").read_bytes()
     graph = client.post("/graphs", content=content).json()["graph"]
     schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())

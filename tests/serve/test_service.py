@@ -38,7 +38,7 @@ LOCAL = "http://localhost:8321"
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "net.graph"
-    replace(perceptron([256, 256, 256]), target="cuda", name=NAME).save(path)
+    replace(perceptron([256, 256, 256], target="cuda"), name=NAME).save(path)
     return path
 
 
@@ -86,7 +86,7 @@ def test_without_reasons_an_answer_has_the_same_figures(client: TestClient, grap
 
 
 def test_an_answer_for_stages_is_that_of_the_package(client: TestClient, tmp_path: Path) -> None:
-    deep = replace(in_blocks(perceptron([64] * 8, batch=8)), target="cuda")
+    deep = in_blocks(perceptron([64] * 8, batch=8, target="cuda"))
     deep.save(tmp_path / "deep.graph")
     graph = client.post("/graphs", content=(tmp_path / "deep.graph").read_bytes()).json()["graph"]
     asked = {"layout": "pp=2,dp=*", "accumulation_steps": 4}

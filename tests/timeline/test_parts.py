@@ -105,7 +105,7 @@ def test_an_update_whose_lanes_were_measured_has_a_host_and_a_device() -> None:
         provenance=CHOSEN,
     )
     profile = replace(Machine().profile(), updates=(cost,))
-    graph = replace(perceptron([8, 8], batch=1), target="cuda", optimizer="adamw")
+    graph = replace(perceptron([8, 8], batch=1, target="cuda"), optimizer="adamw")
     # 10 µs + 10 · 2 µs; 10⁶ · 30 ps + 2·10⁵ · 10 ps.
     assert update_lanes(TRAINED, graph, profile) == pytest.approx((3e-5, 3.2e-5))
     halves = replace(TRAINED, size_bytes=2 * 10**6)

@@ -32,6 +32,7 @@ from estimator.workload.strategies import (
     ParameterServers,
     Strategy,
 )
+from tests.synthetic import fake_ranks
 
 MIB = 1024 * 1024
 
@@ -290,14 +291,11 @@ def test_an_update_moves_what_its_kernels_read_and_write(
 def test_dtensor_sums_a_partial_gradient_as_often_as_an_update_reads_it(
     optimizer: str, made: Callable[[Any], optim.Optimizer]
 ) -> None:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
         vector = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
         update = made([vector])
@@ -306,8 +304,6 @@ def test_dtensor_sums_a_partial_gradient_as_often_as_an_update_reads_it(
             vector.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
             with CommDebugMode() as seen:
                 update.step()
-    finally:
-        dist.destroy_process_group()
     assert seen.get_total_counts() == RULES[optimizer].gradient_reads
 
 

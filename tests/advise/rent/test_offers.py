@@ -20,7 +20,7 @@ from estimator.placement.allocation import Allocation
 from estimator.units import format_bytes
 from tests.synthetic import perceptron
 
-GRAPH = replace(perceptron([2048, 2048, 2048]), target="cuda")
+GRAPH = perceptron([2048, 2048, 2048], target="cuda")
 MACHINES = ("t4-g4dn", "v100-p3-8xlarge")
 PRICES = PriceList(
     [
@@ -84,12 +84,12 @@ def test_ranks_share_a_global_batch_in_the_fewest_micro_batches_that_fit() -> No
 
 def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     # 2048 · 65536 weights twice over: 1 GiB, with its gradients and AdamW's state 4 GiB and more.
-    wide = replace(perceptron([2048, 1 << 16, 2048], batch=64), target="cuda")
+    wide = perceptron([2048, 1 << 16, 2048], batch=64, target="cuda")
     asked: dict[str, Any] = {"samples": 1e8, "prices": PRICES, "strategies": ("ddp", "fsdp")}
     found = offers(wide, ["1x1:t4-g4dn", "1x3:t4-g4dn"], global_batch=2, **asked)
     assert [each.allocation for each in found.offers] == ["1x1:t4-g4dn"]
     assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks are more than a global batch of 2"}
-    large = replace(perceptron([1 << 16, 1 << 16, 1 << 16], batch=64), target="cuda")
+    large = perceptron([1 << 16, 1 << 16, 1 << 16], batch=64, target="cuda")
     none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], batch_per_gpu=64, **asked)
     assert none.offers == []
     # Of both strategies the nearest miss is told: FSDP's, where there is something to divide.
@@ -114,7 +114,7 @@ def test_batches_are_looked_for_where_none_is_given() -> None:
     assert found.samples_per_s == pytest.approx(rate(found.batch_per_gpu))
     assert found.usd < offered("1x1:t4-g4dn", strategies=("ddp",))[0].usd
     # Inputs alone of 2^22 samples of 2^11 single-precision values are 32 GiB, on 16.
-    large = replace(perceptron([2048, 64, 2048], batch=1 << 22), target="cuda")
+    large = perceptron([2048, 64, 2048], batch=1 << 22, target="cuda")
     (halved,) = offers(large, ["1x1:t4-g4dn"], samples=1e8, prices=PRICES).offers
     assert halved.batch_per_gpu < 1 << 21
     assert halved.fits != "no"

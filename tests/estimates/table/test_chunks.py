@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,7 +26,7 @@ from estimator.placement.columns import AllocationGrid
 from tests.graph.partition.test_stages import traced
 from tests.synthetic import Machine, perceptron, with_every_collective
 
-GRAPH = replace(perceptron([64, 64]), target="cuda")
+GRAPH = perceptron([64, 64], target="cuda")
 TEXTS = [f"{nodes}x{devices}:t4-g4dn" for nodes in range(1, 60) for devices in (1, 2, 4)]
 
 

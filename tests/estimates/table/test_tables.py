@@ -44,7 +44,7 @@ from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.timeline.rank import program
 from tests.budgets import examples
-from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
+from tests.synthetic import CHOSEN, Machine, in_blocks, on_gpus, perceptron
 
 HOSTS = tuple(f"a{number}" for number in range(1, 10))
 
@@ -100,16 +100,6 @@ def machine(name: str, shape: Machine, rate: float, *groups: tuple[int, int]) ->
     )
 
 
-def on_gpus(profile: MachineProfile) -> MachineProfile:
-    """The same numbers for CUDA devices, whose backend is NCCL."""
-    return replace(
-        profile,
-        name=f"{profile.name}-gpu",
-        devices=tuple(replace(each, kind="cuda", cores=()) for each in profile.devices),
-        updates=tuple(replace(each, device="cuda") for each in profile.updates),
-    )
-
-
 def machines() -> dict[str, MachineProfile]:
     """Machines that differ in everything that a step depends on."""
     slow = machine("slow", Machine(devices=4, rank_jitter_ratio=0.03), 1e8, (4, 2), (8, 4))
@@ -154,7 +144,8 @@ def machines() -> dict[str, MachineProfile]:
     cards = {"nic_count": 4, "nic_bit_per_s": 2_000_000_000}
     railed = replace(railed, network=datasheet, hardware=cards)
     cpus = (slow, fast, jammed, bare, lone, railed)
-    return {each.name: each for each in (*cpus, *map(on_gpus, cpus))}
+    gpus = (replace(on_gpus(each), name=f"{each.name}-gpu") for each in cpus)
+    return {each.name: each for each in (*cpus, *gpus)}
 
 
 CLUSTER = Cluster(
@@ -799,7 +790,7 @@ def test_batches_of_another_length_are_refused() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp:bucket=64KiB", "zero1:bucket=64KiB", "fsdp"])
 def test_one_allocation_and_many_agree_to_the_last_bit(strategy: str) -> None:
-    graph = replace(in_blocks(perceptron([512] * 24, batch=8)), target="cuda")
+    graph = in_blocks(perceptron([512] * 24, batch=8, target="cuda"))
     texts = [
         f"{nodes}x{devices}:{machine}"
         for machine in ("h100-sxm", "dgx-a100")

@@ -157,7 +157,6 @@ def test_exchanges_beside_another_micro_batch_are_hidden_but_at_the_ends(
 
 
 HOST = with_typical_costs(load_profile("h100-sxm")).host
-assert HOST is not None
 CALL_S = HOST.bare_op_s
 # 2.7 times a linear layer of torch.
 MODULE_S = 2.7 * (HOST.forward_op_s + HOST.module_call_s + CALL_S)
@@ -341,7 +340,6 @@ def test_scaled_rotary_embeddings_turn_in_kernels_of_their_own() -> None:
 
 def test_attention_has_tokens_before_heads_as_all_else_has_in_megatron() -> None:
     eager = BIASED.eager
-    assert eager is not None
     shape = (BATCH, TOKENS, 4, 4)
     copies = [op.call.target == "aten.clone.default" and not op.is_view for op in eager.ops]
     ordered = [op for op, is_copy in zip(eager.ops, copies, strict=True) if is_copy]

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import estimator as est
@@ -27,7 +25,7 @@ from estimator.graph.trace.trace import trace_graph
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.timeline.rank.rules import Bucket
 from tests.graph.memory.test_memory import KILO, over_step, two_layers
-from tests.synthetic import in_blocks, perceptron
+from tests.synthetic import fake_ranks, in_blocks, perceptron
 from tests.timeline.strategies.test_sharding import profile as machine
 
 # The CUDA allocator's.
@@ -51,7 +49,7 @@ def three_layers() -> OpGraph:
 
     The backward pass of a layer makes its gradient first, then a transposed copy of its weight.
     """
-    return replace(in_blocks(perceptron([128, 128, 256, 128], batch=1)), target="cuda")
+    return in_blocks(perceptron([128, 128, 256, 128], batch=1, target="cuda"))
 
 
 def test_fsdp_by_hand() -> None:
@@ -277,9 +275,8 @@ class Model(nn.Module):
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     """A group of ranks whose other members are not there: memory is as if they were."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)  # type: ignore[no-untyped-call]
-    yield request.param
-    dist.destroy_process_group()
+    with fake_ranks(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)

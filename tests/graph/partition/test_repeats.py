@@ -119,7 +119,6 @@ def wired(graph: OpGraph) -> tuple[object, ...]:
 def test_blocks_that_are_left_out_come_back_as_if_all_had_been_divided(how: Any) -> None:
     graph = deep(9, **how)
     few = repeats_of(graph)
-    assert few is not None
     # The first, the last, two behind the first and one before the last stay.
     assert len(few.units) == 9 - 5
     for layout in LAYOUTS:
@@ -131,9 +130,7 @@ def test_blocks_that_are_left_out_come_back_as_if_all_had_been_divided(how: Any)
 def test_a_graph_with_its_blocks_repeated_is_the_graph() -> None:
     graph = deep(8)
     few = repeats_of(graph)
-    assert few is not None
     again = few.repeated(few.short)
-    assert again is not None
     assert wired(again) == wired(graph)
     assert [op.name for op in again.ops] == [op.name for op in graph.ops]
 
@@ -159,7 +156,6 @@ def test_only_blocks_that_are_equal_are_left_out() -> None:
 
     graph = trace_graph(Uneven(), torch.zeros(4, TOKENS, dtype=torch.long))
     few = repeats_of(graph)
-    assert few is not None
     assert few.units == tuple(f"layers.{number}" for number in range(6, 12))
     part = few.repeated(split_by_layout(few.short, Layout(tp=2)))
     assert part is not None

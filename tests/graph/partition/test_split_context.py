@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as by_torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.errors import StrategyError
@@ -26,6 +25,7 @@ from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import found_plan
 from estimator.graph.trace.trace import trace_graph
 from estimator.workload.layouts import Layout
+from tests.synthetic import fake_ranks
 
 BATCH, TOKENS, WIDTH, HEADS, WORDS = 2, 16, 16, 4, 64
 FLOAT = 4
@@ -188,19 +188,16 @@ def torch_runs(ranks: int, *, ring: bool) -> _Watch:
     """Both passes of torch's ring attention on the last of some ranks."""
     own = (BATCH, HEADS, TOKENS // ranks, WIDTH // HEADS)
     q, k, v, out = (torch.randn(own) for _ in range(4))
-    watch = _Watch()
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    by_torch.set_rotate_method("alltoall" if ring else "allgather")
     try:
-        by_torch.set_rotate_method("alltoall" if ring else "allgather")
-        group = dist.group.WORLD
-        with watch:
+        with fake_ranks(ranks, rank=ranks - 1), _Watch() as watch:
+            group = dist.group.WORLD
             by_torch._templated_ring_attention(group, 2, watch.attention, q, k, v, is_causal=True)
             by_torch._templated_ring_attention_backward(
                 group, 2, watch.gradients, out, "grad_out", q, k, v, out, out[..., 0], True
             )
     finally:
         by_torch.set_rotate_method("allgather")
-        dist.destroy_process_group()
     return watch
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.errors import StrategyError
@@ -23,6 +21,7 @@ from estimator.graph.partition.experts import slice_expert_tokens, split_experts
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import found_plan
 from estimator.graph.trace.trace import trace_graph
+from tests.synthetic import fake_ranks
 
 transformers = pytest.importorskip("transformers")
 BATCH, TOKENS, WIDTH, INNER, EXPERTS, CHOSEN, LAYERS = 4, 8, 16, 24, 8, 2, 2
@@ -247,8 +246,7 @@ def by_transformers(
         received.fill_(ROWS // tp // received.numel())
 
     monkeypatch.setattr(expert_parallel, "all_to_all_single", equal_counts)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
+    with fake_ranks(ranks):
         mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
         experts = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
         plan = {
@@ -257,11 +255,8 @@ def by_transformers(
             for pattern, style in model.config.base_model_ep_plan.items()
         }
         expert_parallel.apply_expert_parallelism(model.model, experts, mesh["tp"], plan, form)
-        watch = _Watch()
-        with watch:
+        with _Watch() as watch:
             model(**batch).loss.backward()
-    finally:
-        dist.destroy_process_group()
     assert sizes == ([EXPERTS * 8] * LAYERS if form == "all_to_all" else [])
     return watch
 

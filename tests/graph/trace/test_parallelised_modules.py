@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import estimator as est
 from estimator.advise.layouts.search import best_layouts
@@ -34,6 +32,7 @@ from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.partition.partitioner import split
 from estimator.graph.partition.plan import Plan
 from estimator.graph.trace.trace import trace_graph
+from tests.synthetic import fake_ranks
 
 WIDTH, TOKENS, WORDS = 16, 8, 64
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
@@ -76,11 +75,8 @@ PLAIN = Plan((("layers.*.up", "column"), ("layers.*.down", "row")), reduces_once
 def ranks(*sizes: int, names: tuple[str, ...] = ("tp",)) -> Iterator[DeviceMesh]:
     """One rank of a mesh whose others do not exist."""
     count = int(torch.tensor(sizes).prod())
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
+    with fake_ranks(count):
         yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
 
 
 def divided(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

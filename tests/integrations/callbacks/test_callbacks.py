@@ -51,10 +51,8 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
 
 def check(found: Comparison | None, store: Path, *, batch: int) -> Comparison:
     """What every framework's callback must have said and kept."""
-    assert found is not None
     assert found.predicted is not None, found.refusal
     assert found.predicted.batch_per_gpu == batch
-    assert found.measured_s is not None
     # After the traced first step: 5 of warm-up, then at most 30 until step times count as steady.
     assert STEPS - 1 - 5 - 30 <= found.steps < STEPS
     kept = list(ObservationStore(store / "seen.db"))
@@ -106,7 +104,6 @@ def test_the_noise_of_gradients_is_measured_where_micro_batches_are_added(store:
                 model(features, features[:, 0] + 5)["loss"].backward()
             optimizer.step()
     found = watched.training.comparison
-    assert found is not None
     assert found.gradient_noise_samples is not None
     assert found.gradient_noise_samples > 0
     assert str(found).endswith(f"scale {found.gradient_noise_samples:,.0f} samples")
@@ -152,7 +149,6 @@ def test_what_cannot_be_traced_is_observed_by_name_and_said(store: Path) -> None
             model(torch.ones(4, 2)).sum().backward()
             optimizer.step()
     found = watched.training.comparison
-    assert found is not None
     assert found.predicted is None
     assert found.error_ratio is None
     assert "no prediction (" in str(found)
@@ -166,7 +162,6 @@ def test_a_machine_that_was_never_probed_ends_no_training(store: Path) -> None:
     with HookedTraining(model, optimizer, settings, ranks=1, precision="fp32") as watched:
         loop(model, optimizer)
     found = watched.training.comparison
-    assert found is not None
     assert "unknown" in found.refusal
     assert found.measured_s is not None
 
@@ -179,7 +174,6 @@ def test_a_training_of_few_steps_says_so(store: Path) -> None:
     training.begin(model, batch, ranks=1, optimizer="sgd", precision="fp32")
     training.step()
     found = training.end()
-    assert found is not None
     assert found.measured_s is None
     assert str(found).count("too few steady steps to measure") == 1
 
@@ -239,7 +233,6 @@ def test_accelerates_facts_are_taken_from_the_accelerator(store: Path) -> None:
     loop(model, optimizer)
     watched.end()
     found = watched.training.comparison
-    assert found is not None
     assert found.predicted is not None, found.refusal
     assert (found.predicted.accumulation_steps, found.predicted.precision) == (2, "bf16-amp")
 
@@ -283,7 +276,6 @@ def test_transformers_trainer_is_watched(store: Path, tmp_path: Path) -> None:
     )
     trainer.train()
     found = check(callback.comparison, store, batch=8)
-    assert found.predicted is not None
     assert found.predicted.optimizer == "adamw-fused"
 
 

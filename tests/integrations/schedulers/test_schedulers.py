@@ -38,7 +38,7 @@ from tests.synthetic import perceptron
 
 @pytest.fixture
 def graph() -> OpGraph:
-    return replace(perceptron([2048, 2048, 2048], batch=64), target="cuda")
+    return perceptron([2048, 2048, 2048], batch=64, target="cuda")
 
 
 def graph_of(graph: OpGraph) -> Any:
@@ -138,7 +138,7 @@ def test_nodes_on_which_a_pod_does_not_fit_are_filtered_out_with_reasons(graph: 
     assert [each["metadata"]["name"] for each in found["nodes"]["items"]] == ["a", "c"]
     assert list(found["failedNodes"]) == ["b"]
     assert "no label throughput-estimator/machine" in found["failedNodes"]["b"]
-    large = replace(perceptron([40000, 40000, 40000, 40000], batch=64), target="cuda")
+    large = perceptron([40000, 40000, 40000, 40000], batch=64, target="cuda")
     found = kubernetes.filtered(call(node("a", "t4-g4dn")), graph_of(large))
     assert "does not fit into the memory of 1x4:t4-g4dn" in found["failedNodes"]["a"]
 
@@ -276,7 +276,7 @@ def test_volcano_is_told_why_a_node_does_not_do(graph: OpGraph) -> None:
     assert "no label throughput-estimator/machine" in refused["status"]
     assert refused["errorMessage"] == refused["status"]
     assert refused["code"] == 3
-    large = replace(perceptron([40000, 40000, 40000, 40000], batch=64), target="cuda")
+    large = perceptron([40000, 40000, 40000, 40000], batch=64, target="cuda")
     refused = kubernetes.predicate(asked, graph_of(large))
     assert "does not fit into the memory of 1x4:t4-g4dn" in refused["status"]
     others = {"task": task(graph=None), "node": info(node("b", None))}
@@ -501,7 +501,7 @@ print(json.dumps(chosen))
 
 @pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="skypilot is not installed")
 def test_its_optimizer_takes_the_fastest_or_the_cheapest(tmp_path: Path) -> None:
-    graph = replace(perceptron([256, 256], batch=256), target="cuda")
+    graph = perceptron([256, 256], batch=256, target="cuda")
     graph.save(tmp_path / "net.graph")
     catalogue = tmp_path / ".sky/catalogs/v8/aws/vms.csv"
     names = tmp_path / ".sky/catalogs/v8/common/accelerators.csv"

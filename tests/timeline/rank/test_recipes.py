@@ -18,19 +18,15 @@ from estimator.estimates.table.table import estimate_many
 from estimator.graph.ir.ops import OpTiming
 from estimator.graph.memory.sizes import update_call
 from estimator.graph.trace.trace import trace_graph
-from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.timeline.collectives.costs import GroupCollective
 from estimator.timeline.rank.updates import cost_of_update, memory_bound_s
-from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
+from tests.synthetic import in_blocks, perceptron
+from tests.timeline.strategies.test_sharding import profile
 
 # Four matrices of 1000 x 1000 (4 MB each), the first outside all blocks.
 BLOCKS = in_blocks(perceptron([1000] * 5, batch=64))
 ELEMENTS = 4_000_000
-
-
-def profile() -> MachineProfile:
-    return with_every_collective(Machine(devices=4).profile())
 
 
 def answer(

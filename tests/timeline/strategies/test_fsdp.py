@@ -24,23 +24,11 @@ from estimator.timeline.rank.rules import DP, DP_REPLICATE, DP_SHARD, Ranks, Ste
 from estimator.timeline.rank.updates import Trained, update_cost
 from estimator.timeline.strategies.fsdp import FullyShardedDataParallel
 from estimator.workload.strategies import FSDP
-from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
+from tests.synthetic import in_blocks, on_gpus, perceptron
+from tests.timeline.strategies.test_sharding import profile
 
 # The rest and three blocks, each of 4 MB of parameters.
 BLOCKS = in_blocks(perceptron([1000] * 5, batch=64))
-
-
-def profile(**numbers: Any) -> MachineProfile:
-    return with_every_collective(Machine(devices=4, **numbers).profile())
-
-
-def on_gpus(machine: MachineProfile) -> MachineProfile:
-    """The same numbers for CUDA devices, whose backend is NCCL."""
-    return replace(
-        machine,
-        devices=tuple(replace(each, kind="cuda", cores=()) for each in machine.devices),
-        updates=tuple(replace(each, device="cuda") for each in machine.updates),
-    )
 
 
 def answer(allocation: str, strategy: str, machine: MachineProfile, **options: Any) -> Estimate:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import estimator as est
 from estimator.errors import ProfileError
 from estimator.estimates.estimate import Estimate
+from estimator.machines.profile import MachineProfile
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.workload.strategies import NAMES
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
@@ -14,8 +17,8 @@ from tests.synthetic import Machine, in_blocks, perceptron, with_every_collectiv
 GRAPH = perceptron([1000, 2048, 1000], batch=64)
 
 
-def profile(**numbers: float):  # type: ignore[no-untyped-def]
-    return with_every_collective(Machine(devices=4, **numbers).profile())  # type: ignore[arg-type]
+def profile(**numbers: Any) -> MachineProfile:
+    return with_every_collective(Machine(devices=4, **numbers).profile())
 
 
 def answer(strategy: str, ranks: int = 4) -> Estimate:
