@@ -48,13 +48,8 @@ def answer(
     calibration: Calibration | None = None,
     batch: int = 64,
 ) -> Estimate:
-    return est.estimate(
-        graph,
-        allocation,
-        batch_per_gpu=batch,
-        profile=machine.profile(),
-        calibration=calibration,
-    )
+    about = {"batch_per_gpu": batch, "profile": machine.profile(), "calibration": calibration}
+    return est.estimate(graph, allocation, **about)
 
 
 def attention(tokens: int) -> OpGraph:
@@ -74,26 +69,24 @@ class Cluster:
     def observe(self, *allocations: str, graph: OpGraph = JOB, times: int = 1) -> None:
         for allocation in allocations:
             real_s = answer(allocation, graph=graph, machine=REAL).step_time_s
-            for _ in range(times):
-                self.calibrator.observe(graph, allocation, step_time_s=real_s, batch_per_gpu=64)
+            self.see(allocation, *[real_s] * times, graph=graph)
         self.calibrator.fit()
+
+    def see(self, allocation: str, *steps_s: float, graph: OpGraph | str = JOB) -> None:
+        for step_s in steps_s:
+            self.calibrator.observe(graph, allocation, step_time_s=step_s, batch_per_gpu=64)
 
     def error(self, allocation: str, *, graph: OpGraph = JOB, calibrated: bool = True) -> float:
         found = self.estimate(allocation, graph=graph, calibrated=calibrated)
-        return abs(
-            found.step_time_s / answer(allocation, graph=graph, machine=REAL).step_time_s - 1
-        )
+        real = answer(allocation, graph=graph, machine=REAL)
+        return abs(found.step_time_s / real.step_time_s - 1)
 
     def estimate(
         self, allocation: str, *, graph: OpGraph = JOB, calibrated: bool = True
     ) -> Estimate:
-        return est.estimate(
-            graph,
-            allocation,
-            batch_per_gpu=64,
-            profile=self.profile,
-            calibration=self.calibrator if calibrated else None,
-        )
+        known = self.calibrator if calibrated else None
+        about = {"batch_per_gpu": 64, "profile": self.profile, "calibration": known}
+        return est.estimate(graph, allocation, **about)
 
 
 @pytest.fixture
@@ -119,7 +112,7 @@ def test_the_first_observation_is_believed_however_far_the_engine_is_off(
 ) -> None:
     engine_s = cluster.estimate("1x2:synthetic", calibrated=False).step_time_s
     seen_s = ratio * engine_s
-    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=seen_s, batch_per_gpu=64)
+    cluster.see("1x2:synthetic", seen_s)
     cluster.calibrator.fit()
     found = cluster.estimate("1x2:synthetic")
     assert found.step_time_s == pytest.approx(seen_s, rel=0.05)
@@ -129,8 +122,7 @@ def test_the_first_observation_is_believed_however_far_the_engine_is_off(
 @pytest.mark.parametrize("ratio", [1e-3, 1e3])
 def test_a_first_observation_of_a_wrong_unit_is_not(ratio: float, cluster: Cluster) -> None:
     engine_s = cluster.estimate("1x2:synthetic", calibrated=False).step_time_s
-    wrong_s = ratio * engine_s
-    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=wrong_s, batch_per_gpu=64)
+    cluster.see("1x2:synthetic", ratio * engine_s)
     cluster.calibrator.fit()
     assert cluster.estimate("1x2:synthetic").step_time_s == pytest.approx(engine_s, rel=0.05)
 
@@ -138,10 +130,7 @@ def test_a_first_observation_of_a_wrong_unit_is_not(ratio: float, cluster: Clust
 def test_an_interval_nearly_reaches_the_steps_of_slower_nodes_of_one_name(cluster: Cluster) -> None:
     real_s = answer("1x2:synthetic", machine=REAL).step_time_s
     # A third of 36, of all that are expected, with the eighteen of a prior, more than a fifth.
-    for ratio in [1.0, 1.01, 1.5] * 12:
-        cluster.calibrator.observe(
-            JOB, "1x2:synthetic", step_time_s=ratio * real_s, batch_per_gpu=64
-        )
+    cluster.see("1x2:synthetic", *[ratio * real_s for ratio in (1.0, 1.01, 1.5)] * 12)
     found = cluster.estimate("1x2:synthetic")
     assert found.step_time_s == pytest.approx(real_s, rel=0.03)
     assert found.high_s > 1.45 * real_s
@@ -182,10 +171,7 @@ def test_observations_move_a_related_job_within_the_engines_interval(
     observed, asked = RELATED[kind]
     for allocation in ("1x1:synthetic", "1x2:synthetic", "2x2:synthetic"):
         cold_s = answer(allocation, graph=observed).step_time_s
-        for _ in range(3):
-            cluster.calibrator.observe(
-                observed, allocation, step_time_s=factor * cold_s, batch_per_gpu=64
-            )
+        cluster.see(allocation, *[factor * cold_s] * 3, graph=observed)
     # Both were asked for, so that what was observed of one can teach the other.
     assert cluster.error("1x1:synthetic", graph=observed) > 0.1
     for allocation in ("1x1:synthetic", "1x2:synthetic", "4x1:synthetic"):
@@ -194,9 +180,7 @@ def test_observations_move_a_related_job_within_the_engines_interval(
         assert found.step_time_s != cold.step_time_s
         assert cold.low_s * (1 - 1e-9) <= found.step_time_s <= cold.high_s * (1 + 1e-9)
     # Once it was observed itself, that counts.
-    cluster.calibrator.observe(
-        asked, "4x1:synthetic", step_time_s=factor * cold.step_time_s, batch_per_gpu=64
-    )
+    cluster.see("4x1:synthetic", factor * cold.step_time_s, graph=asked)
     cluster.calibrator.fit()
     seen_s = cluster.estimate("4x1:synthetic", graph=asked).step_time_s
     assert abs(math.log(seen_s / cold.step_time_s)) > 0.6 * abs(math.log(factor))
@@ -210,10 +194,7 @@ def test_one_job_under_two_names_is_one_job(cluster: Cluster) -> None:
 
 def test_what_was_observed_of_a_name_alone_is_used_and_said(cluster: Cluster) -> None:
     cold_s = answer("2x2:synthetic").step_time_s
-    for _ in range(3):
-        cluster.calibrator.observe(
-            JOB.workload, "2x2:synthetic", step_time_s=2 * cold_s, batch_per_gpu=64
-        )
+    cluster.see("2x2:synthetic", *[2 * cold_s] * 3, graph=JOB.workload)
     found = cluster.estimate("2x2:synthetic")
     assert found.step_time_s == pytest.approx(2 * cold_s, rel=0.05)
     assert any("by its name alone" in line for line in found.assumptions)
@@ -265,8 +246,7 @@ def test_one_outlier_among_many_observations_moves_little(cluster: Cluster) -> N
     seen = ("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic", "3x1:synthetic")
     cluster.observe(*seen)
     before = cluster.estimate("4x2:synthetic").step_time_s
-    wrong_s = 3 * cluster.estimate("3x2:synthetic").step_time_s
-    cluster.calibrator.observe(JOB, "3x2:synthetic", step_time_s=wrong_s, batch_per_gpu=64)
+    cluster.see("3x2:synthetic", 3 * cluster.estimate("3x2:synthetic").step_time_s)
     cluster.calibrator.fit()
     assert cluster.estimate("4x2:synthetic").step_time_s == pytest.approx(before, rel=0.05)
 
@@ -317,7 +297,7 @@ def test_an_estimate_made_while_a_fit_runs_is_that_of_before(
             meanwhile.append(asked.result(timeout=60).step_time_s)
         return fit(self, *given, **more)
 
-    cluster.calibrator.observe(JOB, "2x2:synthetic", step_time_s=0.5, batch_per_gpu=64)
+    cluster.see("2x2:synthetic", 0.5)
     monkeypatch.setattr(StepCorrections, "fit", slow_fit)
     cluster.calibrator.fit()
     monkeypatch.undo()
@@ -364,9 +344,7 @@ def test_a_job_beside_another_that_scatters_has_wider_intervals(tmp_path: Path) 
             f"{nodes}x{n}:synthetic" for nodes in (1, 2, 3) for n in (1, 2, 3, 4)
         ):
             real_s = answer(text, graph=OTHER, machine=REAL).step_time_s
-            cluster.calibrator.observe(
-                OTHER, text, step_time_s=real_s * scatter ** (-1) ** turn, batch_per_gpu=64
-            )
+            cluster.see(text, real_s * scatter ** (-1) ** turn, graph=OTHER)
         cluster.estimate("1x1:synthetic", graph=OTHER)  # known with its graph
         cluster.observe("1x1:synthetic", "1x2:synthetic", "2x1:synthetic")
         found = cluster.estimate("2x2:synthetic")
@@ -417,7 +395,7 @@ def test_an_observation_in_the_place_of_another_is_noticed(cluster: Cluster) -> 
     before = cluster.estimate("1x2:synthetic").step_time_s
     with sqlite3.connect(cluster.path) as connection:
         connection.execute("DELETE FROM observations")
-    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=2 * before, batch_per_gpu=64)
+    cluster.see("1x2:synthetic", 2 * before)
     cluster.calibrator.fit()
     assert cluster.estimate("1x2:synthetic").step_time_s == pytest.approx(2 * before, rel=0.05)
 
@@ -430,15 +408,9 @@ LAYOUTS = ["tp=2,dp=*", "tp=4,dp=*", "pp=2,schedule=1f1b,dp=*", "tp=2,pp=2,sched
 def observed_answer(
     allocation: str, layout: str | None, calibration: Calibrator | None = None
 ) -> Estimate:
-    return est.estimate(
-        GRAPH,
-        allocation,
-        layout=layout,
-        batch_per_gpu=8,
-        accumulation_steps=4,
-        profile=PROFILE,
-        calibration=calibration,
-    )
+    batches = {"batch_per_gpu": 8, "accumulation_steps": 4}
+    about = {"layout": layout, "profile": PROFILE, "calibration": calibration}
+    return est.estimate(GRAPH, allocation, **about, **batches)
 
 
 def observed(

@@ -51,26 +51,9 @@ class HostileInput:
 
 ESTIMATE = ("estimate", "job.json", "--on", "1x2:local")
 KNOBS = (
-    *(
-        "shard=2",
-        "param=bf16",
-        "reduce=fp32",
-        "no_sync",
-        "no_reshard",
-        "view",
-        "unbucketed",
-        "link=",
-    ),
-    *(
-        "bucket=5MiB",
-        "first=1MiB",
-        "async",
-        "master",
-        "2",
-        "link=10Gbit/s",
-        "reduce=",
-        "param=fp64",
-    ),
+    *("shard=2", "param=bf16", "reduce=fp32", "no_sync", "no_reshard", "view", "unbucketed"),
+    *("link=", "bucket=5MiB", "first=1MiB", "async", "master", "2", "link=10Gbit/s", "reduce="),
+    "param=fp64",
 )
 LOADER = {
     **{"sample": "150kB", "prep": "8ms", "workers": "4", "pinned": "no", "cached": "0.5"},
@@ -351,18 +334,11 @@ STYLES = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "norm": "sequenc
 # Whoever imports it writes a file, which is seen.
 CODE = b"open('ran', 'w').close()\ndef f(*_):\n    open('ran', 'w').close()\n"
 NAMED = (
-    *("evil.py:f", "./evil.py:f", "evil:f", "os:getcwd", "builtins:print", "json:loads", "hf:", ""),
-    *(
-        "hf:nosuchtype",
-        "hf:evil.py:f",
-        "hf:evil.py",
-        "evil.graph",
-        "evil.py",
-        "job.json",
-        "none.json",
-    ),
-    *("hf:gpt2,n_layer=1,n_layer=2", "hf:../evil", "../net.graph", "/dev/zero", "net.graph:f"),
-    *("hf:evil.json", "\x1b[31m.graph", "two words " * 500, "net.graph\x00", "pipe"),
+    *("evil.py:f", "./evil.py:f", "evil:f", "os:getcwd", "builtins:print", "json:loads", "hf:"),
+    *("", "hf:nosuchtype", "hf:evil.py:f", "hf:evil.py", "evil.graph", "evil.py", "job.json"),
+    *("none.json", "hf:gpt2,n_layer=1,n_layer=2", "hf:../evil", "../net.graph", "/dev/zero"),
+    *("net.graph:f", "hf:evil.json", "\x1b[31m.graph", "two words " * 500, "net.graph\x00"),
+    "pipe",
 )
 NETWORKS = ("1x1:local", "1x2:local", "2x2:local")
 
@@ -466,15 +442,10 @@ _TAKING: tuple[tuple[str, ...], ...] = (
 )
 _CONTENTS: tuple[bytes, ...] = (
     *(b"", b"\x00" * 100, b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"{}", b"0"),
-    *(
-        b"9" * 5000,
-        b"a," * 100_000,
-        b"a,b\n1," + b"x" * 200_000,
-        b'"' + b"x" * 200_000,
-        b"\x1f\x8b",
-    ),
-    *(b"a = " + b"[" * 5000, b"\n" * 100_000, b"x" * (65 << 20), b'{"jobs": ' + b"[" * 10_000),
-    *(b"SQLite format 3\x00" + b"\xff" * 4096, b"<system>" * 5000, b"- a: &a [*a]\n", b"NaN"),
+    *(b"9" * 5000, b"a," * 100_000, b"a,b\n1," + b"x" * 200_000, b'"' + b"x" * 200_000),
+    *(b"\x1f\x8b", b"a = " + b"[" * 5000, b"\n" * 100_000, b"x" * (65 << 20)),
+    *(b'{"jobs": ' + b"[" * 10_000, b"SQLite format 3\x00" + b"\xff" * 4096, b"<system>" * 5000),
+    *(b"- a: &a [*a]\n", b"NaN"),
 )
 _ENDINGS = ("", ".json", ".csv", ".jsonl", ".toml", ".graph", ".db", ".xml", ".yaml")
 _LINKED = ("/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/self/fd/0")

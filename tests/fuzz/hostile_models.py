@@ -140,77 +140,32 @@ FUNCTIONS = tuple(re.findall(r"^def (\w+)", MODELS, flags=re.MULTILINE))
 
 # The parameters of a forward, what it returns, and how it finds its input among them.
 _FORWARDS = (
-    *(
-        ("x", "x"),
-        ("x", "x"),
-        ("x", "x[0]"),
-        ("x", "torch.cat(list(x), 0)"),
-        ("*parts", "parts[0]"),
-    ),
-    *(
-        ("x, y", "x"),
-        ("x, y=None", "x + (0 if y is None else y.sum())"),
-        ("x, *, y", "x"),
-        ("", "x"),
-    ),
-    *(("**parts", "parts['x']"), ("x=None, labels=None", "x"), ("input_ids", "input_ids.float()")),
+    *(("x", "x"), ("x", "x"), ("x", "x[0]"), ("x", "torch.cat(list(x), 0)")),
+    *(("*parts", "parts[0]"), ("x, y", "x"), ("x, y=None", "x + (0 if y is None else y.sum())")),
+    *(("x, *, y", "x"), ("", "x"), ("**parts", "parts['x']"), ("x=None, labels=None", "x")),
+    ("input_ids", "input_ids.float()"),
 )
 _OUTPUTS = (
-    *(
-        "{0}",
-        "{0}",
-        "{0}",
-        "{0}",
-        "{{'loss': {0}.mean()}}",
-        "[{0}, None]",
-        "{0}.argmax(-1)",
-        "None",
-    ),
-    *(
-        "({0} for _ in range(2))",
-        "{0}.detach()",
-        "({0}, {{'aux': 3}})",
-        "{0}.sum().item()",
-        "{0} * 1j",
-    ),
+    *("{0}", "{0}", "{0}", "{0}", "{{'loss': {0}.mean()}}", "[{0}, None]", "{0}.argmax(-1)"),
+    *("None", "({0} for _ in range(2))", "{0}.detach()", "({0}, {{'aux': 3}})"),
+    *("{0}.sum().item()", "{0} * 1j"),
 )
 _TENSORS = (
     *["torch.randn(4, 8)"] * 12,
     *("torch.randint(4, (4,))", "torch.randn(4, 4)") * 4,
-    *(
-        "torch.randn(0, 8)",
-        "torch.randn(4, 8, 0)",
-        "torch.tensor(1.0)",
-        "torch.randn(8)",
-        "None",
-        "3",
-    ),
-    *("'text'", "torch.randn(4, 8, device='meta')", "torch.randn(4, 8).to_sparse()", "2.5", "b'x'"),
-    *(
-        "torch.randn(4, 8, dtype=torch.complex64)",
-        "torch.zeros(4, 8, dtype=torch.bool)",
-        "object()",
-    ),
-    *("torch.randn(4, 8).expand(3, 4, 8)", "torch.randn(1 << 12, 8)", "numpy.zeros((4, 8))"),
-    *("torch.randn(4, 8, requires_grad=True)", "torch.full((4,), 10**12)", "torch.randn(4, 8).T"),
-    "torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])",
+    *("torch.randn(0, 8)", "torch.randn(4, 8, 0)", "torch.tensor(1.0)", "torch.randn(8)", "None"),
+    *("3", "'text'", "torch.randn(4, 8, device='meta')", "torch.randn(4, 8).to_sparse()", "2.5"),
+    *("b'x'", "torch.randn(4, 8, dtype=torch.complex64)", "torch.zeros(4, 8, dtype=torch.bool)"),
+    *("object()", "torch.randn(4, 8).expand(3, 4, 8)", "torch.randn(1 << 12, 8)"),
+    *("numpy.zeros((4, 8))", "torch.randn(4, 8, requires_grad=True)", "torch.full((4,), 10**12)"),
+    *("torch.randn(4, 8).T", "torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])"),
 )
 _LOSSES = (
-    *(
-        "None",
-        "None",
-        "nn.CrossEntropyLoss()",
-        "nn.MSELoss()",
-        "nn.BCEWithLogitsLoss()",
-        "nn.L1Loss()",
-    ),
-    *("lambda output, target: output.mean()", "lambda output: output", "lambda *both: both[0]"),
-    *(
-        "lambda output, target: 1 / 0",
-        "lambda output, target: None",
-        "nn.MSELoss(reduction='none')",
-    ),
-    *("lambda output, target: float(output.mean())", "print", "nn.CTCLoss()", "nn.MSELoss"),
+    *("None", "None", "nn.CrossEntropyLoss()", "nn.MSELoss()", "nn.BCEWithLogitsLoss()"),
+    *("nn.L1Loss()", "lambda output, target: output.mean()", "lambda output: output"),
+    *("lambda *both: both[0]", "lambda output, target: 1 / 0", "lambda output, target: None"),
+    *("nn.MSELoss(reduction='none')", "lambda output, target: float(output.mean())", "print"),
+    *("nn.CTCLoss()", "nn.MSELoss"),
     "lambda output, target: nn.functional.mse_loss(output, target)",
 )
 _DATASETS = (

@@ -234,41 +234,34 @@ def test_a_script_that_does_not_end_is_stopped(tmp_path: Path) -> None:
         measure_stalls(asked, repeats=1)
 
 
-def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
-    found = MeasuredStalls(
+def stalls_of(steps_s: dict[RunName, float], stalls: dict[str, Stall]) -> MeasuredStalls:
+    """What steps of eight samples on two devices, timed in these runs, waited for."""
+    return MeasuredStalls(
         script="train.py",
         devices=2,
         samples=8,
         workers=0,
         waited_s=0.0,
-        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in (("T1", 0.1), ("T3", 0.2))},
-        stalls={"fetch": Stall(stall_s=0.4, low_s=0.3, high_s=0.5, ratio=0.67)},
+        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in steps_s.items()},
+        stalls=stalls,
         missing={},
     )
+
+
+def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
+    fetch = Stall(stall_s=0.4, low_s=0.3, high_s=0.5, ratio=0.67)
+    found = stalls_of({"T1": 0.1, "T3": 0.2}, {"fetch": fetch})
     assert found.rates == pytest.approx({"G": 160.0, "P": 80.0, "F": 40.0})
 
 
 def test_measured_stalls_are_shares_of_the_run_they_lengthen_and_beside_it_of_a_node() -> None:
-    seconds: dict[RunName, float] = {"T0": 0.1, "T1": 0.2, "T3": 0.4, "T2": 0.5, "T5": 0.8}
-    found = MeasuredStalls(
-        script="train.py",
-        devices=2,
-        samples=8,
-        workers=0,
-        waited_s=0.0,
-        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in seconds.items()},
-        stalls={
-            name: Stall(stall_s=stall_s, low_s=stall_s, high_s=stall_s, ratio=ratio)
-            for name, stall_s, ratio in (
-                ("host", 0.04, 0.4),
-                ("prep", 0.2, 0.5),
-                ("fetch", 0.1, 0.2),
-                ("interconnect", 0.1, 0.5),
-                ("network", 0.6, 3.0),
-            )
-        },
-        missing={},
-    )
+    about = {"host": (0.04, 0.4), "prep": (0.2, 0.5), "fetch": (0.1, 0.2)}
+    about |= {"interconnect": (0.1, 0.5), "network": (0.6, 3.0)}
+    stalls = {
+        name: Stall(stall_s=stall_s, low_s=stall_s, high_s=stall_s, ratio=ratio)
+        for name, (stall_s, ratio) in about.items()
+    }
+    found = stalls_of({"T0": 0.1, "T1": 0.2, "T3": 0.4, "T2": 0.5, "T5": 0.8}, stalls)
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(rendered(measured_sections(found)))
     lines = console.export_text().splitlines()
@@ -283,20 +276,24 @@ def test_measured_stalls_are_shares_of_the_run_they_lengthen_and_beside_it_of_a_
     }
 
 
+def record(batches: int, samples: int, steps: int, *, busy_s: float | None = None) -> RunRecord:
+    """A run whose steps took 20 ms each."""
+    return RunRecord(
+        step_s=0.020,
+        waited_s=0.0,
+        batches=batches,
+        samples=samples,
+        workers=0,
+        steps_s=(0.020,) * steps,
+        busy_s=busy_s,
+    )
+
+
 def test_the_host_stall_is_what_of_a_step_the_accelerator_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(script: Script, folder: Path, **how: Any) -> RunRecord:
-        busy_s = 0.015 if how.get("is_profiled") else None
-        return RunRecord(
-            step_s=0.020,
-            waited_s=0.0,
-            batches=8,
-            samples=4,
-            workers=0,
-            steps_s=(0.020,) * 6,
-            busy_s=busy_s,
-        )
+        return record(8, 4, 6, busy_s=0.015 if how.get("is_profiled") else None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measured_module, "run", run)
@@ -322,10 +319,7 @@ def test_files_of_a_file_system_in_memory_stay_and_fetch_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(script: Script, folder: Path, **how: Any) -> RunRecord:
-        steps_s = (0.020,) * 3
-        return RunRecord(
-            step_s=0.020, waited_s=0.0, batches=4, samples=1, workers=0, steps_s=steps_s
-        )
+        return record(4, 1, 3)
 
     monkeypatch.setattr(measured_module, "run", run)
     memory = Path("/dev/shm")

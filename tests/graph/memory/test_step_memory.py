@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import estimator as est
@@ -24,7 +22,7 @@ from estimator.graph.memory.step import memory_alone
 from estimator.graph.trace.trace import trace_graph
 from estimator.timeline.rank.lanes import ShardedPasses
 from estimator.timeline.rank.rules import Bucket
-from tests.graph.memory.test_memory import KILO, over_step, two_layers
+from tests.graph.memory.test_memory import KILO, live_peak_bytes, over_step, two_layers
 from tests.synthetic import fake_ranks, in_blocks, perceptron
 from tests.timeline.strategies.test_sharding import profile as machine
 
@@ -323,16 +321,7 @@ def sharded_step_bytes(
         optimizer.zero_grad()
 
     step()
-    return most_allocated(step)
-
-
-def most_allocated(step: Callable[[], None]) -> int:
-    """The most bytes that a step allocates beyond what there is before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
+    return live_peak_bytes(step, model)
 
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)

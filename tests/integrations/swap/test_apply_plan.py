@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import estimator as est
@@ -24,9 +22,21 @@ from estimator.graph.trace.trace import trace_graph
 from estimator.integrations.swap.apply_plan import MemoryPlan, apply_plan
 from estimator.integrations.swap.planned_storages import CudaStreams, PinnedHost
 from tests.advise.swap.swap_problems import link
+from tests.graph.memory.test_memory import live_peak_bytes
 from tests.synthetic import Machine
 
 MOVED = Means(recompute=False, kinds=("activation",))
+
+
+class Squared(nn.Module):
+    """A model whose output is its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(batch).square().mean()
 
 
 def convolutional() -> tuple[nn.Module, Tensor]:
@@ -38,12 +48,12 @@ def convolutional() -> tuple[nn.Module, Tensor]:
         layers += [nn.ReLU(inplace=True)]
         channels = width
     layers += [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(channels * 64, 10)]
-    return nn.Sequential(*layers), torch.randn(16, 3, 16, 16)
+    return Squared(nn.Sequential(*layers)), torch.randn(16, 3, 16, 16)
 
 
 def feed_forward() -> tuple[nn.Module, Tensor]:
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
-    return nn.Sequential(*layers), torch.randn(512, 64)
+    return Squared(nn.Sequential(*layers)), torch.randn(512, 64)
 
 
 class Attention(nn.Module):
@@ -61,7 +71,7 @@ class Attention(nn.Module):
 
 
 def attention() -> tuple[nn.Module, Tensor]:
-    return Attention(), torch.randn(8, 48, 32)
+    return Squared(Attention()), torch.randn(8, 48, 32)
 
 
 class Recurrent(nn.Module):
@@ -88,12 +98,11 @@ def test_gradients_and_buffers_are_the_same_bit_for_bit(
 ) -> None:
     torch.manual_seed(0)
     model, batch = build()
-    wrapped = Squared(model)
-    graph, problem = problem_of(wrapped, batch)
+    graph, problem = problem_of(model, batch)
     allowed = Means(swap=means != "recompute", recompute=means != "swap", kinds=("activation",))
     found = plan_within(problem, int(0.6 * problem.vanilla_bytes), means=allowed)
     assert found.plan.swaps or found.plan.recomputes
-    plain, planned = copy.deepcopy(wrapped), copy.deepcopy(wrapped)
+    plain, planned = copy.deepcopy(model), copy.deepcopy(model)
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
     with apply_plan(plan, planned):
         # Two steps: what the first one leaves must not disturb the second.
@@ -102,17 +111,6 @@ def test_gradients_and_buffers_are_the_same_bit_for_bit(
             assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     for first, second in zip(plain.buffers(), planned.buffers(), strict=True):
         assert torch.equal(first, second)
-
-
-class Squared(nn.Module):
-    """A model whose output is its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.model(batch).square().mean()
 
 
 def run(model: nn.Module, batch: Any) -> list[Tensor]:
@@ -124,38 +122,26 @@ def run(model: nn.Module, batch: Any) -> list[Tensor]:
     ]
 
 
-def live_peak_bytes(step: Callable[[], object]) -> int:
-    """The most that torch's allocator holds during a step beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
-
-
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_the_measured_peak_falls_as_planned(steps_before: int) -> None:
     torch.manual_seed(0)
     model, batch = convolutional()
-    wrapped = Squared(model)
-    graph, problem = problem_of(wrapped, batch)
+    graph, problem = problem_of(model, batch)
     found = plan_within(problem, int(0.7 * problem.vanilla_bytes), means=MOVED)
     assert found.played.saved_ratio > 0.2
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
 
     def step() -> None:
-        wrapped.zero_grad(set_to_none=True)
-        wrapped(batch).backward()
+        model.zero_grad(set_to_none=True)
+        model(batch).backward()
 
     step()
-    wrapped.zero_grad(set_to_none=True)
-    without = live_peak_bytes(step)
-    wrapped.zero_grad(set_to_none=True)
-    with apply_plan(plan, wrapped):
+    without = live_peak_bytes(step, model)
+    model.zero_grad(set_to_none=True)
+    with apply_plan(plan, model):
         for _ in range(steps_before):
             step()
-        wrapped.zero_grad(set_to_none=True)
-        under = live_peak_bytes(step)
+        under = live_peak_bytes(step, model)
     saved = problem.vanilla_bytes - found.played.peak_bytes
     assert without - under == pytest.approx(saved, rel=0.05)
 
@@ -165,26 +151,25 @@ def follows_operators() -> bool:
 
 
 def test_later_steps_are_followed_by_what_autograd_saves() -> None:
-    wrapped, batch = Squared(convolutional()[0]), torch.randn(16, 3, 16, 16)
-    graph, problem = problem_of(wrapped, batch)
+    model, batch = convolutional()
+    graph, problem = problem_of(model, batch)
     means = Means(kinds=("activation",))
     found = plan_within(problem, int(0.6 * problem.vanilla_bytes), means=means)
-    with apply_plan(MemoryPlan(graph=graph, problem=problem, plan=found.plan), wrapped):
+    with apply_plan(MemoryPlan(graph=graph, problem=problem, plan=found.plan), model):
         assert follows_operators()
-        run(wrapped, batch)
-        run(wrapped, batch)
+        run(model, batch)
+        run(model, batch)
         assert not follows_operators()
 
 
 def test_later_steps_compute_again_from_their_own_batch() -> None:
     model, batch = feed_forward()
-    wrapped = Squared(model)
-    graph, problem = problem_of(wrapped, batch)
+    graph, problem = problem_of(model, batch)
     # The first layer's output, which is made of the batch.
     gap = next(gap for gap in gaps_of(problem, ["activation"]) if gap.after <= 2)
     ops = recipe(problem, gap.tensor, after=gap.after, before=gap.use) or ()
     again = Recompute(tensor=gap.tensor, after=gap.after, before=gap.use, ops=ops)
-    plain, planned = copy.deepcopy(wrapped), copy.deepcopy(wrapped)
+    plain, planned = copy.deepcopy(model), copy.deepcopy(model)
     plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(recomputes=(again,)))
     with apply_plan(plan, planned):
         run(planned, batch)
@@ -254,7 +239,7 @@ def test_what_autograd_does_not_save_is_moved_by_following_operators() -> None:
 
 def test_another_model_is_refused() -> None:
     model, batch = feed_forward()
-    graph, problem = problem_of(Squared(model), batch)
+    graph, problem = problem_of(model, batch)
     plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan())
     other = Squared(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
     with pytest.raises(WorkloadError, match="left the traced one"), apply_plan(plan, other):
@@ -263,19 +248,18 @@ def test_another_model_is_refused() -> None:
 
 def test_a_plan_for_gpus_needs_the_model_there() -> None:
     model, batch = feed_forward()
-    wrapped = Squared(model)
-    graph, problem = problem_of(wrapped, batch)
+    graph, problem = problem_of(model, batch)
     plan = MemoryPlan(graph=replace(graph, target="cuda"), problem=problem, plan=SwapPlan())
     with (
         pytest.raises(WorkloadError, match="a step on cuda, found parameters on cpu"),
-        apply_plan(plan, wrapped),
+        apply_plan(plan, model),
     ):
         raise AssertionError("a step began")
 
 
 def test_a_plan_that_moves_more_than_activations_is_refused() -> None:
     model, batch = feed_forward()
-    graph, problem = problem_of(Squared(model), batch)
+    graph, problem = problem_of(model, batch)
     parameter = next(t.number for t in problem.tensors if t.kind == "parameter")
     swap = Swap(tensor=parameter, after=0, free_before=1, fetch_before=2, use=3)
     with pytest.raises(WorkloadError, match="activations alone"):
@@ -367,15 +351,14 @@ def planned_gradients(streams: LazyStreams) -> tuple[list[Tensor], list[Tensor],
     """(without a plan, under one that swaps, swaps)."""
     torch.manual_seed(0)
     model, batch = convolutional()
-    wrapped = Squared(model)
-    graph, problem = problem_of(wrapped, batch)
+    graph, problem = problem_of(model, batch)
     means = Means(recompute=False, kinds=("activation",))
     found = plan_within(problem, int(0.6 * problem.vanilla_bytes), means=means)
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
-    other = copy.deepcopy(wrapped)
+    other = copy.deepcopy(model)
     with apply_plan(plan, other, host=PinnedHost(streams)):
         got = run(other, batch)
-    return run(wrapped, batch), got, len(found.plan.swaps)
+    return run(model, batch), got, len(found.plan.swaps)
 
 
 def test_gradients_are_the_same_where_copies_end_at_the_last_moment() -> None:
