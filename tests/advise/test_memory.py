@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -276,7 +275,7 @@ def test_the_command_prints_jobs_side_by_side(models: list[Path], command: Comma
     assert "2 jobs on 1x1:t4-g4dn" in found.out
     assert "plans with which all fit" in found.out
     assert found.err.endswith("exit code 1: 2 jobs do not fit on 1x1:t4-g4dn together\n")
-    as_json = json.loads(command("memory", one, "--on", ON, "--beside", other, "--json").out)
+    as_json = command("memory", one, "--on", ON, "--beside", other, "--json").content
     assert as_json["plan_bytes"] < as_json["usable_bytes"] < as_json["most_bytes"]
     assert len(as_json["jobs"]) == 2
     wrong = command("memory", one, "--on", ON, "--beside", other, "--plans")

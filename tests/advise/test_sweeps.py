@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -32,6 +31,7 @@ from estimator.machines.profile import MachineProfile, PairMatrix
 from estimator.placement.mesh import whole_group
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
+from tests.conftest import Command
 from tests.synthetic import CHOSEN, Machine, perceptron, with_every_collective
 
 PROFILE = Machine(devices=2).profile()
@@ -372,14 +372,14 @@ def test_a_pair_that_was_not_measured_is_named() -> None:
         rank_order(pairs)
 
 
-def test_links_are_read_from_a_file_and_the_order_written(tmp_path: Path, command: Any) -> None:
+def test_links_are_read_from_a_file_and_the_order_written(tmp_path: Path, command: Command) -> None:
     links = tmp_path / "links.csv"
     rates = {"ab": "1GB/s", "bc": "10GB/s", "ca": "10GB/s", "ac": "1GB/s", "cb": "10GB/s"}
     rows = [f"{one},{other},{rate},5us" for (one, other), rate in rates.items()]
     links.write_text("\n".join(["from,to,bandwidth,latency", *rows, "b,a,10GB/s,5us"]))
     hosts, ranks = tmp_path / "hosts", tmp_path / "ranks"
     asked = ("--size", "1GB", "--devices", 2, "--hostfile", hosts, "--rankfile", ranks, "--json")
-    found = json.loads(command("order", links, *asked).out)
+    found = command("order", links, *asked).content
     # The ring a, c, b has a slow hop from a to c, a, b, c one from a to b: 4/3 of 1 GB at 1 GB/s.
     assert found["ring_s"] == pytest.approx(4 * 5e-6 + 4 / 3)
     order = found["hosts"]

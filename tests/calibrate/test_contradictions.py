@@ -28,66 +28,42 @@ from estimator.calibrate.store import ObservationStore
 from estimator.estimates.table import estimate_many
 from estimator.placement.topology import Cluster, Node
 from tests.calibrate.test_step_time_regressor import MEASURED_S, ROWS
+from tests.conftest import Command
 from tests.synthetic import perceptron
 
 Wrong = Callable[[np.random.Generator, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 START = datetime(2026, 3, 2, tzinfo=UTC)
 
 
-def random(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    factors = np.exp(rng.uniform(np.log(2), np.log(10), len(rows)))
-    return rows, times_s * factors ** rng.choice([-1, 1], len(rows))
-
-
-def contradictory(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    return rows, times_s * rng.choice([1 / 3, 3])
-
-
-def of_another_model(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    return rows, 4 * times_s
-
-
 def of_another_batch(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
+    _: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     rows = rows.copy()
     rows[:, BATCH] *= np.where(rows[:, BATCH] >= 32, 1 / 8, 8)
     return rows, times_s
 
 
-def wrong_and_copied_thrice(
+def copied(times: int, ratio: float, rows: np.ndarray, times_s: np.ndarray) -> tuple[Any, Any]:
+    """Observations that are wrong by a ratio, each so many times."""
+    return np.repeat(rows, times, axis=0), np.repeat(ratio * times_s, times)
+
+
+def random(
     rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    return np.repeat(rows, 3, axis=0), np.repeat(3 * times_s, 3)
+) -> tuple[np.ndarray, np.ndarray]:
+    factors = np.exp(rng.uniform(np.log(2), np.log(10), len(rows)))
+    return rows, times_s * factors ** rng.choice([-1, 1], len(rows))
 
 
-def too_long_and_copied_fifty_times(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    return np.repeat(rows[:1], 50, axis=0), np.repeat(3 * times_s[:1], 50)
-
-
-def too_short_and_copied_fifty_times(
-    rng: np.random.Generator, rows: np.ndarray, times_s: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    return np.repeat(rows[:1], 50, axis=0), np.repeat(times_s[:1] / 3, 50)
-
-
-KINDS = [
-    random,
-    contradictory,
-    of_another_model,
-    of_another_batch,
-    wrong_and_copied_thrice,
-    too_long_and_copied_fifty_times,
-    too_short_and_copied_fifty_times,
-]
+KINDS: dict[str, Wrong] = {
+    "random": random,
+    "contradictory": lambda rng, rows, times_s: (rows, times_s * rng.choice([1 / 3, 3])),
+    "of another model": lambda _, rows, times_s: (rows, 4 * times_s),
+    "of another batch": of_another_batch,
+    "copied thrice": lambda _, rows, times_s: copied(3, 3, rows, times_s),
+    "too long, fifty times": lambda _, rows, times_s: copied(50, 3, rows[:1], times_s[:1]),
+    "too short, fifty times": lambda _, rows, times_s: copied(50, 1 / 3, rows[:1], times_s[:1]),
+}
 
 
 def observed(
@@ -119,7 +95,7 @@ def is_far(clean: StepTimeRegressor, rows: np.ndarray, times_s: np.ndarray) -> n
     return np.abs(np.log(clean.predict(rows) / times_s)) > np.log(2)
 
 
-@pytest.mark.parametrize("wrong", KINDS)
+@pytest.mark.parametrize("wrong", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("count", [12, 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_observations_raise_no_error_by_half(wrong: Wrong, count: int, seed: int) -> None:
@@ -149,10 +125,10 @@ def test_copies_of_a_right_observation_make_no_other_answer_surer(count: int, se
     assert after > 0.85 * before
 
 
-@pytest.mark.parametrize("wrong", KINDS)
+@pytest.mark.parametrize("wrong", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_show_names_every_observation_that_is_far_off(
-    wrong: Wrong, seed: int, store: Path, command: Callable[..., Any]
+    wrong: Wrong, seed: int, store: Path, command: Command
 ) -> None:
     rows, times_s, wrong_rows, wrong_s = observed(seed, 20, wrong)
     clean = clean_fit(seed, 20)
@@ -190,10 +166,8 @@ def placement(row: np.ndarray) -> str:
 
 def doubted(*rows: tuple[float, dict[str, Any]]) -> list[float]:
     """The step times that the others contradict, seen hour by hour."""
-    given = {"workload": "gpt2", "allocation": "1x2:t4", "batch_per_gpu": 8}
-    start = datetime(2026, 3, 2, tzinfo=UTC)
     seen = [
-        Observation(step_time_s=step_time_s, at=start + timedelta(hours=hour), **given | fields)
+        review_observed(hour, step_time_s=step_time_s, **{"allocation": "1x2:t4"} | fields)
         for hour, (step_time_s, fields) in enumerate(rows)
     ]
     return [one.step_time_s for one, _ in review(seen).doubted]
@@ -231,14 +205,15 @@ def review_observed(hour: int, allocation: str, step_time_s: float, **other: Any
     )
 
 
+def drifting(devices: str) -> list[Observation]:
+    """Thirty hours on three hosts in turn, then six on the last, which takes a fifth longer."""
+    steps = [review_observed(hour, f"a{1 + hour % 3}{devices}", 0.2) for hour in range(30)]
+    return steps + [review_observed(30 + hour, f"a3{devices}", 0.2 * 1.2) for hour in range(6)]
+
+
 def test_jobs_are_told_apart_by_workload_and_machines() -> None:
-    found = review(
-        [
-            review_observed(0, "1x2:t4", 0.2),
-            review_observed(3, "2x2:t4", 0.3),
-            review_observed(1, "1x2:a100", 0.1),
-        ]
-    )
+    seen = ((0, "1x2:t4", 0.2), (3, "2x2:t4", 0.3), (1, "1x2:a100", 0.1))
+    found = review([review_observed(*each) for each in seen])
     jobs = [(job.workload, job.machines, job.observations, job.last) for job in found.jobs]
     assert jobs == [
         ("mlp", "a100", 1, START + timedelta(hours=1)),
@@ -247,8 +222,7 @@ def test_jobs_are_told_apart_by_workload_and_machines() -> None:
 
 
 def test_a_slow_node_is_named() -> None:
-    steps = [review_observed(hour, f"a{1 + hour % 3}[0,1]", 0.2) for hour in range(30)]
-    steps += [review_observed(30 + hour, "a3[0,1]", 0.2 * 1.2) for hour in range(6)]
+    steps = drifting("[0,1]")
     (found,) = review(steps).drifts
     assert (found.name, found.steps) == ("a3", 6)
     assert found.ratio == pytest.approx(1.2, rel=0.05)
@@ -295,7 +269,7 @@ def test_an_observation_that_others_contradict_is_named() -> None:
     assert "longer than the 12 other steps" in found[1]
 
 
-def test_show_prints_jobs_and_outliers(store: Path, command: Callable[..., Any]) -> None:
+def test_show_prints_jobs_and_outliers(store: Path, command: Command) -> None:
     assert "no step was observed yet" in command("calibrate", "show").out
     kept = ObservationStore()
     kept.add_many([review_observed(hour, "1x2:t4", 0.2) for hour in range(3)])
@@ -304,24 +278,24 @@ def test_show_prints_jobs_and_outliers(store: Path, command: Callable[..., Any])
     assert answer.code == 0
     assert "mlp" in answer.out
     assert "doubted, counts little" in answer.out
-    content = json.loads(command("calibrate", "show", "--json").out)
+    content = command("calibrate", "show", "--json").content
     assert [job["observations"] for job in content["jobs"]] == [4]
     # The keys that earlier versions printed, which scripts read.
     assert [set(each) for each in content["outliers"]] == [{"identity", "reason"}]
 
 
 def test_fit_compares_observed_steps_with_both_predictions(
-    store: Path, tiny: str, command: Callable[..., Any]
+    store: Path, tiny: str, command: Command
 ) -> None:
     refused = command("calibrate", "fit", tiny)
     assert (refused.code, refused.out) == (2, "")
     assert "no step of" in refused.err
     assert "observations.db, which is empty; 'estimator calibrate observe'" in refused.err
-    cold = json.loads(command("estimate", tiny, "--on", "1x2:local", "--json").out)
+    cold = command("estimate", tiny, "--on", "1x2:local", "--json").content
     ObservationStore().add_many(
         [review_observed(hour, "1x2:local", 1.5 * cold["step_time_s"]) for hour in range(3)]
     )
-    (step,) = json.loads(command("calibrate", "fit", tiny, "--json").out)["steps"]
+    (step,) = command("calibrate", "fit", tiny, "--json").content["steps"]
     assert step["engine_s"] == pytest.approx(cold["step_time_s"], rel=1e-9)
     assert step["calibrated_s"] == pytest.approx(step["observed_s"], rel=0.1)
     found = command("estimate", tiny, "--on", "1x2:local", "--calibration", "-", "--json").out
@@ -329,7 +303,7 @@ def test_fit_compares_observed_steps_with_both_predictions(
 
 
 def test_rows_that_were_altered_are_told_in_one_line(
-    store: Path, command: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    store: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = ObservationStore()
     kept.add_many([review_observed(hour, "1x2:t4", 0.2) for hour in range(5)])
@@ -346,8 +320,7 @@ def test_rows_that_were_altered_are_told_in_one_line(
 
 
 def test_a_drift_is_counted_unless_the_cluster_says_how_slow_a_host_is() -> None:
-    steps = [review_observed(hour, f"a{1 + hour % 3}[0,1]", 0.2) for hour in range(30)]
-    steps += [review_observed(30 + hour, "a3[0,1]", 0.2 * 1.2) for hour in range(6)]
+    steps = drifting("[0,1]")
     cluster = Cluster(nodes={f"a{number}": Node(machine="t4") for number in (1, 2, 3)})
     counted, (said,) = counting_drifts(cluster, {"a2", "a3"}, steps)
     assert counted.nodes["a3"].slowdown_ratio == pytest.approx(1.2, rel=0.05)
@@ -384,10 +357,7 @@ def test_a_table_counts_the_drift_of_hosts_by_the_calibrators_cluster(
     tmp_path: Path, store: Path
 ) -> None:
     calibrator = Calibrator(tmp_path / "seen.sqlite")
-    steps = [review_observed(hour, f"a{1 + hour % 3}[0]", 0.2) for hour in range(30)]
-    calibrator.store.add_many(
-        [*steps, *(review_observed(30 + hour, "a3[0]", 0.24) for hour in range(6))]
-    )
+    calibrator.store.add_many(drifting("[0]"))
     graph = perceptron([8, 16, 4], batch=4)
     cluster = Cluster(nodes={f"a{number}": Node(machine="local") for number in (1, 2, 3)})
     counted, (said,) = calibrator.counting_drifts(cluster)

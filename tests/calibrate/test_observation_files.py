@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +16,7 @@ from estimator.calibrate.observation_files import read_observations
 from estimator.calibrate.store import Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError
 from tests.budgets import examples
+from tests.conftest import Command
 
 GOOD = {
     "model": "bert",
@@ -241,7 +240,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_columns_that_help_names_are_read(
-    tmp_path: Path, store: Path, command: Callable[..., Any]
+    tmp_path: Path, store: Path, command: Command
 ) -> None:
     told = command("calibrate", "observe", "--help").out.split("Columns, in")[1].split("Options")[0]
     values = {
@@ -263,7 +262,7 @@ def test_the_columns_that_help_names_are_read(
 
 
 def test_the_command_keeps_tables_and_says_what_it_refused(
-    tmp_path: Path, store: Path, command: Callable[..., Any]
+    tmp_path: Path, store: Path, command: Command
 ) -> None:
     rows = (GOOD, GOOD, GOOD | {"step_time_s": "500"}, GOOD | {"step_time_s": "0"})
     path = table(tmp_path, *rows)
@@ -276,7 +275,7 @@ def test_the_command_keeps_tables_and_says_what_it_refused(
 
 
 def test_the_command_as_json_goes_where_it_is_told(
-    tmp_path: Path, store: Path, command: Callable[..., Any]
+    tmp_path: Path, store: Path, command: Command
 ) -> None:
     path, place = table(tmp_path, GOOD), tmp_path / "mine.db"
     answer = command("calibrate", "observe", path, "--store", place, "--json")
@@ -286,7 +285,7 @@ def test_the_command_as_json_goes_where_it_is_told(
 
 
 def test_one_bad_file_keeps_the_command_from_writing_any(
-    tmp_path: Path, store: Path, command: Callable[..., Any]
+    tmp_path: Path, store: Path, command: Command
 ) -> None:
     good = table(tmp_path, GOOD)
     answer = command("calibrate", "observe", good, tmp_path / "none.csv")

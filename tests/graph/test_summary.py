@@ -18,6 +18,7 @@ from estimator.estimates.table import estimate_many
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.profile import Contention, MachineProfile
+from tests.conftest import Command
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 FLOPS = {"parameter_bytes": 4_000_000, "tensors": 10, "flops_per_sample": 6e9}
@@ -306,9 +307,7 @@ def job(tmp_path: Path, store: Path) -> Callable[..., str]:
     return write
 
 
-def test_a_summary_file_stands_for_a_model(
-    job: Callable[..., str], command: Callable[..., Any]
-) -> None:
+def test_a_summary_file_stands_for_a_model(job: Callable[..., str], command: Command) -> None:
     path = job(step_times=[[8, 0.5]], machine="local")
     found = command("estimate", path, "--on", "1x1:local", "--batch", "8", "--json")
     answer = json.loads(found.out)
@@ -327,7 +326,7 @@ def test_a_summary_file_stands_for_a_model(
     ],
 )
 def test_what_a_summary_cannot_answer_is_said(
-    job: Callable[..., str], command: Callable[..., Any], words: tuple[str, ...], said: str
+    job: Callable[..., str], command: Command, words: tuple[str, ...], said: str
 ) -> None:
     path = job(step_times=[[8, 0.5]], machine="local")
     assert said in command(*words, path, "--on", "1x1:local").sentence
@@ -344,12 +343,12 @@ def test_what_a_summary_cannot_answer_is_said(
     ],
 )
 def test_a_wrong_summary_file_is_refused(
-    tmp_path: Path, store: Path, command: Callable[..., Any], content: str, said: str
+    tmp_path: Path, store: Path, command: Command, content: str, said: str
 ) -> None:
     (tmp_path / "job.json").write_text(content)
     assert said in command("estimate", tmp_path / "job.json", "--on", "1x1:local").sentence
 
 
-def test_a_missing_summary_file_is_named(store: Path, command: Callable[..., Any]) -> None:
+def test_a_missing_summary_file_is_named(store: Path, command: Command) -> None:
     found = command("estimate", "gone.json", "--on", "1x1:local")
     assert "there is no file gone.json" in found.sentence

@@ -6,10 +6,8 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -35,6 +33,7 @@ from estimator.machines.profile import (
     json_schema,
 )
 from estimator.report.profiles import comparison_section
+from tests.conftest import Command
 
 DATASHEET = Provenance(source="datasheet")
 
@@ -282,7 +281,7 @@ def test_profiles_that_were_measured_in_quiet_are_not_spoken_of(
 
 
 def test_the_exit_code_of_a_comparison_tells_whether_a_node_is_odd(
-    small_profile: MachineProfile, tmp_path: Path, command: Callable[..., Any]
+    small_profile: MachineProfile, tmp_path: Path, command: Command
 ) -> None:
     paths = [str(tmp_path / f"a{number}.json") for number in range(4)]
     for path in paths[:3]:

@@ -460,7 +460,7 @@ def test_a_replay_reads_the_cluster_file(tmp_path: Path, command: Command) -> No
     def completion_s(uplink: str) -> float:
         cluster.write_text(f'[nodes."n[1-2]"]\nmachine = "{MACHINE}"\nuplink = "{uplink}"\n')
         about = ("--on", f"2x4:{MACHINE}", "--cluster", cluster, "--policy", "fifo", "--json")
-        found = json.loads(command("replay", jobs, *about).out)
+        found = command("replay", jobs, *about).content
         return float(found["policies"]["fifo"]["average_jct_s"])
 
     assert completion_s("1 Gbit/s") > 2 * completion_s("40 Gbit/s")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.conftest import free_port
+from tests.conftest import Command, free_port
 
 pytest.importorskip("fastapi", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -151,7 +151,7 @@ def test_no_acknowledged_observation_is_lost_when_workers_are_killed_under_load(
     assert len(kept) == len(set(kept))
 
 
-def test_without_a_token_it_does_not_start(command: Callable[..., Any]) -> None:
+def test_without_a_token_it_does_not_start(command: Command) -> None:
     assert "ESTIMATOR_TOKEN must hold a secret" in command("serve").sentence
 
 
@@ -165,7 +165,7 @@ def test_it_says_where_it_listens_and_where_to_log_in_but_not_its_token(
 
 
 def test_a_port_that_is_taken_is_one_sentence(
-    running: tuple[int, Path], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    running: tuple[int, Path], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_TOKEN", TOKEN)
     answer = command("serve", "--port", running[0])

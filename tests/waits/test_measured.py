@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from estimator.waits import measured as measured_module
 from estimator.waits.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
 from estimator.waits.predicted import Stall
 from estimator.waits.runs import RunRecord, Script, cores_of, place_of
+from tests.conftest import Command
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
 TRAIN = """
@@ -345,7 +346,7 @@ def test_devices_of_this_machine_are_its_cores() -> None:
 
 
 def test_the_command_runs_a_script_with_its_arguments(
-    tmp_path: Path, data: Path, command: Callable[..., Any]
+    tmp_path: Path, data: Path, command: Command
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     asked = ["stalls", "run", str(tmp_path / "train.py"), "--on", "1x1:local", "--repeats", "1"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +36,7 @@ from estimator.waits.predicted import (
     predict_stalls,
 )
 from estimator.workload.loader import Loader
+from tests.conftest import Command
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
@@ -140,16 +140,14 @@ def mlp(batch=4):
 """
 
 
-def test_the_command_prints_stalls_and_gives_them_as_json(
-    tmp_path: Path, command: Callable[..., Any]
-) -> None:
+def test_the_command_prints_stalls_and_gives_them_as_json(tmp_path: Path, command: Command) -> None:
     (tmp_path / "models.py").write_text(SMALL)
     asked = ("stalls", f"{tmp_path}/models.py:mlp", "--on", "2x4:v100-p3-8xlarge")
     answer = command(*asked)
     assert (answer.code, answer.err) == (0, "")
     for word in ("interconnect", "network", "1x4:v100-p3-8xlarge", "times as long"):
         assert word in answer.out
-    found = json.loads(command(*asked, "--json", "--strategy", "fsdp").out)
+    found = command(*asked, "--json", "--strategy", "fsdp").content
     assert found["step_s"] == pytest.approx(found["node_s"] + found["network"]["stall_s"])
     assert found["one_device"] == "1x1:v100-p3-8xlarge"
 
@@ -234,14 +232,14 @@ def test_limited_cores_are_asked_for_twice() -> None:
     assert "2 cores" in changes
 
 
-def test_the_command_answers_what_ifs_of_a_loader(tiny: str, command: Callable[..., Any]) -> None:
+def test_the_command_answers_what_ifs_of_a_loader(tiny: str, command: Command) -> None:
     asked = ("stalls", tiny, "--batch", 8, "--on", "1x2:a100-sxm-40gb")
     loader = ("--loader", "sample=600kB,prep=10ms,workers=2,disk=1GB/s,cached=0.9")
     answer = command(*asked, *loader)
     assert (answer.code, answer.err) == (0, "")
     for word in ("as it is", "4 workers", "35 % cached", "workers would hide"):
         assert word in answer.out
-    found = json.loads(command(*asked, *loader, "--json").out)
+    found = command(*asked, *loader, "--json").content
     assert found["input"]["as_it_is"]["input_stall_s"] > 0.03
     assert found["interconnect"]["stall_s"] < 0.01
 

@@ -177,15 +177,7 @@ def test_training_by_night_is_cheaper_where_revocations_come_by_day() -> None:
     by_day = Revocations(per_hour=(0.0,) * 12 + (1.0,) * 12, lifetime_s=24 * 3600.0)
     asked: dict[str, Any] = {"strategies": ("ddp",)}
     at_noon, at_midnight = (
-        offers(
-            GRAPH,
-            ["4x4:v100-p3-8xlarge"],
-            samples=1e8,
-            prices=PRICES,
-            batch_per_gpu=16,
-            spot=Spot(revocations=by_day, start_hour=hour),
-            **asked,
-        ).offers[0]
+        offered("4x4:v100-p3-8xlarge", spot=Spot(revocations=by_day, start_hour=hour), **asked)[0]
         for hour in (12.0, 0.0)
     )
     (steady,) = offered("4x4:v100-p3-8xlarge", spot=True, **asked)
@@ -280,17 +272,12 @@ def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) 
 
 
 @pytest.mark.parametrize(
-    "costs",
-    [
-        {"checkpoint_s": np.nan},
-        {"restart_s": -1.0},
-        {"warning_s": -1.0},
-        {"start_hour": np.inf},
-    ],
+    ("name", "value"),
+    [("checkpoint_s", np.nan), ("restart_s", -1.0), ("warning_s", -1.0), ("start_hour", np.inf)],
 )
-def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
-    with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
-        Spot(revocations=Revocations(), **costs)
+def test_impossible_revocations_are_refused(name: str, value: float) -> None:
+    with pytest.raises(WorkloadError, match=f"{name} is"):
+        Spot(revocations=Revocations(), **{name: value})
 
 
 def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import estimator as est
 from estimator.errors import ProfileError, WorkloadError
 from estimator.graph.ir.collectives import collectives_of
-from tests.conftest import Answer, make_small_profile
+from tests.conftest import Command, make_small_profile
 
 How = Literal["nn", "list", "functional", "mean"]
 WIDTH, BATCH = 128, 8
@@ -143,9 +142,7 @@ def test_an_estimate_of_a_module_traces_it_for_its_ranks() -> None:
     assert answer.breakdown.layer_communication_s > 0
 
 
-def test_a_trace_on_the_command_line_is_told_its_ranks(
-    tmp_path: Path, command: Callable[..., Answer]
-) -> None:
+def test_a_trace_on_the_command_line_is_told_its_ranks(tmp_path: Path, command: Command) -> None:
     model, graph = tmp_path / "contrastive.py", tmp_path / "contrastive.graph"
     model.write_text(
         "import torch\nfrom tests.graph.trace.test_own_collectives import Contrastive\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +21,7 @@ from estimator.timeline.simulator.simulation import simulate
 from estimator.timeline.simulator.tasks import COMPUTE, TaskList, play
 from estimator.workload.loader import Loader
 from tests.budgets import examples
+from tests.conftest import Command
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
@@ -203,10 +202,10 @@ def test_a_loader_that_makes_no_sense_is_refused_in_one_sentence(text: str, said
     assert "\n" not in str(error.value)
 
 
-def test_the_command_takes_a_loader(tiny: str, command: Callable[..., Any]) -> None:
+def test_the_command_takes_a_loader(tiny: str, command: Command) -> None:
     asked = ("estimate", tiny, "--batch", 8, "--on", "1x2:a100-sxm-40gb")
     loader = ("--loader", "sample=600kB,prep=10ms,workers=2,disk=1GB/s,cached=0.9")
-    found = json.loads(command(*asked, *loader, "--json").out)
+    found = command(*asked, *loader, "--json").content
     # Two workers make 8 samples of 10 ms, of which a tenth is read, in 40 ms and a little.
     assert found["step_time_s"] == pytest.approx((0.08 + 8 * 6e5 * 0.1 / 1e9) / 2, rel=1e-6)
     assert found["breakdown"]["input_stall_s"] > 0.03
