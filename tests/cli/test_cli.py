@@ -22,7 +22,7 @@ from estimator.machines.profile import Interference, MachineProfile
 from estimator.probe.devices.inventory import read_cpu
 from estimator.validate.training import Validation
 from tests.conftest import Command
-from tests.integrations.trace_flaws import trace_flaws
+from tests.integrations.test_perfetto import trace_flaws
 from tests.synthetic import perceptron
 
 pytestmark = pytest.mark.usefixtures("store")
