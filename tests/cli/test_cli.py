@@ -393,7 +393,6 @@ def test_profile_list_show_and_compare_name_the_machine(
     shown = command("machines", "show", "local").out
     for word in ("one core", "matmul", "all-reduce, gloo", "adamw, loop", "10.0 GB/s"):
         assert word in shown
-    assert small_profile.memory is not None
     points = ((float(1 << 20), 0.1), (float(1 << 27), 0.6), (float(1 << 28), 1.0))
     memory = replace(small_profile.memory, reuse_points=points)
     replace(small_profile, name="read", memory=memory).save(store / "machines" / "read.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def cluster(*slowdowns: float, uplink_bytes_per_s: float = 1e9) -> Cluster:
 def balanced(allocation: str, global_batch: int, *slowdowns: float, **options: Any) -> Balance:
     options = {"cluster": cluster(*slowdowns), "profile": MACHINE} | options
     return balance(EstimateRequest.of(GRAPH, allocation, global_batch=global_batch, **options))
+
+
+def split_over(
+    allocation: str, batches: int | Sequence[int], *slowdowns: float, **options: Any
+) -> est.Estimate:
+    """The step where ranks have these batches."""
+    about = {"cluster": cluster(*slowdowns), "profile": MACHINE, "batch_per_gpu": batches}
+    return estimate(GRAPH, allocation, **about, **options)
 
 
 def text_of(ranks: list[int]) -> str:
@@ -98,13 +107,7 @@ def test_no_move_of_a_sample_shortens_the_step_of_a_balanced_split(
             split[giver] -= 1
             split[taker] += 1
             if split[giver] >= 1:
-                moved = est.estimate(
-                    GRAPH,
-                    allocation,
-                    batch_per_gpu=split,
-                    cluster=cluster(*slowdowns),
-                    profile=MACHINE,
-                )
+                moved = split_over(allocation, split, *slowdowns)
                 assert moved.step_time_s >= found.answer.step_time_s * (1 - 1e-9)
 
 
@@ -145,7 +148,6 @@ def test_a_global_batch_is_shared_on_any_count_and_all_wait_for_the_largest_shar
 def no_host_costs() -> MachineProfile:
     """A machine whose steps take time in proportion to the batch, but for the update."""
     host = MACHINE.host
-    assert host is not None
     return replace(MACHINE, host=replace(host, **dict.fromkeys(NO_HOST, 0.0)))
 
 
@@ -174,12 +176,8 @@ def test_the_split_is_bounded_by_memory() -> None:
     roomy = balanced("a0[0]+a1[0]", 4096, 1.0, 3.0).answer
     needed = roomy.peak_memory_bytes
     # Devices that hold a bit less than the fast rank's share of the unlimited split.
-    tight = replace(
-        MACHINE,
-        devices=tuple(
-            replace(device, memory_bytes=round(0.9 * needed)) for device in MACHINE.devices
-        ),
-    )
+    small = (replace(device, memory_bytes=round(0.9 * needed)) for device in MACHINE.devices)
+    tight = replace(MACHINE, devices=tuple(small))
     found = balanced("a0[0]+a1[0]", 4096, 1.0, 3.0, profile=tight).answer
     assert found.batches[0] < roomy.batches[0]
     assert found.fits != "no"
@@ -205,11 +203,7 @@ def test_a_question_is_placed_and_its_strategy_read_once(monkeypatch: pytest.Mon
 
 
 def test_estimate_splits_by_speed_and_a_table_does_not() -> None:
-    asked: dict[str, Any] = {
-        "cluster": cluster(1.0, 2.0),
-        "profile": MACHINE,
-        "global_batch": 333,
-    }
+    asked: dict[str, Any] = {"cluster": cluster(1.0, 2.0), "profile": MACHINE, "global_batch": 333}
     answer = estimate(GRAPH, "a0[0]+a1[0]", **asked)
     assert answer.batch_per_gpu is None
     assert answer.batches == balanced("a0[0]+a1[0]", 333, 1.0, 2.0).answer.batches
@@ -218,25 +212,16 @@ def test_estimate_splits_by_speed_and_a_table_does_not() -> None:
 
 
 def test_a_given_split_counts_every_rank_of_every_group() -> None:
-    answer = estimate(
-        GRAPH,
-        "a0[0,1]+a1[0]",
-        batch_per_gpu=(24, 8),
-        accumulation_steps=2,
-        cluster=cluster(1.0, 2.0),
-        profile=MACHINE,
-    )
+    answer = split_over("a0[0,1]+a1[0]", (24, 8), 1.0, 2.0, accumulation_steps=2)
     assert answer.batches == (24, 8)
     # 2 micro-batches of 24 on each of two ranks and of 8 on the third.
     assert answer.global_batch == 2 * (24 + 24 + 8)
     assert answer.samples_per_s == pytest.approx(112 / answer.step_time_s)
     # Three devices at 50 Gflop/s did the flops of 112 samples; the model's grow with its samples.
-    alone = estimate(GRAPH, "a0[0]", batch_per_gpu=112, cluster=cluster(1.0), profile=MACHINE)
+    alone = split_over("a0[0]", 112, 1.0)
     flops = alone.plan.kinds[0].program.flops.model
     assert answer.mfu_ratio == pytest.approx(flops / (3 * 5e10 * answer.step_time_s), rel=1e-6)
-    fullest = estimate(
-        GRAPH, "a0[0,1]+a1[0]", batch_per_gpu=24, cluster=cluster(1.0, 2.0), profile=MACHINE
-    )
+    fullest = split_over("a0[0,1]+a1[0]", 24, 1.0, 2.0)
     # The batch of the fast ranks; accumulating keeps no more than one micro-batch.
     assert answer.peak_memory_bytes == fullest.peak_memory_bytes
     (weights,) = (text for text in answer.assumptions if "24 + 8 per device" in text)
@@ -244,13 +229,7 @@ def test_a_given_split_counts_every_rank_of_every_group() -> None:
 
 
 def test_counted_groups_of_a_cluster_take_their_batch_to_all_their_nodes() -> None:
-    answer = estimate(
-        GRAPH,
-        "2x1:m+1x2:m",
-        batch_per_gpu=(4, 16),
-        cluster=cluster(1.0, 1.0, 1.0),
-        profile=MACHINE,
-    )
+    answer = split_over("2x1:m+1x2:m", (4, 16), 1.0, 1.0, 1.0)
     assert answer.global_batch == 2 * 4 + 2 * 16
 
 

@@ -51,7 +51,6 @@ def test_what_fits_into_a_devices_cache_does_not_wait_for_busy_memory() -> None:
 
 def test_ops_take_as_much_longer_as_reads_do_after_what_lies_between() -> None:
     plain = make_small_profile()
-    assert plain.memory is not None
     # A product of 256 KiB tensors: 100 µs repeated, 300 µs from main memory.
     graph = perceptron([256, 256], batch=256)
     call = graph.at().calls[0]
@@ -73,8 +72,6 @@ def test_ops_take_as_much_longer_as_reads_do_after_what_lies_between() -> None:
 
 def test_the_host_waits_for_its_own_code_after_a_kernel_that_fills_the_private_caches() -> None:
     plain = Machine().profile()
-    assert plain.host is not None
-    assert plain.memory is not None
     cached = dict.fromkeys(_CACHED, 1e-6)
     profile = replace(
         plain,
@@ -250,7 +247,6 @@ def test_a_gpus_host_looks_up_algorithms_of_convolutions_and_batch_norms() -> No
     images = torch.randn(2, 8, 9, 9)
     graph = est.trace_model(layers, images, target="cuda", precision="fp32")
     typical = with_typical_costs(load_profile("h100-sxm"))
-    assert typical.host is not None
     # Calls of modules come between the operators; here they take nothing.
     profile = replace(typical, host=replace(typical.host, module_call_s=0.0))
     host_s = op_durations(graph.at(), profile, cache=Cache(limit_bytes=0)).host_s
@@ -273,7 +269,6 @@ def test_a_gpus_host_issues_an_operator_as_its_probe_has_seen_it_do() -> None:
         precision="fp32",
     )
     typical = with_typical_costs(load_profile("h100-sxm"))
-    assert typical.host is not None
     host = replace(typical.host, module_call_s=0.0, forward_op_s=2e-6, bare_op_s=8e-6)
 
     def timed(target: str, arguments: int, *host_s: float | None) -> KernelCost:

@@ -19,31 +19,16 @@ MEASURED = Provenance(source="measured")
 
 
 def _mm(rows: int, inner: int, columns: int) -> OpCall:
-    return OpCall(
-        "aten.mm.default",
-        (TensorSpec((rows, inner)), TensorSpec((inner, columns))),
-        (),
-        (TensorSpec((rows, columns)),),
-    )
+    factors = TensorSpec((rows, inner)), TensorSpec((inner, columns))
+    return OpCall("aten.mm.default", factors, (), (TensorSpec((rows, columns)),))
 
 
 def _pointwise(batch: int, channels: int, filters: int, side: int) -> OpCall:
-    return OpCall(
-        "aten.convolution.default",
-        (
-            TensorSpec((batch, channels, side, side)),
-            TensorSpec((filters, channels, 1, 1)),
-            None,
-            (1, 1),
-            (0, 0),
-            (1, 1),
-            False,
-            (0, 0),
-            1,
-        ),
-        (),
-        (TensorSpec((batch, filters, side, side)),),
-    )
+    image = TensorSpec((batch, channels, side, side))
+    tail = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    arguments = (image, TensorSpec((filters, channels, 1, 1)), None, *tail)
+    found = TensorSpec((batch, filters, side, side))
+    return OpCall("aten.convolution.default", arguments, (), (found,))
 
 
 def _profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
@@ -185,9 +170,7 @@ def test_small_batches_on_one_thread_run_pointwise_convolutions_as_products(
     batch: int, threads: int, expected: str
 ) -> None:
     call = _pointwise(batch, 64, 64, 14)
-    features = features_of(call)
-    assert features is not None
-    assert variant(call, features, threads) == expected
+    assert variant(call, features_of(call), threads) == expected
 
 
 @pytest.mark.parametrize(
@@ -202,7 +185,6 @@ def test_products_narrower_than_a_vector_and_those_by_group_are_told_apart(
     tail = ((1, 1), (0, 0), (1, 1), False, (0, 0), groups)
     call = OpCall("aten.convolution.default", (image, weight, None, *tail), (), (image,))
     features = features_of(call)
-    assert features is not None
     assert variant(call, features, 1) == expected
     # What each image and group costs is told from what each image does.
     assert terms(features, expected)[1] == (64 if groups == 64 else 2)
@@ -216,12 +198,8 @@ def _gradient(
     weight = TensorSpec((channels, channels // groups, kernel, kernel))
     side = kernel // 2
     tail = ((1, 1), (side, side), (1, 1), False, (0, 0), groups, (True, True, False))
-    return OpCall(
-        "aten.convolution_backward.default",
-        (image, image, weight, None, *tail),
-        (),
-        (image, weight),
-    )
+    arguments = (image, image, weight, None, *tail)
+    return OpCall("aten.convolution_backward.default", arguments, (), (image, weight))
 
 
 @pytest.mark.parametrize(
@@ -236,14 +214,11 @@ def _gradient(
 def test_filter_width_and_layout_choose_the_algorithm_of_a_gradient(
     call: OpCall, expected: str
 ) -> None:
-    features = features_of(call)
-    assert features is not None
-    assert variant(call, features, 1) == expected
+    assert variant(call, features_of(call), 1) == expected
 
 
 def test_channels_beyond_a_block_cost_a_whole_further_block() -> None:
     features = features_of(_gradient(24, 3))
-    assert features is not None
     as_they_are, filled = terms(features, "matmul"), terms(features, "dense")
     # 24 channels take two blocks of 16, in and out: (32 / 24)² of the work, 32 / 24 of the bytes.
     assert filled[2] == pytest.approx(as_they_are[2] * 16 / 9)

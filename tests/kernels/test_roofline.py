@@ -251,7 +251,6 @@ def test_a_factor_stored_by_columns_has_rows_of_its_other_dimension() -> None:
         result = TensorSpec((rows, columns), "float16")
         call = OpCall("aten.mm.default", (left, right), outputs=(result,))
         features = features_of(call)
-        assert features is not None
         return [
             matrix.bytes for matrix in tensor_core_matrices(features) if matrix.aligned_bytes < 4
         ]

@@ -298,7 +298,6 @@ def test_no_device_does_more_than_the_peak_of_what_it_runs(question: Question, b
     answer = question.answer(batch)
     # Without a peak in what it runs (bf16 on V100) it has no share of one.
     assume(answer.mfu_ratio is not None and answer.hfu_ratio is not None)
-    assert answer.mfu_ratio is not None
     assert 0 < answer.mfu_ratio <= answer.hfu_ratio * ROUNDING <= 1
 
 

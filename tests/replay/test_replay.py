@@ -46,14 +46,8 @@ class Linear:
 
 
 def job(name: str, arrival_s: float, samples: float, devices: int = 1) -> Job:
-    return Job(
-        name=name,
-        arrival_s=arrival_s,
-        graph=GRAPH,
-        samples=samples,
-        devices=devices,
-        global_batch=64,
-    )
+    about = {"graph": GRAPH, "global_batch": 64}
+    return Job(name=name, arrival_s=arrival_s, samples=samples, devices=devices, **about)
 
 
 def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> Nodes:
@@ -341,17 +335,7 @@ def _check_devices(ran: list[Ran], nodes: Nodes) -> None:
 
 REPLAYS_GRAPH = perceptron([64, 64], target="cuda")
 NODES = Nodes((ReplayNode("t4-g4dn", 4),) * 2, "pack")
-JOBS = [
-    Job(
-        name=f"j{n}",
-        arrival_s=5.0 * n,
-        graph=REPLAYS_GRAPH,
-        samples=1e6,
-        devices=1 + n,
-        global_batch=64,
-    )
-    for n in range(4)
-]
+JOBS = [replace(job(f"j{n}", 5.0 * n, 1e6, 1 + n), graph=REPLAYS_GRAPH) for n in range(4)]
 
 
 def test_speeds_sent_elsewhere_forget_what_goes_by_a_place_in_memory() -> None:

@@ -34,9 +34,8 @@ EXCHANGE = {"dtensor_exchange_s": 1e-3}
 
 
 def answer(allocation: str, layout: str | None, **more: object) -> Estimate:
-    return est.estimate(
-        GRAPH, allocation, layout=layout, tp_plan=PLAN if layout else None, profile=PROFILE, **more
-    )
+    about = {"tp_plan": PLAN if layout else None, "profile": PROFILE} | more
+    return est.estimate(GRAPH, allocation, layout=layout, **about)
 
 
 def all_reduce_s(latency_s: float, bytes_per_s: float) -> float:
@@ -68,7 +67,7 @@ def test_ranks_wait_for_collectives_after_computing_as_measured_so() -> None:
         for each in PROFILE.collectives
     ]
     profile = replace(PROFILE, collectives=tuple(costs))
-    found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+    found = answer("1x2:m", "tp=2", profile=profile)
     assert found.breakdown.layer_communication_s == pytest.approx(0.03 + 0.02, rel=1e-6)
     assert MachineProfile.from_dict(profile.to_dict()) == profile
     # Gradients' reductions are queued, not waited for.
@@ -92,7 +91,7 @@ def test_no_exchange_takes_less_than_without_knowing_what_is_computed_before_it(
 def test_calls_of_no_bytes_say_nothing_of_what_ranks_wait_for() -> None:
     costs = [replace(each, blocking=((0.0, 0.0, 0.01),)) for each in PROFILE.collectives]
     profile = replace(PROFILE, collectives=tuple(costs))
-    found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+    found = answer("1x2:m", "tp=2", profile=profile)
     assert found.step_time_s == answer("1x2:m", "tp=2").step_time_s
     with pytest.raises(ValueError, match="CollectiveCost"):
         replace(costs[0], blocking=((-1.0, 1.0, 0.01),))
@@ -190,12 +189,8 @@ def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> 
         "dtensor_exchange_s": 1e-4,
         "shard_update_tensor_s": 5e-4,
     }
-    assert PROFILE.host is not None
     slow = replace(PROFILE, host=replace(PROFILE.host, **costs))
-    plain, more = (
-        est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
-        for profile in (PROFILE, slow)
-    )
+    plain, more = (answer("1x2:m", "tp=2", profile=profile) for profile in (PROFILE, slow))
     # up and down, once a pass each; a reduction of each pass; the update of two divided weights.
     host_s = 2 * (1e-3 + 2e-3) + 2 * 1e-4
     added_s = more.breakdown.host_exposed_s - plain.breakdown.host_exposed_s
@@ -206,26 +201,20 @@ def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> 
 
 
 def test_ranks_of_megatron_exchange_without_dtensor_on_the_host() -> None:
-    assert PROFILE.host is not None
     slow = replace(PROFILE, host=replace(PROFILE.host, **EXCHANGE, dtensor_forward_s=1e-3))
-    plain, more = (
-        est.estimate(GRAPH, "1x2:m", layout="tp=2,megatron", tp_plan=PLAN, profile=profile)
-        for profile in (PROFILE, slow)
-    )
+    plain, more = (answer("1x2:m", "tp=2,megatron", profile=profile) for profile in (PROFILE, slow))
     assert more.step_time_s == plain.step_time_s
 
 
 def test_dtensor_updates_a_tensor_for_more_where_operators_evict_the_hosts_code() -> None:
     # As much as an operator moves of a weight, 2.5 times its bytes: half of the code is evicted.
-    assert PROFILE.host is not None
-    assert PROFILE.memory is not None
     private_bytes = int(2.5 * INNER // 2 * WIDTH * FLOAT)
     memory = replace(PROFILE.memory, private_cache_bytes=private_bytes)
 
     def update_s(cold_s: float | None) -> float:
         host = replace(PROFILE.host, shard_update_tensor_s=1e-3, dtensor_update_tensor_s=cold_s)
         profile = replace(PROFILE, host=host, memory=memory)
-        found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+        found = answer("1x2:m", "tp=2", profile=profile)
         return found.breakdown.update_s
 
     assert update_s(3e-3) - update_s(None) == pytest.approx(2 * (2e-3 - 1e-3))
@@ -241,8 +230,7 @@ def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
 def test_fsdp_shards_what_a_rank_holds_of_the_layers() -> None:
     profile = with_every_collective(PROFILE)
     both, alone = (
-        est.estimate(GRAPH, "1x4:m", strategy="fsdp", layout=layout, tp_plan=plan, profile=profile)
-        for layout, plan in (("tp=2,dp=*", PLAN), (None, None))
+        answer("1x4:m", layout, strategy="fsdp", profile=profile) for layout in ("tp=2,dp=*", None)
     )
     assert (both.plan.shards, alone.plan.shards) == (2, 4)
     assert both.plan.mesh.dp_shard == both.plan.mesh.tp == 2

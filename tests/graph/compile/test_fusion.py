@@ -218,8 +218,6 @@ def test_every_gradient_is_ready_after_the_kernel_that_writes_it(kind: str) -> N
     roots = value_roots(compiled)
     assert {p.name for p in compiled.parameters} == {p.name for p in eager.parameters}
     for parameter in compiled.parameters:
-        assert parameter.gradient is not None
-        assert parameter.ready_after is not None
         written = {roots[value] for value in compiled.ops[parameter.ready_after].outputs}
         assert roots[parameter.gradient] in written
     ready = [parameter.ready_after for parameter in compiled.parameters]
@@ -398,8 +396,6 @@ def test_products_keep_their_sizes_and_gradients_their_places() -> None:
     plain, changed = traced(None), traced("rowwise")
     assert [p.name for p in plain.parameters] == [p.name for p in changed.parameters]
     for parameter in changed.parameters:
-        assert parameter.ready_after is not None
-        assert parameter.gradient is not None
         made = changed.ops[parameter.ready_after].outputs
         gradient = changed.values[parameter.gradient]
         assert (parameter.gradient if gradient.base is None else gradient.base) in made

@@ -158,7 +158,6 @@ def test_only_blocks_that_are_equal_are_left_out() -> None:
     few = repeats_of(graph)
     assert few.units == tuple(f"layers.{number}" for number in range(6, 12))
     part = few.repeated(split_by_layout(few.short, Layout(tp=2)))
-    assert part is not None
     assert wired(part) == wired(split_by_layout(graph, Layout(tp=2)))
 
 

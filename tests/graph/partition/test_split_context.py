@@ -118,7 +118,6 @@ def test_every_layer_works_on_the_rank_s_tokens_and_holds_all_weights() -> None:
     assert all(left.shape[0] == rows for left, _ in products if left.shape[1] == WIDTH)
     assert [p.spec for p in local.parameters] == [p.spec for p in graph.parameters]
     for parameter in local.parameters:
-        assert parameter.gradient is not None
         assert local.values[parameter.gradient].spec.numel == parameter.spec.numel
 
 

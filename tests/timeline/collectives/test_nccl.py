@@ -210,7 +210,6 @@ def test_published_logs_of_two_nodes_are_met_without_a_fit() -> None:
         profile = load_profile(name)
         ring = whole_group(place(f"2x8:{name}", profile=profile))
         link = widest_link(profile, 8)
-        assert link is not None
         links = links_over(profile, link)
         lines = nccl_lines("all_reduce", ring, links, algorithms=algorithms_of("all_reduce")[:1])
         for power, time_us in log.items():
