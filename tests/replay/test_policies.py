@@ -22,11 +22,7 @@ from estimator.replay.policies import BUILT_IN, load_policy
 from estimator.replay.policies.goodput import assigned, batches
 from estimator.replay.policies.ones import Ones, reordered
 from estimator.replay.policies.queues import time_shares
-from estimator.replay.speeds import (
-    CalibratedSpeeds,
-    EngineSpeeds,
-    TrueSpeeds,
-)
+from estimator.replay.speeds import CalibratedSpeeds, EngineSpeeds, TrueSpeeds
 from estimator.replay.view import Grant, View, Waiting
 from tests.synthetic import perceptron
 

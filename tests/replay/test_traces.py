@@ -15,13 +15,7 @@ from estimator.errors import WorkloadError
 from estimator.estimates.table import EstimateTable, estimate_many
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.replay import speeds
-from estimator.replay.job_files import (
-    TracedJob,
-    is_job_file,
-    jobs_of_trace,
-    read_jobs,
-    read_trace,
-)
+from estimator.replay.job_files import TracedJob, is_job_file, jobs_of_trace, read_jobs, read_trace
 from estimator.replay.nodes import Nodes
 from estimator.replay.speeds import EngineSpeeds
 from tests.synthetic import perceptron

@@ -14,11 +14,11 @@ from estimator.advise.layouts.candidates import Candidate, LayoutBounds
 from estimator.advise.layouts.search import LayoutRanking, best_layouts
 from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
-from estimator.estimates.request import EstimateRequest
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.workload.layouts import Layout
 from estimator.workload.strategies import Strategy
+from tests.advise.layouts.test_layout_bounds import answer_to
 from tests.advise.layouts.test_layouts import GIB, graphs, machine
 from tests.budgets import examples
 
@@ -98,18 +98,9 @@ def test_no_step_with_divided_experts_is_faster_or_smaller_than_its_bounds(
     engine, read = Engine(), Layout.parse(layout)
     placement = engine.place("2x2:m", profile=slow)
     read = replace(read, dp=4 // read.tp // read.pp)
-    answer = engine.estimate(
-        EstimateRequest.of(
-            moe_graph(),
-            placement,
-            layout=read,
-            batch_per_gpu=4,
-            strategy=strategy,
-        )
-    )
+    candidate = Candidate(0, read, Strategy.parse(strategy), 4, 1)
+    answer = answer_to(candidate, engine, moe_graph(), placement)
     bounds = LayoutBounds(moe_graph(), placement, engine)
-    kind = Strategy.parse(strategy)
-    candidate = Candidate(0, read, kind, 4, 1)
     assert 0 < bounds.step_s(candidate) <= answer.step_time_s
     assert bounds.closer(candidate)[0] <= answer.step_time_s
     usable = max(each.device.usable_bytes for each in answer.plan.kinds)

@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator.advise.layouts.candidates import (
-    Candidate,
-    LayoutBounds,
-    Stages,
-    candidates,
-)
+from estimator.advise.layouts.candidates import Candidate, LayoutBounds, Stages, candidates
 from estimator.errors import EstimatorError
 from estimator.estimates.engine import Engine
 from estimator.estimates.estimate import Estimate

@@ -191,19 +191,22 @@ def test_timelines_of_recipes_play_what_was_computed(strategy: str) -> None:
 GPU_BLOCKS = replace(BLOCKS, target="cuda")
 
 
+def offloaded(allocation: str = "1x1:h100-sxm", **options: Any) -> Estimate:
+    graph = replace(GPU_BLOCKS, **options)
+    return est.estimate(graph, allocation, strategy="fsdp:offload")
+
+
 def test_offloaded_shards_are_copied_before_each_gather_and_after_each_reduction() -> None:
-    plain, offloaded = (
-        est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy=strategy).plan
-        for strategy in ("fsdp", "fsdp:offload")
-    )
-    alone_s = [plan.alone_s(plan.kinds[0]) for plan in (plain, offloaded)]
+    plain = est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp")
+    plans = plain.plan, offloaded("1x8:h100-sxm").plan
+    alone_s = [plan.alone_s(plan.kinds[0]) for plan in plans]
     # Seven gathers and four reductions of 4 MB over 8 ranks, on 0.76 of PCIe 5.0 x16.
     one_s = 1e-5 + 4e6 / 8 / (0.76 * 63.015e9)
     assert alone_s[1] - alone_s[0] == pytest.approx((7 + 4) * one_s, rel=1e-9)
 
 
 def test_offloaded_shards_are_updated_by_the_host_and_leave_the_device() -> None:
-    found = est.estimate(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp:offload")
+    found = offloaded("1x8:h100-sxm")
     # AdamW's loop moves 80 bytes for each of a rank's 500,000 elements at 0.8 of 51 GB/s; 50 µs for
     # the step, 10 µs and 5 µs of FSDP's hooks for each of four tensors.
     expected_s = 80 * ELEMENTS / 8 / (0.8 * 51e9) + 5e-5 + 4 * 1e-5 + 4 * 5e-6
@@ -223,16 +226,14 @@ _HOST_UPDATE_S = 80 * ELEMENTS / (0.8 * 51e9) + 5e-5 + 4 * 1e-5
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-loop"])
 def test_a_single_ranks_offloaded_update_takes_the_hosts_time(optimizer: str) -> None:
-    graph = replace(GPU_BLOCKS, optimizer=optimizer)
-    found = est.estimate(graph, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = offloaded(optimizer=optimizer)
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
 
 
 def test_an_update_that_was_timed_on_the_gpu_is_not_that_of_offloaded_shards() -> None:
     timing = OpTiming(seconds=1e-5)
-    timed = replace(GPU_BLOCKS, timings={update_call(GPU_BLOCKS): timing}, timed_on="h100-sxm")
-    found = est.estimate(timed, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = offloaded(timings={update_call(GPU_BLOCKS): timing}, timed_on="h100-sxm")
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
 
 
@@ -241,18 +242,12 @@ def test_offloaded_parameters_in_half_are_updated_as_the_host_was_timed() -> Non
     parameters = [
         replace(each, spec=replace(each.spec, dtype="bfloat16")) for each in GPU_BLOCKS.parameters
     ]
-    half = replace(GPU_BLOCKS, parameters=tuple(parameters))
-    found = est.estimate(half, "1x1:h100-sxm", strategy="fsdp:offload")
+    found = offloaded(parameters=tuple(parameters))
     assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
 
 
 def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
-    plain, clipped = (
-        est.estimate(
-            replace(GPU_BLOCKS, clip_grad_norm=clips), "1x1:h100-sxm", strategy="fsdp:offload"
-        )
-        for clips in (False, True)
-    )
+    plain, clipped = offloaded(), offloaded(clip_grad_norm=True)
     host = plain.plan.kinds[0].program.profile.host
     # Three times 4 bytes an element; each of four gradients has a norm and a product of its own.
     expected_s = 12 * ELEMENTS / (0.8 * 51e9) + (6 + 2 * 4) * host.bare_op_s
@@ -261,9 +256,7 @@ def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
 
 
 def test_a_single_rank_copies_all_of_what_it_keeps_on_the_host() -> None:
-    plain, alone = (
-        est.estimate(GPU_BLOCKS, "1x1:h100-sxm", strategy=s) for s in ("fsdp", "fsdp:offload")
-    )
+    plain, alone = est.estimate(GPU_BLOCKS, "1x1:h100-sxm", strategy="fsdp"), offloaded()
     # Seven copies of 4 MB to the device and four back, in each micro-batch.
     copied_s = 11 * (1e-5 + 4e6 / (0.76 * 63.015e9))
     more_s = alone.breakdown.copies_exposed_s - plain.breakdown.copies_exposed_s
