@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 
 from estimator.advise.layouts.candidates import Candidate, LayoutBounds
 from estimator.advise.layouts.search import LayoutRanking, best_layouts
-from estimator.errors import WorkloadError
 from estimator.estimates.engine import Engine
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.workload.layouts import Layout
 from estimator.workload.strategies import Strategy
-from tests.advise.layouts.test_layout_bounds import answer_to
-from tests.advise.layouts.test_layouts import GIB, graphs, machine
+from tests.advise.layouts.test_layouts import (
+    GIB,
+    answer_to,
+    check_that_bounds_leave_out_none_of_the_best,
+    graphs,
+    machine,
+)
 from tests.budgets import examples
 
 pytest.importorskip("transformers")
@@ -67,17 +71,7 @@ def test_bounds_leave_out_none_of_the_best_with_experts(
     profile = exchanging(memory_bytes, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
     asked = {"global_batch": global_batch, "most": most, "engine": Engine()}
     asked |= {"strategies": strategies, "schedules": ("1f1b",)}
-    try:
-        every = ranked(allocation, profile, prune=False, **asked)
-    except WorkloadError:
-        with pytest.raises(WorkloadError, match="no layout trains"):
-            ranked(allocation, profile, **asked)
-        return
-    some = ranked(allocation, profile, **asked)
-    assert [row.answer.step_time_s for row in some.rows] == [
-        row.answer.step_time_s for row in every.rows
-    ]
-    assert every.worked_out == every.candidates == some.candidates
+    check_that_bounds_leave_out_none_of_the_best(partial(ranked, allocation, profile, **asked))
 
 
 @pytest.mark.parametrize(
