@@ -13,13 +13,14 @@ from estimator.machines.profile import MachineProfile, Provenance
 from estimator.machines.typical import device_memory
 from estimator.probe.devices.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.devices.backend import CudaBackend
-from estimator.probe.devices.calls import GridCall, TensorSource, grid_call, tensor
+from estimator.probe.devices.calls import GridCall, TensorSource, grid_call
 from estimator.probe.devices.host import measure_host
 from estimator.probe.devices.inventory import read_gpus
 from estimator.probe.devices.jobs import canary_s
 from estimator.probe.devices.updates import measure_updates
 from estimator.probe.grid.kernels import kernel_grid, measure_call
 from estimator.probe.machine import probe_machine
+from estimator.tensors import TensorSpec
 
 
 def test_the_driver_lists_the_gpu_that_torch_uses() -> None:
@@ -44,7 +45,7 @@ def test_eight_times_the_work_takes_longer_but_not_for_free(backend: CudaBackend
     source = TensorSource(backend)
     sides = (1024, 4096)
     small, large = (
-        measure_call(backend, source, grid_call("mm.default", tensor(n, n), tensor(n, n))).warm_s
+        measure_call(backend, source, grid_call("mm.default", *[TensorSpec((n, n))] * 2)).warm_s
         for n in sides
     )
     # 64 times the flops; a small product fills the device less.

@@ -26,11 +26,12 @@ QUICK_COMMAND = [
     """
 from estimator.cli.main import main
 from estimator.probe import machine
-from estimator.probe.devices.calls import grid_call, tensor
+from estimator.probe.devices.calls import grid_call
+from estimator.tensors import TensorSpec
 
 def run_job(processes, function, on_finding, **more):
     if "kernels" in function:
-        call = grid_call("relu.default", tensor(8)).call.encode()
+        call = grid_call("relu.default", TensorSpec((8,))).call.encode()
         on_finding({"call": call, "warm_s": 1e-6})
 
 machine.run_job = run_job

@@ -25,7 +25,7 @@ from estimator.probe.cluster.findings import ClusterFindings, Member, World
 from estimator.probe.cluster.steps import ProbePlan
 from estimator.probe.devices import inventory
 from estimator.probe.devices.backend import software_versions
-from estimator.probe.devices.calls import grid_call, tensor
+from estimator.probe.devices.calls import grid_call
 from estimator.probe.devices.inventory import read_cpu
 from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
@@ -35,7 +35,7 @@ from estimator.probe.node import links_of_node
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.collectives.algorithms import widest_link
 
-POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}
+POINT = {"call": grid_call("relu.default", TensorSpec((8,))).call.encode(), "warm_s": 1e-6}
 
 
 def cut_short(by: type[BaseException]) -> Callable[..., None]:

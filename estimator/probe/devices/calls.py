@@ -151,13 +151,6 @@ class GridCall:
         return sum(spec.storage_bytes for spec in self.call.inputs)
 
 
-def tensor(
-    *shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None
-) -> TensorSpec:
-    """A contiguous tensor of that shape, unless strides are given."""
-    return TensorSpec(shape, dtype, strides)
-
-
 _MARKS = {option.name for option in fields(GridCall)} - {"call"}
 
 

@@ -32,7 +32,6 @@ from estimator.probe.devices.calls import (
     torch_dtype,
 )
 from estimator.probe.devices.jobs import Emit
-from estimator.probe.grid import dense
 from estimator.probe.grid.tables import families
 from estimator.tensors import OpCall, TensorSpec
 
@@ -40,23 +39,19 @@ from estimator.tensors import OpCall, TensorSpec
 @cache
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
-    matmuls, batched, attention, recurrent, *light = families("cpu").values()
-    products = [matmuls, batched, *_convolutions("cpu")]
+    own = families("cpu")
+    # Attention and LSTMs are other operators on a GPU.
+    small = [family for name, family in own.items() if name not in ("attention", "recurrent")]
     if kind == "cuda":
-        return _cuda_grid([*products, *light], thorough=thorough)
-    grid = interleave([*products, attention, recurrent, *light])
+        return _cuda_grid(small, thorough=thorough)
+    grid = interleave(own.values())
     if not thorough:
         return grid
-    low = [in_dtype(family, "bfloat16") for family in (*products, *light[:_ELEMENTWISE])]
-    return grid + interleave(low)
+    return grid + interleave([in_dtype(family, "bfloat16") for family in small[:_IN_BFLOAT16]])
 
 
-# How many of the families that multiply nothing are element by element; they come first.
-_ELEMENTWISE = 4
-
-
-def _convolutions(kind: DeviceKind) -> list[list[GridCall]]:
-    return [list(dense.convolutions(kind, gradient=gradient)) for gradient in (False, True)]
+# Matmuls, convolutions, and what goes element by element.
+_IN_BFLOAT16 = 8
 
 
 # Of each operator every so many calls on a GPU. Sizes that fill it are timed in bfloat16 above all;
@@ -76,10 +71,12 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     def low(family: list[GridCall], dtype: str = "bfloat16") -> list[GridCall]:
         return in_dtype(family, dtype, on_cuda=True)
 
-    products, batched, float8, attention, *streamed, batch_norms = families("cuda").values()
-    matmuls, recurrent = [*products, *batched], list(dense.recurrent_on_cuda())
-    large = [matmuls, *_convolutions("cuda"), *streamed]
-    own = [
+    own = families("cuda")
+    matmuls = [*own.pop("matmuls"), *own.pop("batched matmuls")]
+    special = ("float8 matmuls", "attention", "recurrent", "batch norms")
+    float8, attention, recurrent, batch_norms = (own.pop(name) for name in special)
+    large = [matmuls, *own.values()]
+    others = [
         some((replace(call, math="tf32") for call in matmuls), _TF32),
         some(float8, _FLOAT32),
         attention,
@@ -90,7 +87,7 @@ def _cuda_grid(small: list[list[GridCall]], *, thorough: bool) -> list[GridCall]
     return interleave(
         [
             interleave([low(family) for family in (*large, recurrent)]),
-            interleave([*(some(family, _FLOAT32) for family in large), *own]),
+            interleave([*(some(family, _FLOAT32) for family in large), *others]),
             interleave([some(family, _SMALL) for family in small]),
             interleave([low(some(family, _SMALL_LOW)) for family in small]),
         ]

@@ -1,4 +1,4 @@
-"""Turn the families of calls that data/grid.json writes down into calls, at the sizes it lists."""
+"""Turn the families that data/grid.json writes down into calls, at the sizes that it lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sizes(name: str, kind: DeviceKind) -> Sequence[Any]:
 
 
 def families(kind: DeviceKind) -> dict[str, list[GridCall]]:
-    """The families of a kind of device that are all written down, by name."""
+    """Every family of a kind of device, by name."""
     written = _content()["families"][kind]
     return {
         name: [call for group in groups for call in _calls(group, kind)]
@@ -63,12 +63,14 @@ def _calls(group: Mapping[str, Any], kind: DeviceKind) -> Iterator[GridCall]:
 def _is_wanted(marks: dict[str, Any], number: int, size: _Size) -> bool:
     """Whether a call is made at this size; takes away the marks that say so."""
     every, wanted = marks.pop("every", (1, 0))
-    most, tiles, but = (marks.pop(name, None) for name in ("most", "tiles", "but"))
+    most, more = (marks.pop(name, {}) for name in ("most", "more"))
+    tiles, but = marks.pop("tiles", 1), marks.pop("but", None)
     return (
         number % every == wanted
         and not (but and number % but[0] == but[1])
-        and not any(size[column] > highest for column, highest in (most or {}).items())
-        and not any(length % (tiles or 1) for length in size.values())
+        and not any(size[column] > highest for column, highest in most.items())
+        and not any(size[column] <= lowest for column, lowest in more.items())
+        and not any(length % tiles for length in size.values())
     )
 
 
