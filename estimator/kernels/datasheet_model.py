@@ -81,6 +81,7 @@ def chip_of(device: Device, dtype: str) -> Chip:
         clock_hz = _given(device, "tensor_clock_hz") or clock_hz
     if known is not None:
         peak, clock_hz = peak * known.above_boost_ratio, clock_hz * known.above_boost_ratio
+        clock_hz = min(clock_hz, known.power_clock_hz)
     # A product of narrower factors takes less energy, by the bytes that it moves through the units.
     watts_per_flop = _number(device, "power_w") / peak
     if dtype in ITEM_BYTES:

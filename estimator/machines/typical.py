@@ -46,7 +46,9 @@ class Architecture:
     `process_nm` is the lithography, with which energy per operation falls. `flops_per_clock` are
     dense operations of one multiprocessor by dtype, matrix units included. `short_tlb` says that
     the translation caches reach less far than those of later chips. Cards for gamers raise their
-    clock to `above_boost_ratio` times the rated boost while power and heat allow.
+    clock to `above_boost_ratio` times the rated boost while power and heat allow. What an operation
+    takes at a power limit is counted at `power_clock_hz` at most: of a die that may clock higher
+    it is no more.
     `nvlink_bytes_per_s` is one of `nvlinks` links, one way.
     """
 
@@ -56,6 +58,7 @@ class Architecture:
     source: str
     short_tlb: bool = False
     above_boost_ratio: float = 1.0
+    power_clock_hz: float = math.inf
     nvlinks: int = 0
     nvlink_bytes_per_s: float = 0.0
 

@@ -23,6 +23,7 @@ from estimator.kernels.datasheet_model import (
     assumed_of,
     chip_of,
     load_kernel_model,
+    matmul_seconds,
     sustained_ratio,
 )
 from estimator.machines.catalogue import load_profile, with_limit
@@ -251,6 +252,31 @@ def test_a_power_limit_lowers_what_busy_units_hold_and_leaves_the_memory() -> No
     )
     # Where power alone limits, the clock falls as the limit does: 500 / 700; never by more.
     assert 500 / 700 <= less / full < 0.85
+
+
+# TFLOP/s of cuBLAS: at 500 W, and the least at the 1400 W that it is rated at
+# (facebookexperimental/triton, pull request 2023).
+@pytest.mark.parametrize(("name", "published"), [("gb300@500W", 617), ("gb300", 1600)])
+def test_at_a_power_limit_a_card_is_no_slower_for_a_higher_clock(
+    name: str, published: float
+) -> None:
+    def teraflops(device: Device) -> float:
+        chip, size = chip_of(device, "bfloat16"), 8192
+        (seconds,) = matmul_seconds(
+            load_kernel_model().matmuls.sustained,
+            chip,
+            batch=1,
+            rows=size,
+            columns=size,
+            inner=size,
+            moved_bytes=6 * size**2,
+        )
+        return 2 * size**3 / float(seconds) / 1e12
+
+    device = load_profile(name).devices[0]
+    slower = load_profile(name.replace("gb300", "b300")).devices[0]
+    assert teraflops(device) == pytest.approx(published, rel=0.03)
+    assert teraflops(device) >= 0.999 * teraflops(slower)
 
 
 def test_a_clock_scales_the_peaks() -> None:
