@@ -9,6 +9,7 @@ communication.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -331,8 +332,9 @@ def _with_lanes(
         if name.endswith("_s")
     }
     sums |= zip(("model_peak_s", "hardware_peak_s"), at_peak, strict=True)
-    variance = sum(lane.kernels_variance_s2 for lane in own) * passes**2
-    return replace(longest, lane=longest.lane._replace(**sums, kernels_variance_s2=variance))
+    # The same kernels run on the same device in all of them: they err together.
+    error_s = passes * sum(math.sqrt(lane.kernels_variance_s2) for lane in own)
+    return replace(longest, lane=longest.lane._replace(**sums, kernels_variance_s2=error_s**2))
 
 
 def _memory(

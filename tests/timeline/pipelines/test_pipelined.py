@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -167,6 +168,21 @@ def test_every_schedule_does_the_same_work_in_its_time() -> None:
     done = [found.step_time_s * (found.mfu_ratio or 0.0) for found in answers]
     assert done[0] > 0
     assert done[1:] == pytest.approx([done[0]] * 2)
+
+
+def test_stages_of_a_rank_err_together() -> None:
+    # Two stages of a rank run the same kernels as one of twice the layers.
+    widths = []
+    for schedule in ("1f1b", "interleaved:2"):
+        found = est.estimate(
+            replace(GRAPH, target="cuda"),
+            "1x2:h100-sxm",
+            layout=f"pp=2,schedule={schedule},dp=1",
+            batch_per_gpu=1 << 20,
+            accumulation_steps=8,
+        )
+        widths.append(math.log(found.high_s / found.step_time_s))
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)
 
 
 def test_ranks_of_dualpipe_hold_and_update_two_copies() -> None:
