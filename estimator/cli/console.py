@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
@@ -16,7 +19,7 @@ from estimator.errors import sentence, spelt_out
 from estimator.units import parse_whole
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
     from estimator.report.sections import Section
     from estimator.report.sections import Table as Content
@@ -26,6 +29,8 @@ ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 # Wide enough that tables do not wrap in a file.
 WIDTH_OF_FILES = 110
 BAR_WIDTH = 32
+# What lines of a heading and of a cell do not break within.
+_WORD, _INDENTED = re.compile(r"[^\s-]+-?"), re.compile(r"^\s*\S+|\S+")
 # What a person waits for without wondering.
 _MOMENT_S = 1.0
 
@@ -46,7 +51,7 @@ def print_sections(sections: Iterable[Section]) -> None:
         for piece in console.render(rendered(sections))
     ]
     with console.capture() as printed:
-        console.print(Segments(pieces))
+        console.print(Segments(pieces), crop=False)
     text = printed.get()
     if is_file:
         text = "\n".join(line.rstrip() for line in text.split("\n"))
@@ -74,7 +79,7 @@ def _parts(section: Section) -> Iterator[RenderableType]:
             yield Text(section.title, style="bold")
         yield from (facts, Text())
     if section.table and section.table.rows:
-        yield from (_grid(section.title, section.table), Text())
+        yield from (_Grid(section.title, section.table), Text())
     if section.sentences:
         yield from (*map(Text, section.sentences), Text())
     if section.items:
@@ -90,31 +95,75 @@ def _parts(section: Section) -> Iterator[RenderableType]:
         yield from (items, Text())
 
 
-def _grid(title: str, table: Content) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A table in the width of its console, or as wide as it has to be."""
 
-    grid = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
-    )
-    grid.collapse_padding = table.wraps is not None
-    for index, name in enumerate(table.columns):
-        is_number = index >= len(table.columns) - table.numbers
-        no_wrap = is_number if table.wraps is None else name not in table.wraps
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        # What is cut off can be neither read nor copied.
-        grid.add_column(name, justify=justify, no_wrap=no_wrap, overflow="fold")
-        if index == 0 and table.bars:
-            grid.add_column("")
-    bars = ["█" * round(ratio * BAR_WIDTH) for ratio in table.bars]
-    for number, (first, *cells) in enumerate(table.rows):
-        if table.bars:
-            cells = [bars[number], *cells]
-        elif not cells:
-            grid.add_section()
-        grid.add_row(first if cells else Text(first, style="bold"), *cells)
-    return grid
+    title: str
+    table: Content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        bars = ["█" * round(ratio * BAR_WIDTH) for ratio in self.table.bars]
+        names, count = [*self.table.columns], len(self.table.columns)
+        rows = [[*row] for row in self.table.rows]
+        if bars:
+            names.insert(1, "")
+            rows = [[first, bar, *cells] for (first, *cells), bar in zip(rows, bars, strict=True)]
+        figures = range(count - self.table.numbers + bool(bars), len(names))
+        grid = Table(
+            title=self.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+        )
+        grid.collapse_padding, widths = _fitted(names, rows, figures, options.max_width)
+        for index, (name, width) in enumerate(zip(names, widths, strict=True)):
+            justify: Literal["left", "right"] = "right" if index in figures else "left"
+            heading = "\n".join(textwrap.wrap(name, width))
+            grid.add_column(heading, justify=justify, width=width, overflow="fold")
+        for first, *cells in rows:
+            if not cells:
+                grid.add_section()
+            grid.add_row(first if cells else Text(first, style="bold"), *cells)
+        # A line that is broken by the terminal still has all that stands in it.
+        yield from console.render(grid, options.update(width=sum(widths) + 3 * len(widths)))
+
+
+def _fitted(
+    names: Sequence[str], rows: Sequence[Sequence[str]], figures: range, room: int
+) -> tuple[bool, list[int]]:
+    """Whether columns stand closer together, and their widths, with which they fit if they can.
+
+    First headings break between words, then texts do; figures and single words never.
+    """
+    from rich.cells import cell_len
+
+    def widest(texts: Iterable[str]) -> int:
+        return max(map(cell_len, texts), default=0)
+
+    whole, unbroken, least = list[int](), list[int](), list[int]()
+    for index, name in enumerate(names):
+        lines = [line for row in rows if index < len(row) for line in row[index].split("\n")]
+        heading, unbroken_line = widest(_WORD.findall(name)), widest(lines)
+        longest = widest(word for line in lines for word in _INDENTED.findall(line))
+        least.append(max(heading, unbroken_line if index in figures else min(longest, room)))
+        unbroken.append(max(heading, unbroken_line))
+        whole.append(max(cell_len(name), unbroken_line))
+    closer = sum(whole) + 3 * (len(names) - 1) > room
+    room -= (2 if closer else 3) * (len(names) - 1)
+    widths = [min(width, room + floor) for width, floor in zip(whole, least, strict=True)]
+    for floors in (unbroken, least):
+        while sum(widths) > room:
+            wide = [index for index, floor in enumerate(floors) if widths[index] > floor]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
+    return closer, widths
 
 
 def print_text(text: str, *, err: bool = False) -> None:

@@ -67,7 +67,7 @@ def rent_sections(choice: Choice, model: str, *, spot: bool) -> list[Section]:
         Section(facts=facts),
         Section(
             f"Training {model}, at {'spot' if spot else 'on-demand'} prices",
-            table=Table(columns, rows, numbers=5, wraps=()),
+            table=Table(columns, rows, numbers=5),
             sentences=["; ".join(notes)],
         ),
         left_out,
@@ -162,8 +162,7 @@ def layouts_sections(
     if any(row.answer.fits == "uncertain" for row in ranking.rows):
         notes.append("? may not fit into memory")
     columns = ("most by", "micro-batches", "memory", "step", "slower by")
-    # A layout that is cut off tells nothing, and one on several lines cannot be copied.
-    table = Table(("layout, strategy, checkpoint", *columns), rows, numbers=4, wraps=("most by",))
+    table = Table(("layout, strategy, checkpoint", *columns), rows, numbers=4)
     return [
         Section(facts=[("best", ranking.rows[0].layout), ("bottleneck", best.bottleneck)]),
         Section(

@@ -70,22 +70,17 @@ def machines_sections(
         "'estimator machines show NAME' tells the rest and the sources."
     )
     return [
-        _machines("in your store", groups["store"], "made", wraps=("devices", "made")),
+        _machines("in your store", groups["store"], "made"),
         _machines("chips, in a server of the usual size", groups["chips"], "GB/s", "TFLOP/s"),
         _machines("machines sold whole", groups["systems"], "GB/s", "TFLOP/s"),
-        _machines("rented machines", groups["rented"], "instance", wraps=("instance",)),
+        _machines("rented machines", groups["rented"], "instance"),
         Section("damaged", items=damaged),
         Section(sentences=[legend]),
     ]
 
 
-def _machines(
-    title: str,
-    machines: Mapping[str, MachineProfile],
-    *more: str,
-    wraps: Sequence[str] = ("devices",),
-) -> Section:
-    """A table for 80 columns, of which only those in `wraps` give way; `more` are its own."""
+def _machines(title: str, machines: Mapping[str, MachineProfile], *more: str) -> Section:
+    """A table for 80 columns; `more` are its own."""
     order = ("machine", "instance", "devices", "made", "Gbit/s of a node", "GiB", "GB/s", "TFLOP/s")
     columns = [name for name in order if name in {"machine", "devices", *order[4:6], *more}]
     rows = []
@@ -105,7 +100,7 @@ def _machines(
         }
         rows.append([cells[column] for column in columns])
     numbers = len(columns) - columns.index("GiB")
-    return Section(title, table=Table(columns, rows, numbers=numbers, wraps=wraps))
+    return Section(title, table=Table(columns, rows, numbers=numbers))
 
 
 def _short_devices(profile: MachineProfile) -> str:

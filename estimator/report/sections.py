@@ -44,14 +44,13 @@ class Table:
     """Cells as people read them; the last `numbers` columns are figures.
 
     A row with a single cell is the heading of those below it. `bars` has a ratio for each row,
-    drawn beside its first cell. Lines break in the columns `wraps`, by default in all but figures.
+    drawn beside its first cell.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: int
     bars: Sequence[float] = ()
-    wraps: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,34 @@ def test_what_a_file_holds_moves_no_cursor(
     assert all(c.isprintable() or c in "\n\t" for c in left)
 
 
+OFFER = (
+    "4x8:a100-p4d\n  data parallel, fsdp",
+    "compute 94 %",
+    "1",
+    "34.8 min (26.4–45.8)",
+    "87.83",
+)
+
+
+@pytest.mark.parametrize("columns", [30, 60, 64, 68, 72, 80, 110])
+def test_a_table_has_whole_figures_and_words_however_narrow_a_terminal_is(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    monkeypatch.setattr(sys, "stdout", stream)
+    names = ("allocation, layout, strategy", "bottleneck", "micro-batches", "time", "USD per hour")
+    console.print_sections([Section("offers", table=Table(names, [OFFER] * 2, numbers=3))])
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    lines = [line.rstrip() for line in printed.splitlines()]
+    # Its widest words and figures: 12, 10, 8 ("batches"), 21 and 5, two spaces apart.
+    assert max(map(len, lines)) <= max(columns, 12 + 10 + 8 + 21 + 5 + 4 * 2)
+    for words in OFFER:
+        assert all(printed.count(word) >= 2 for word in words.split())
+    assert sum("34.8 min (26.4–45.8)  87.83" in re.sub("   +", "  ", line) for line in lines) == 2
+
+
 def test_what_is_under_way_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_MOMENT_S", 0.0)
     stream = Terminal()
