@@ -124,38 +124,36 @@ _FURTHER_POINTS = 5
 class Corrections:
     """Measured over formula at the logarithms of the sizes that were measured, sizes rising.
 
-    `lines` are those of the formula for the measured group, with `start_ratio` of its latencies.
-    `latency_s` is the part of the measured times that passes beside the collective before, as far
-    as that is not over half.
+    `lines` are those of the formula for the measured group. Over a network its latencies have
+    ratios of their own, `start_ratios`. `latency_s` is the part of the measured times that passes
+    beside the collective before, as far as that is not over half.
     """
 
     log_sizes: Array
     log_ratios: Array
     lines: tuple[Line, ...] = (Line(1.0, 0.0),)
     latency_s: float = 0.0
-    start_ratio: float = 1.0
+    start_ratios: Array | None = None
 
     @classmethod
     def of(cls, cost: CollectiveCost, lines: tuple[Line, ...], kind: DeviceKind) -> Corrections:
         """Those of a measured group whose formula is `lines`."""
         measured_sizes, measured_s = np.array(monotone(cost.points)).T
         beta = min(line.beta_s_per_byte for line in lines)
-        start_ratio = 1.0
-        if kind == "cpu" and cost.spans_nodes:
-            start_ratio = _start_ratio(measured_sizes[0], measured_s[0], lines[0])
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
-        formula_s = fastest_s(powers(sizes) * _of_terms(start_ratio), as_array(lines))
-        return cls(
-            np.log(sizes),
-            np.log(seconds / formula_s),
-            lines=lines,
-            latency_s=_latency_s(cost, kind),
-            start_ratio=start_ratio,
-        )
+        ratios, start_ratios = seconds / fastest_s(powers(sizes), as_array(lines)), None
+        if kind == "cpu" and cost.spans_nodes and lines[0].alpha_s and beta:
+            ratios, starts_s = _waiting_apart(seconds, beta * sizes)
+            start_ratios = starts_s / lines[0].alpha_s
+        latency_s = _latency_s(cost, kind)
+        return cls(np.log(sizes), np.log(ratios), lines, latency_s, start_ratios)
 
     def factors(self, sizes_bytes: Array) -> Array:
         """What the terms of a group's line are multiplied by for each size: (sizes, 3)."""
-        return self.at(sizes_bytes)[:, None] * powers(sizes_bytes) * _of_terms(self.start_ratio)
+        found = self.at(sizes_bytes)[:, None] * powers(sizes_bytes)
+        if self.start_ratios is not None:
+            found[:, 0] = np.interp(np.log(sizes_bytes), self.log_sizes, self.start_ratios)
+        return found
 
     def at(self, sizes_bytes: Array) -> Array:
         """Interpolated on logarithms, constant beyond both ends."""
@@ -177,20 +175,16 @@ class Corrections:
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
 
 
-def _of_terms(start_ratio: float) -> Array:
-    """What the terms of a line are multiplied by where its latencies are."""
-    return np.array([start_ratio, 1.0, math.sqrt(start_ratio)])
+def _waiting_apart(seconds: Array, busy_s: Array) -> tuple[Array, Array]:
+    """(ratios to what a link is busy for, seconds of waiting) of gloo's collectives, sizes rising.
 
-
-def _start_ratio(size_bytes: float, seconds: float, line: Line) -> float:
-    """How long the smallest collective of gloo waited, over what messages say of its hops.
-
-    Now and then a message between nodes takes a time slice of the scheduler more, and a hop timed
-    so says nothing of how long links are busy: one ratio for both would take a part of that away
-    from groups over slower links.
+    Now and then a message between nodes takes a time slice of the scheduler more. A hop timed so
+    says nothing of how long links are busy, and of a large collective it passes while they are: one
+    ratio for both would take a part of that away from groups over slower links.
     """
-    busy_s = line.beta_s_per_byte * size_bytes
-    return max(seconds - busy_s, 0.0) / line.alpha_s if line.alpha_s else 1.0
+    waits_s = max(float(seconds[0] - busy_s[0]), 0.0)
+    ratios = np.maximum(seconds / (waits_s + busy_s), np.minimum(seconds / busy_s, 1.0))
+    return ratios, seconds - ratios * busy_s
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

@@ -124,6 +124,14 @@ def test_a_hop_that_was_timed_too_long_takes_nothing_off_a_slower_link() -> None
     assert model.time_s(4e6) == pytest.approx(3 * 4e-4 + 1.5 * 4e6 * 4e-9, rel=1e-9)
 
 
+def test_waiting_that_passes_while_links_are_busy_takes_nothing_off_slower_ones() -> None:
+    # A small call waits 4 ms; 16 MB over 1 GB/s take 17 ms, so that 1 ms of them is waiting.
+    profile = over_network(hop_s=2e-3, points=((1e3, 4e-3), (16e6, 17e-3)))
+    slower = ProcessGroup(ranks=2, nodes=2, per_node=1, bytes_per_s=0.25e9, latency_s=2e-3)
+    model = GroupCollective.of(profile, "all_reduce", slower)
+    assert model.time_s(16e6) == pytest.approx(1e-3 + 16e6 * 4e-9)
+
+
 def test_groups_that_share_an_uplink_fill_what_one_leaves_of_it() -> None:
     # Alone two ranks keep their links of 1 GB/s busy for 2/3 of an all-gather, and all the time in
     # an all-reduce. From two nodes two such groups at once have twice the bytes on each uplink.
