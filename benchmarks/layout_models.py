@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+_KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 WORDS, WIDTH, INNER, HEADS, TOKENS, BATCH = 512, 64, 128, 8, 32, 4
 
 
@@ -95,7 +98,7 @@ def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
         config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
         head = (
             transformers.AutoModelForMaskedLM
-            if kind in _MASKED
+            if kind in ("bert", "roberta", "distilbert", "electra")
             else transformers.AutoModelForCausalLM
         )
         ids = torch.randint(3, 100, (BATCH, TOKENS))
@@ -117,26 +120,7 @@ def expert_model(kind: str, experts: int, chosen: int) -> Callable[[], tuple[nn.
         sizes |= {"qk_nope_head_dim": wide, "qk_rope_head_dim": wide}
     else:
         sizes["head_dim"] = wide
-    return _language(kind, **_USUAL, **sizes)
-
-
-_MASKED = ("bert", "roberta", "distilbert", "electra")
-_USUAL = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_WIDE = _USUAL | {"head_dim": 16}
-_ENCODER = {key: value for key, value in _USUAL.items() if "key_value" not in key} | {
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    return _language(kind, **_KNOWN["settings"]["usual"], **sizes)
 
 
 def _vision() -> tuple[nn.Module, Any]:
@@ -158,31 +142,10 @@ def _vision() -> tuple[nn.Module, Any]:
 
 
 MODELS = (
-    Case("decoder", decoder(), sequence=True),
-    Case("decoder, layer norms", decoder(gated=False), sequence=True),
-    Case("decoder, biases", decoder(gated=False, bias=True), sequence=True),
-    Case("decoder, deep", decoder(layers=4, width=96, inner=256), sequence=True),
-    Case("llama", _language("llama", **_USUAL)),
-    Case("qwen2", _language("qwen2", **_USUAL)),
-    Case("qwen3", _language("qwen3", **_WIDE)),
-    Case("gemma2", _language("gemma2", **_WIDE)),
-    Case("mistral", _language("mistral", **_WIDE)),
-    Case("phi", _language("phi", **_USUAL)),
-    Case("bert", _language("bert", **_ENCODER)),
-    Case("roberta", _language("roberta", **_ENCODER, max_position_embeddings=64)),
-    Case("electra", _language("electra", **_ENCODER, embedding_size=WIDTH)),
-    Case("vit", _vision),
-    Case(
-        "opt",
-        _language(
-            "opt",
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            ffn_dim=INNER,
-            num_hidden_layers=2,
-            num_attention_heads=HEADS,
-            word_embed_proj_dim=WIDTH,
-            dropout=0.0,
-        ),
+    *(Case(name, decoder(**sizes), sequence=True) for name, sizes in _KNOWN["decoders"].items()),
+    *(
+        Case(kind, _language(kind, **_KNOWN["settings"].get(base, {}), **more))
+        for kind, (base, more) in _KNOWN["language"].items()
     ),
+    Case("vit", _vision),
 )

@@ -22,23 +22,18 @@ from published.rows import NotMapped
 # Shapes are affine in the batch size: one traced batch serves all.
 _TRACE_BATCH = 2
 BUILDERS = {
-    "decoder": "zoo.language",
-    "from_transformers": "zoo.language",
-    "megatron_gpt": "zoo.megatron",
-    "resnet": "zoo.convolutional",
-    "cifar_resnet18": "zoo.convolutional",
-    "efficientnet": "zoo.convolutional",
-    "deepspeech2": "zoo.sequence",
-    "word_lstm": "zoo.sequence",
-    "translator": "zoo.sequence",
-    "transformer_xl": "zoo.sequence",
-    "gnmt": "zoo.sequence",
-    "ncf": "zoo.sequence",
-    "jasper": "zoo.sequence",
-    "quartznet": "zoo.sequence",
-    "unet": "zoo.dense",
-    "ssd": "zoo.dense",
-    "retinanet": "zoo.dense",
+    name: f"zoo.{module}"
+    for module, names in {
+        "language": ("decoder", "from_transformers"),
+        "megatron": ("megatron_gpt",),
+        "convolutional": ("resnet", "cifar_resnet18", "efficientnet"),
+        "sequence": (
+            *("deepspeech2", "word_lstm", "translator", "transformer_xl", "gnmt", "ncf"),
+            *("jasper", "quartznet"),
+        ),
+        "dense": ("unet", "ssd", "retinanet"),
+    }.items()
+    for name in names
 }
 
 # Models of the tables by name, and sizes of families.
