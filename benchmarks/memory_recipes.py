@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from options import Options
-from published.language_sources import LLAMA, LLAMA_3_VOCABULARY
+from published.graphs import KNOWN
+from published.language_sources import LLAMA_3_VOCABULARY
 from records import say
 from summary import percent
 from zoo.language import decoder
@@ -54,9 +55,10 @@ PUBLISHED = (
 def graph_of(*, compiled: bool) -> est.OpGraph:
     """The traced step at a microbatch of 2, which serves every other one."""
     say(f"tracing {MODEL}" + ", compiled" * compiled)
+    sizes = dict(zip(KNOWN["llama"]["columns"], KNOWN["llama"][MODEL], strict=True))
     settings = {"vocabulary": LLAMA_3_VOCABULARY, "length": 8192, "tied": False}
     return est.trace_model(
-        *decoder(2, **LLAMA[MODEL], **settings, wide_loss=True, shifted=True, separate=True),
+        *decoder(2, **sizes, **settings, wide_loss=True, shifted=True, separate=True),
         precision="bf16",
         target="cuda",
         checkpoint="selective:op",

@@ -270,7 +270,7 @@ def _mlperf(row: PublishedRow) -> Workload:
 
 def _megatron(row: PublishedRow) -> ModelSpec:
     sizes = map(int, re.findall(r"[hla](\d+)", row.step.model.lower()))
-    return megatron_gpt(row.step.model, *sizes, row.seq_len, vocabulary=50304)
+    return megatron_gpt(row.step.model, *sizes, row.seq_len)
 
 
 def _stated_network(row: PublishedRow) -> Setting:

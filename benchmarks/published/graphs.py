@@ -81,6 +81,12 @@ class ModelSpec:
         }
         return cls.of(name, **about)
 
+    @classmethod
+    def sized(cls, name: str, builder: str, family: str, size: str, **settings: Any) -> ModelSpec:
+        """One of a family of `models.json`."""
+        sizes = zip(KNOWN[family]["columns"], KNOWN[family][size], strict=False)
+        return cls.of(name, builder, **dict(sizes), **settings)
+
     def with_settings(self, **more: Any) -> ModelSpec:
         """The same model with other settings."""
         changed = {**dict(self.settings), **more}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,83 +15,36 @@ from published.rows import NotMapped, PublishedRow
 from published.sources import COLUMN as LAYOUT
 from published.sources import Source, Workload, with_layout
 
-# Settings of `Decoder`.
-LLAMA: Mapping[str, Mapping[str, int]] = {
-    name: dict(zip(KNOWN["llama"]["columns"], sizes, strict=True))
-    for name, sizes in KNOWN["llama"].items()
-    if name.startswith("llama")
-}
 LLAMA_2_VOCABULARY, LLAMA_3_VOCABULARY = 32000, 128256
-BERT_SIZES: Mapping[str, Mapping[str, int]] = {
-    "base": {},
-    "large": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
 # Every block, every other block, or none is run again in backward.
 _RECOMPUTED = {"full": 1, "selective": 2, "no": 0}
 
 
 def bert(size: str, head: str, length: int, **more: Any) -> ModelSpec:
     """BERT-base or -large under one of transformers' heads."""
-    settings = {**BERT_SIZES[size], **more}
     if length > 512:
-        settings["max_position_embeddings"] = length
-    return ModelSpec.of(
-        f"bert-{size} {head} {length}",
-        "from_transformers",
-        kind="bert",
-        head=head,
-        length=length,
-        **settings,
+        more["max_position_embeddings"] = length
+    settings = {"kind": "bert", "head": head, "length": length, **more}
+    return ModelSpec.sized(
+        f"bert-{size} {head} {length}", "from_transformers", "bert", size, **settings
     )
 
 
-def megatron_gpt(
-    name: str,
-    width: int,
-    layers: int,
-    heads: int,
-    length: int | None,
-    *,
-    vocabulary: int,
-    **more: Any,
-) -> ModelSpec:
+def megatron_gpt(name: str, width: int, layers: int, heads: int, length: int | None) -> ModelSpec:
     """Megatron-LM's GPT, attention written out."""
-    return ModelSpec.of(
-        name,
-        "decoder",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=length,
-        hidden=4 * width,
-        vocabulary=vocabulary,
-        biased=True,
-        wide_loss=True,
-        fused=False,
-        drop=0.1,
-        **more,
-    )
+    sizes = {"width": width, "heads": heads, "layers": layers, "length": length}
+    how = {"biased": True, "wide_loss": True, "fused": False, "drop": 0.1}
+    return ModelSpec.of(name, "decoder", **sizes, hidden=4 * width, vocabulary=50304, **how)
 
 
 def megatron_deepspeed(
     name: str, width: int, layers: int, heads: int, length: int | None, *, recomputes: str
 ) -> ModelSpec:
     """GPT by Megatron-LM's own functions and kernels; its vocabulary is padded."""
-    spec = ModelSpec.of(
-        f"{name} {length} {recomputes} recomputed",
-        "megatron_gpt",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=length,
-        vocabulary=51200,
-        recomputes=recomputes,
-    )
+    sizes = {"width": width, "heads": heads, "layers": layers, "length": length}
+    name = f"{name} {length} {recomputes} recomputed"
+    how = {"vocabulary": 51200, "recomputes": recomputes}
+    spec = ModelSpec.of(name, "megatron_gpt", **sizes, **how)
     return replace(spec, own_softmax="softmax")
 
 
@@ -103,38 +55,16 @@ def _neusight(row: PublishedRow) -> Workload:
     if "bert" in kind:
         # Its last node is a classifier of two classes.
         spec = bert("large" if "large" in kind else "base", "SequenceClassification", length)
-    elif size := re.search(r"gpt-?(2|3)-?(medium|large|xl|2\.7b)?", kind):
-        known = KNOWN["gpt"].get(f"{size[1]} {size[2] or ''}".strip())
-        if known is None:
-            raise NotMapped(f"no builder for the model {row.step.model}")
-        width, layers, heads = known
-        spec = ModelSpec.of(
-            f"{row.step.model} {length}",
-            "from_transformers",
-            kind="gpt2",
-            head="CausalLM",
-            length=length,
-            n_positions=length,
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
-        )
-    elif size := re.search(r"opt-?(1\.3|2\.7|6\.7|13)b", kind):
-        width, layers, heads = KNOWN["opt"][size[1]]
-        spec = ModelSpec.of(
-            f"{row.step.model} {length}",
-            "from_transformers",
-            kind="opt",
-            head="CausalLM",
-            length=length,
-            hidden_size=width,
-            word_embed_proj_dim=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            ffn_dim=4 * width,
-        )
     else:
-        raise NotMapped(f"no builder for the model {row.step.model}")
+        found = re.search(r"(gpt)-?([23]-?(?:medium|large|xl|2\.7b)?)|(opt)-?([\d.]+)b", kind)
+        family, size = [each for each in found.groups() if each] if found else ("gpt", "")
+        size = size.replace("-", " ").strip()
+        if size not in KNOWN[family]:
+            raise NotMapped(f"no builder for the model {row.step.model}")
+        settings = {"head": "CausalLM", "length": length}
+        settings |= {"kind": "gpt2", "n_positions": length} if family == "gpt" else {"kind": "opt"}
+        name = f"{row.step.model} {length}"
+        spec = ModelSpec.sized(name, "from_transformers", family, size, **settings)
     spec = replace(spec, compiled="torch.compile" in row.text("notes"))
     return Workload(
         spec=spec if training else spec.with_settings(training=False),
@@ -149,19 +79,9 @@ def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
     Its attention is FlashAttention in Triton: `attn_impl` of llm-foundry's yamls of 2023, and of
     scripts/train/benchmarking/submit_benchmarks.py.
     """
-    width, heads, layers = KNOWN["mpt"][size]
-    spec = ModelSpec.of(
-        f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
-        "decoder",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=length,
-        hidden=4 * width,
-        vocabulary=50368,
-        biased=True,
-        recompute_every=int(recomputed),
-    )
+    name = f"mpt-{size} {length}" + (" recomputed" if recomputed else "")
+    how = {"vocabulary": 50368, "biased": True, "recompute_every": int(recomputed)}
+    spec = ModelSpec.sized(name, "decoder", "mpt", size, length=length, **how)
     return replace(spec, attention="triton")
 
 
@@ -189,15 +109,16 @@ def _llm_foundry(row: PublishedRow) -> Workload:
 def llama(name: str, length: int, recompute: str) -> ModelSpec:
     """A Llama whose blocks are recomputed "full", "selective" (half of them) or "no"."""
     vocabulary = LLAMA_3_VOCABULARY if "llama-3" in name else LLAMA_2_VOCABULARY
-    return ModelSpec.of(
+    return ModelSpec.sized(
         f"{name} {length} {recompute} recomputation",
         "decoder",
+        "llama",
+        name,
         length=length,
         vocabulary=vocabulary,
         tied=False,
         wide_loss=True,
         recompute_every=_RECOMPUTED[recompute],
-        **LLAMA[name],
     )
 
 
@@ -228,7 +149,7 @@ def llama_name(model: str) -> str:
     found = re.search(r"llama(?:[- ](\d)(?:\.\d)?)?[- ](\d+)b", model, re.IGNORECASE)
     generation = "llama-3" if found and found[1] == "3" else "llama"
     name = f"{generation}-{found[2]}b" if found else ""
-    if name not in LLAMA:
+    if name not in KNOWN["llama"]:
         raise NotMapped(f"no builder for the model {model}")
     return name
 
