@@ -19,7 +19,7 @@ from estimator.workload.strategies import Strategy
 
 from .launch import MASTER_PORT, place
 from .network import Testbed
-from .processes import join_node, run_ranks
+from .processes import joined, run_ranks
 
 _PACED = "paced:"
 _PERIOD_US = 10_000
@@ -132,33 +132,24 @@ def _check_cores(ranks: int) -> None:
 def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """One rank, in its own process: enter the node, join the others, train."""
     import torch
-    import torch.distributed as torch_distributed
 
     from estimator.probe.devices.backend import keep_memory_resident
 
     from . import paced
 
-    dist: Any = torch_distributed
-    join_node(rank, arguments)
-    if group := arguments["groups"][rank]:
-        join(group)
-    if arguments["is_paced"]:
-        paced.pace.slowdown_ratio = arguments["slowdown_ratios"][rank]
-    keep_memory_resident()
-    torch.manual_seed(0)
-    if world_size > 1:
-        from datetime import timedelta
-
-        limit = timedelta(seconds=arguments["timeout_s"])
-        dist.init_process_group("gloo", timeout=limit)
-    training = Training({**arguments, "batch": arguments["batches"][rank]}, world_size)
-    training.merges_gradients = arguments["merges_gradients"]
-    if arguments["is_paced"]:
-        training.optimizer = paced.PacedUpdate(training.model)
-    with paced.pausing_at_collectives() if arguments["is_paced"] else contextlib.nullcontext():
-        result = time_steps(training, arguments, world_size)
-    if world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    is_paced = arguments["is_paced"]
+    with joined(rank, arguments):
+        if group := arguments["groups"][rank]:
+            join(group)
+        if is_paced:
+            paced.pace.slowdown_ratio = arguments["slowdown_ratios"][rank]
+        keep_memory_resident()
+        torch.manual_seed(0)
+        training = Training({**arguments, "batch": arguments["batches"][rank]}, world_size)
+        training.merges_gradients = arguments["merges_gradients"]
+        if is_paced:
+            training.optimizer = paced.PacedUpdate(training.model)
+        with paced.pausing_at_collectives() if is_paced else contextlib.nullcontext():
+            result = time_steps(training, arguments, world_size)
     lateness_s = paced.pace.lateness_s[-arguments["steps"] :]
     return {**result, "lateness_s": statistics.median(lateness_s)}

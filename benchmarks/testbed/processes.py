@@ -33,7 +33,7 @@ def run_ranks(
     alone: bool = False,
     trains: bool = True,
 ) -> list[Any]:
-    """What ``function(rank, count, arguments)`` returned, by rank; it begins with `join_node`.
+    """What ``function(rank, count, arguments)`` returned, by rank; it works in `joined`.
 
     Every rank has the core of its device, as while its node is probed, and shares it with that
     device of the other nodes; `alone` gives rank r core r to itself. `what` says in an error what
@@ -73,21 +73,16 @@ def run_ranks(
         raise TrainingError(f"{what} failed: {error}") from None
 
 
-def join_node(rank: int, arguments: Mapping[str, Any]) -> None:
-    """Move this process of `run_ranks` to its node, and tell it who the others are."""
-    _enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
-    os.environ.update(arguments["environments"][rank])
-
-
 @contextlib.contextmanager
 def joined(rank: int, arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """`join_node` with one thread and gloo's group of all ranks: ``torch.distributed``."""
+    """This process of `run_ranks` on its node, with one thread, in gloo's group of all ranks."""
     import torch
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
     torch.set_num_threads(1)
-    join_node(rank, arguments)
+    _enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
+    os.environ.update(arguments["environments"][rank])
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
     yield dist
     dist.barrier()
