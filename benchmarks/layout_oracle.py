@@ -56,7 +56,7 @@ KINDS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe"
 # Norms over all heads, and a key that all heads share: torch's styles, which give a rank its heads
 # alone, do not divide these right.
 _WHOLE_HEADS = ("olmoe", "deepseek_v3")
-EXPERTS, CHOSEN, LAYERS = 8, 2, 2
+EXPERTS, CHOSEN = 8, 2
 FORMS = {"all-to-all": "all_to_all", "all-reduce": "all_reduce"}
 _ATTENTION = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
 EXPERT_CASES = tuple(Case(kind, expert_model(kind, EXPERTS, CHOSEN)) for kind in KINDS)
@@ -226,6 +226,15 @@ def _equal_counts(rows: int, form: str) -> Iterator[None]:
     assert bool(told) == (form == "all-to-all")
 
 
+def expert_plan(model: Any) -> dict[str, str]:
+    """What transformers does to each module of a model whose experts are divided."""
+    return {
+        pattern.replace("*", str(layer)): style
+        for layer in range(model.config.num_hidden_layers)
+        for pattern, style in model.config.base_model_ep_plan.items()
+    }
+
+
 def by_transformers(case: Case, *, ep: int, tp: int, form: str) -> Seen:
     """A step of transformers' expert parallelism on one rank of a fake process group."""
     from transformers.distributed import expert_parallel
@@ -234,12 +243,7 @@ def by_transformers(case: Case, *, ep: int, tp: int, form: str) -> Seen:
     with _fake_ranks(ep):
         mesh = init_device_mesh("cpu", (ep // tp, tp), mesh_dim_names=("dp", "tp"))
         experts = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
-        plan = {
-            pattern.replace("*", str(layer)): style
-            for layer in range(LAYERS)
-            for pattern, style in model.config.base_model_ep_plan.items()
-        }
-        of = model.model, experts, mesh["tp"], plan, FORMS[form]
+        of = model.model, experts, mesh["tp"], expert_plan(model), FORMS[form]
         expert_parallel.apply_expert_parallelism(*of)
         if tp > 1:
             styles = {"column": ColwiseParallel, "row": RowwiseParallel}

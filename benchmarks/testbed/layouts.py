@@ -267,17 +267,13 @@ def _divide(model: Any, mesh: Any, styles: Any, layout: Layout) -> None:
 
 def _send_to_experts(model: Any, mesh: Any) -> None:
     """By transformers' all-to-all; every rank has experts of its own."""
+    from layout_oracle import expert_plan
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    layers = range(model.config.num_hidden_layers)
-    plan = {
-        pattern.replace("*", str(layer)): style
-        for layer in layers
-        for pattern, style in model.config.base_model_ep_plan.items()
-    }
-    apply_expert_parallelism(model.model, mesh["dp"], mesh["tp"], plan, "all_to_all")
+    of = model.model, mesh["dp"], mesh["tp"], expert_plan(model), "all_to_all"
+    apply_expert_parallelism(*of)
     own = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
 
