@@ -98,9 +98,10 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
         if rate is not None and leaving:
             yield rate / leaving, _UPLINK, (node_group.host or "",)
     named = [(a.host or "", b.host or "") for a, b in hops]
+    between = Counter(named)
     for (a, _), ends in zip(hops, named, strict=True):
         if a.profile.pairs is not None:
-            yield from _measured_limit(a.profile.pairs, ends)
+            yield from _measured_limit(a.profile.pairs, ends, between[ends])
     yield from _switch_limits(_leaving(named, cluster), cluster)
 
 
@@ -163,10 +164,11 @@ def _hops(node_groups: Sequence[NodeGroup]) -> Iterator[tuple[NodeGroup, NodeGro
             yield node_group, following
 
 
-def _measured_limit(pairs: PairMatrix | None, hop: _Hop) -> Iterator[_Limit]:
+def _measured_limit(pairs: PairMatrix | None, hop: _Hop, flows: int) -> Iterator[_Limit]:
+    """What one flow of the pair was measured to get is what any number of them get together."""
     rate = _pair_rate(pairs, *hop)
     if rate is not None:
-        yield rate, "the link between '{}' and '{}'", hop
+        yield rate / flows, _share(flows) + "the link between '{}' and '{}'", hop
 
 
 def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float | None:
@@ -232,6 +234,7 @@ def groups_along(
     rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
     own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     shared = _shared_limits(placement.cluster, crossing)
+    between: Counter[tuple[str, ...]] = Counter(ends for hops in crossing for ends in hops)
     groups: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
@@ -242,20 +245,23 @@ def groups_along(
         leaving = int(flows[row[slowest]])
         limits: list[_Limit] = [(float(own_rate[number, slowest]), _share(leaving) + own, names)]
         for ends in crossing[number]:
-            limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
+            limits += _measured_limit(nodes.pairs_of(ends[0]), ends, between[ends])
             limits += shared.get(ends, ())
-        rate, link, between = min(limits, key=lambda limit: limit[0])
-        # What a switch or a pair limits is taken for the group's own.
-        is_shared = across and limits[0][0] == rate
-        own_flows = int((hop[number] & (node[number] == row[slowest])).sum())
+        rate, link, names = min(limits, key=lambda limit: limit[0])
+        # What a switch limits is taken for the group's own.
+        flows_there = between[names] or 1
+        own_flows = sum(ends == names for ends in crossing[number]) or 1
+        if across and limits[0][0] == rate:
+            own_flows = int((hop[number] & (node[number] == row[slowest])).sum())
+            flows_there = leaving
         group = ProcessGroup(
             ranks=len(row),
             nodes=len(counts),
             per_node=max(counts.values()),
             bytes_per_s=rate if across else math.inf,
             latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
-            sharing_ratio=leaving / own_flows if is_shared else 1.0,
-            link=link.format(*between) if across else "",
+            sharing_ratio=flows_there / own_flows,
+            link=link.format(*names) if across else "",
         )
         kind = min(kinds, key=_BY_NETWORK)
         groups.setdefault((group, id(kind.profile)), (group, kind))
@@ -368,7 +374,11 @@ def ring_between(
     neighbours = zip(cost.hosts, cost.hosts[1:] + cost.hosts[:1], strict=True)
     hops = [(a, b) for a, b in neighbours if a != b]
     pairs = None if profile is None else profile.pairs
-    rates = [rate for a, b in hops if (rate := _pair_rate(pairs, a, b)) is not None]
+    rates = [
+        rate / flows
+        for (a, b), flows in Counter(hops).items()
+        if (rate := _pair_rate(pairs, a, b)) is not None
+    ]
     if not rates and nic_bytes_per_s is not None:
         rates.append(nic_bytes_per_s)
     if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):

@@ -2,7 +2,8 @@
 
 A formula gives rounds of latency and bytes over the busiest link. Where the profile has measured
 the same collective over some group, the ratio of what was measured to what the formula says of that
-group, size by size, corrects the formula for every other group.
+group, size by size, corrects the formula for every other group. What ranks of gloo wait for over a
+network is told apart from what links are busy for, since other groups have slower links.
 """
 
 from __future__ import annotations

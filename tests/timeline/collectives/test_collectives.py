@@ -307,6 +307,12 @@ def test_a_measured_pair_slower_than_its_uplinks_wins() -> None:
     rate, link = ring("a1[0]+a2[0]", cluster(), profile)
     assert rate == 5e7
     assert link == "the link between 'a1' and 'a2'"
+    # Both flows of a ring that zigzags, and those of two groups, have it together.
+    rate, link = ring("a1[0]+a2[0]+a1[1]+a2[1]", cluster(), profile)
+    assert (rate, link) == (2.5e7, "1/2 of the link between 'a1' and 'a2'")
+    placed = place("a1[0]+a2[0]+a1[1]+a2[1]", cluster=cluster(), profile=profile)
+    ((group, _),) = groups_along(placed, np.array([[0, 1], [2, 3]]))
+    assert (group.bytes_per_s, group.sharing_ratio) == (2.5e7, 2.0)
 
 
 def test_counted_groups_take_free_nodes_in_the_order_of_the_file() -> None:
