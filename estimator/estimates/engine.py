@@ -141,7 +141,7 @@ class Engine:
     ) -> tuple[float, float]:
         """(seconds of sending, seconds of the step) by the share of its links; see `Sender`."""
         mesh = replace(step.mesh, link_ratio=ratio)
-        answer, sends_s = self._parts(step._replace(mesh=mesh, plan=None), coefficients)
+        answer, _, sends_s = self._parts(step._replace(mesh=mesh, plan=None), coefficients)
         return sends_s, float(answer.parts.total_s)
 
     def _pipelined(self, step: _LaidOutStep, coefficients: Coefficients) -> PipelineAnswer:
@@ -152,14 +152,16 @@ class Engine:
         pipeline = mesh.pp, mesh.micro_batches
         return pipeline_answer(layout.schedule, *pipeline, stages)
 
-    def _parts(self, step: _LaidOutStep, coefficients: Coefficients) -> tuple[StepAnswer, float]:
-        """The parts of a step, and seconds of all that is reduced in it."""
+    def _parts(
+        self, step: _LaidOutStep, coefficients: Coefficients
+    ) -> tuple[StepAnswer, StepPlan, float]:
+        """The parts of a step, the plan that they are of, and seconds of all reductions in it."""
         if step.request.layout.pp > 1:
             answer, plan, *_ = self._pipelined(step, coefficients)
         else:
             plan = self._plan(step, coefficients)
             answer = answer_of(plan)
-        return answer, plan.alone_s(answer.slowest)
+        return answer, plan, plan.alone_s(answer.slowest)
 
     def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
         """The part of a graph that one rank of a layout runs; worked out once.
@@ -417,7 +419,7 @@ class TrialEngine(NamedTuple):
                     profile=request.profile,
                 )
             )
-        answer, sync_s = self.engine._parts(step, coefficients)
+        answer, plan, sync_s = self.engine._parts(step, coefficients)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         # A bubble is as long as the passes that are waited for.
@@ -427,7 +429,7 @@ class TrialEngine(NamedTuple):
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=sync_s,
             step_s=parts.total_s,
-            relative_error=engine_error(answer, coefficients, None),
+            relative_error=engine_error(plan, answer, None),
         )
 
 

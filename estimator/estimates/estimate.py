@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from estimator.coefficients import Z_80, Coefficients
+from estimator.coefficients import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.estimates.request import EstimateRequest
@@ -321,7 +321,7 @@ def _interval_ratio(answer: Estimate) -> float:
     coefficients, loader = answer.plan.coefficients, answer.request.loader
     error = coefficients.relative_error
     if error is None:
-        error = engine_error(answer.answer, coefficients, loader)
+        error = engine_error(answer.plan, answer.answer, loader)
     return float(interval_ratio(error))
 
 
@@ -365,8 +365,8 @@ def _neighbours_assumption(answer: Estimate) -> str:
 
 def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None], ...]:
     """Shares of the step by where their numbers come from; they add up to 1."""
-    plan, breakdown, (_, slowest, spans) = estimate.plan, estimate.breakdown, estimate.answer
-    program, step = slowest.program, breakdown.total_s
+    plan, breakdown, waited = estimate.plan, estimate.breakdown, estimate.plan.communication()
+    program, step = estimate.answer.slowest.program, breakdown.total_s
     kernels_s = sum(seconds for seconds, _ in program.kernels.values())
     scale = (breakdown.forward_s + breakdown.backward_s) / kernels_s if kernels_s else 0.0
     rows: list[tuple[str, str, float, float | None]] = [
@@ -394,7 +394,7 @@ def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None
             "communication",
             next((source for _, _, source in plan.reductions if source != "measured"), "measured"),
             breakdown.waiting_s / step,
-            max(spans.relative_error, OVERLAP_ERROR) if spans else None,
+            max(waited.relative_error, OVERLAP_ERROR) if waited else None,
         ),
     ]
     loader = plan.members.table.shape.loader
@@ -435,14 +435,15 @@ def relative_error(
     )
 
 
-def engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
+def engine_error(plan: StepPlan, answer: StepAnswer, loader: Loader | None) -> float:
     """The relative error of a step by those of what the engine made it of."""
-    parts, slowest, waited = answer
+    parts, slowest, _ = answer
+    waited = plan.communication()
     return float(
         relative_error(
             parts,
             slowest.lane,
-            coefficients.compute_ratio,
+            plan.coefficients.compute_ratio,
             waited.relative_error if waited else 0.0,
             waited.slower_s if waited else 0.0,
             parts.total_s,

@@ -300,6 +300,12 @@ class StepPlan(NamedTuple):
             ratio=self.coefficients.communication_ratio,
         )
 
+    def communication(self) -> Communication | None:
+        """What ranks wait for, with its errors; None for a single rank."""
+        if self.network is None:
+            return None
+        return self.network.communication(self.ranks(slowest_kind(self.kinds, self.shards)))
+
     def memory(self) -> tuple[PeakMemory, float]:
         """(what the ranks that need most need, largest share in use of what tensors can have)."""
         kinds, shards = self.kinds, self.shards
@@ -435,7 +441,7 @@ _LANE_S = attrgetter("lane.lane_s")
 
 
 class StepAnswer(NamedTuple):
-    """A plan's step: its parts, the rank that they are of, and what it waits for."""
+    """A plan's step: its parts, the rank that they are of, and what it waits for, errors apart."""
 
     parts: Breakdown[Any]
     slowest: RankClass
@@ -490,7 +496,7 @@ def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Comm
         kinds, parts = known
         if all(kept() is kind for kept, kind in zip(kinds, plan.kinds, strict=True)):
             return parts
-    parts = network.communication(plan.ranks(slowest))
+    parts = network.communication(plan.ranks(slowest), errors=False)
     if len(network.known) >= _MOST_STEPS:
         network.known.clear()
     network.known[key] = tuple(map(ref, plan.kinds)), parts

@@ -25,7 +25,6 @@ from estimator.estimates.engine import DEFAULT
 from estimator.estimates.estimate import OVERLAP_ERROR, Estimate
 from estimator.estimates.request import EstimateRequest
 from estimator.placement.allocation import Allocation, DeviceGroup
-from estimator.timeline.plan import answer_of
 from estimator.timeline.rank.lanes import with_rates
 from estimator.units import format_bandwidth, format_ratio
 from estimator.workload.loader import MOST_WORKERS, Loader
@@ -145,7 +144,7 @@ def _stall(longer: Estimate, shorter: Estimate, *, step: Estimate) -> Stall:
 
 
 def _waiting_error_s(answer: Estimate) -> float:
-    communication = answer_of(answer.plan).communication
+    communication = answer.plan.communication()
     if communication is None:
         return 0.0
     error = max(float(communication.relative_error), OVERLAP_ERROR)

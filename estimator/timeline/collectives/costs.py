@@ -266,7 +266,6 @@ class CollectiveModel(NamedTuple):
     lines: tuple[Line, ...]
     reference: Any
     unlike: Any
-    relative_error: Any
     unknown: Any
     terms: Array | None = None
 
@@ -340,27 +339,25 @@ class CollectiveCosts:
         reference, unlike = self._nearest.to(
             pool_of(group), lambda shape: _unlike_factor(shape, group)
         )
-        known = reference >= 0
         if self.kind == "cpu":
             # Groups along an axis that share a link fill what one of them leaves of it.
             filled = minimum(group.sharing_ratio, self._idle[reference])
             group = replace(group, bytes_per_s=group.bytes_per_s * filled)
-        farther = log(where(known, unlike, 1.0))
         return CollectiveModel(
             lines=lines_of(self.op, group, links, self.kind, self._algorithms),
-            reference=where(known, reference, len(self.references)),
+            reference=where(reference >= 0, reference, len(self.references)),
             unlike=unlike,
-            relative_error=self._errors[reference] + self._doubt(group, known, farther),
             unknown=(group.nodes == 1) & (links.bytes_per_s == math.inf),
         )
 
-    def _doubt(self, group: ProcessGroup, known: Any, farther: Any) -> Any:
-        """What is missed far from the measured groups, or by a formula that none of them backs."""
-        from_known = ERROR_PER_E * farther
-        if self.kind == "cpu":
-            return from_known
-        beyond = log(maximum(group.nodes / JUDGED_NODES, 1.0))
-        return where(known, from_known, ERROR_PER_E_OF_NODES * beyond)
+    def relative_error(self, group: ProcessGroup, model: CollectiveModel) -> Any:
+        """What the reference is off, and what is missed far from it, or by a formula alone."""
+        known = model.reference < len(self.references)
+        missed = ERROR_PER_E * log(where(known, model.unlike, 1.0))
+        if self.kind == "cuda":
+            beyond = log(maximum(group.nodes / JUDGED_NODES, 1.0))
+            missed = where(known, missed, ERROR_PER_E_OF_NODES * beyond)
+        return self._errors[model.reference] + missed
 
     def source(self, group: ProcessGroup) -> str:
         """Where the numbers of one group's model come from."""

@@ -449,7 +449,9 @@ def slowest_of(
         slowest_s = np.maximum(
             slowest_s if times_s.ndim == 1 else slowest_s.reshape(len(slowest_s), -1), times_s
         )
-        relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
+        relative_error = maximum(
+            relative_error, where(several, costs.relative_error(group, model), 0.0)
+        )
         unknown = unknown | (model.unknown & several)
     return SlowestGroup(slowest_s * ratio if groups else slowest_s, relative_error, unknown)
 

@@ -143,7 +143,7 @@ class LayerCollectives:
                 times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * host_s
                 summed_again += int(of_update.sum()) if reads > 1 else 0
             each_s[own] = times_s
-            error_s += float(times_s.sum()) * float(model.relative_error)
+            error_s += float(times_s.sum()) * float(costs.relative_error(self.groups[axis], model))
             sources.add(costs.source(self.groups[axis]))
         source = max(sources - {"measured"}, default="measured")
         rings = tuple(collective.op_index for collective in collectives if collective.pieces)

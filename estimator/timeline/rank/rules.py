@@ -232,16 +232,16 @@ class Ranks(NamedTuple):
 class Communication(NamedTuple):
     """What ranks wait for in one step, or in a step of each row.
 
-    `exposed_s` is what the step is longer than the slowest rank's compute; `relative_error` is that
-    of what reduces gradients, and `slower_s` how much longer it is if that is slower by as much:
-    what hides behind compute may not, where it takes longer. `unknown` says that nothing tells
-    what one of the collectives costs.
+    `exposed_s` is what the step is longer than the slowest rank's compute; `unknown` says that
+    nothing tells what one of the collectives costs. `relative_error` is that of what reduces
+    gradients, and `slower_s` how much longer the step is if that is slower by as much: what hides
+    behind compute may not, where it takes longer.
     """
 
     exposed_s: Any
-    relative_error: Any
     overlap: Overlap
     unknown: Any
+    relative_error: Any = 0.0
     slower_s: Any = 0.0
 
 
@@ -271,8 +271,8 @@ class Network(ABC):
         return {}
 
     @abstractmethod
-    def communication(self, ranks: Ranks) -> Communication:
-        """What the ranks of a step, or of a step in each row, wait for."""
+    def communication(self, ranks: Ranks, *, errors: bool = True) -> Communication:
+        """What the ranks of a step, or of a step in each row, wait for, and its `errors`."""
 
     @abstractmethod
     def alone_s(self, ranks: Ranks) -> Any:

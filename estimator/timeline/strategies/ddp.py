@@ -123,26 +123,27 @@ class BucketedNetwork(Network):
         """What carries one bucket of gradients."""
         return self._costs_of(self._rules.reduce_op)
 
-    def communication(self, ranks: Ranks) -> Communication:
+    def communication(self, ranks: Ranks, *, errors: bool = True) -> Communication:
         (group,) = ranks.groups[DP]
         reduce, overlap, behind_s = self._reduced(group)
+        relative_error: Any = self.reduce.relative_error(group, reduce) if errors else None
         # With gloo what is exposed is measured; else a collective that is off may no longer hide.
-        is_gloo = self._rules.graph.target == "cpu"
+        hides = errors and self._rules.graph.target != "cpu"
         queued_s, if_slower_s = self.queue.exposed_s(
             ranks.ready,
             reduce,
             ranks.ratio,
             overlap,
-            slower=None if is_gloo else exp(reduce.relative_error),
+            slower=exp(relative_error) if hides else None,
             behind_s=behind_s,
         )
         beside_s = self._known_s(ranks, self._buffers, self._norm)
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
             exposed_s=queued_s + beside_s + after_s,
-            relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
+            relative_error=relative_error,
             slower_s=if_slower_s - queued_s,
         )
 

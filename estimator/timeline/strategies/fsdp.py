@@ -256,11 +256,14 @@ class ShardedNetwork(Network):
             self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
         self._overlaps = OverlapCosts(profiles, passes.gathered_bytes, rules.cache)
 
-    def communication(self, ranks: Ranks) -> Communication:
+    def communication(self, ranks: Ranks, *, errors: bool = True) -> Communication:
         costs, relative_error, unknown = self._costs(ranks)
         shape = self._rules.shape
         overlap = self._overlap(ranks, costs)
-        once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
+        if errors:
+            once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
+        else:
+            once_s = slower_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
         earlier_s, earlier = 0.0, shape.accumulation_steps - 1
         if earlier and self._rules.strategy.gradient_sync:
             earlier_s = earlier * once_s
@@ -270,9 +273,9 @@ class ShardedNetwork(Network):
         spent_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
         return Communication(
             exposed_s=maximum(spent_s - ranks.lane_s, 0.0),
-            relative_error=relative_error,
             overlap=overlap,
             unknown=unknown,
+            relative_error=relative_error,
             slower_s=(slower_s - once_s) * shape.accumulation_steps,
         )
 

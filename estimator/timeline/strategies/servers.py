@@ -130,9 +130,11 @@ class ServerCosts:
             lines=(Line(stages.latency_s, byte_s),),
             reference=0 if isinstance(group.ranks, int) else np.zeros(len(group.ranks), np.intp),
             unlike=1.0,
-            relative_error=FORMULA_ERROR,
             unknown=stages.unknown,
         )
+
+    def relative_error(self, group: ProcessGroup, model: CollectiveModel) -> Any:
+        return FORMULA_ERROR
 
     def _stages(self, group: ProcessGroup) -> _Stages:
         alone, network, strategy = group.nodes == 1, group.network, self._strategy

@@ -182,7 +182,7 @@ def test_the_closed_form_equals_the_event_simulation(
     corrections = Corrections(
         np.zeros(1), np.zeros(1), lines=(Line(0.0, 1.0),), latency_s=latency_s
     )
-    model = CollectiveModel((Line(0.0, 1.0),), 0, 1.0, 0.0, False)
+    model = CollectiveModel((Line(0.0, 1.0),), 0, 1.0, False)
     slack = Slack((lane_s - ready * max(speeds)).tolist())
     exposed_s, _ = BucketQueue((corrections,), costs).exposed_s(slack, model, 1.0, overlap)
     assert lane_s + exposed_s == pytest.approx(played.step_s, rel=1e-9)
