@@ -35,7 +35,6 @@ from estimator.timeline.collectives.algorithms import (
     Algorithm,
     InnerLinks,
     algorithms_of,
-    as_array,
     fastest_s,
     links_over,
     nccl_lines,
@@ -152,7 +151,7 @@ class Asked:
             links = links._replace(pipelining=pipelining)
         lines = nccl_lines(group.op, self.ring, links, algorithms=algorithms_for(group))
         sizes = np.array(self.sizes, dtype=np.float64)
-        kernel_s = fastest_s(powers(sizes), as_array(lines))
+        kernel_s = fastest_s(powers(sizes), np.array(lines))
         return kernel_s + self.call_s + self.copy_s_per_byte * sizes
 
     @property

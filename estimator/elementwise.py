@@ -84,6 +84,11 @@ def where(condition: Any, yes: Any, no: Any, /) -> Any:
     return yes if condition else no
 
 
+def taken(value: Any, rows: Indices, /) -> Any:
+    """What some rows have of a value that is each row's own, or that of all."""
+    return value.take(rows) if type(value) is ndarray else value
+
+
 def uniform(condition: Any, /) -> Any:
     """A condition, as one flag where all rows agree: `where` then copies none.
 

@@ -72,40 +72,26 @@ def powers(sizes_bytes: Array) -> Array:
     return np.stack([np.ones_like(sizes_bytes), sizes_bytes, np.sqrt(sizes_bytes)], axis=-1)
 
 
-def as_array(lines: Sequence[Line]) -> Array:
-    """(lines, 3) of one group, (lines, 3, rows) of many."""
-    if not any(isinstance(term, np.ndarray) for line in lines for term in line):
-        return np.array(lines, dtype=np.float64)
-    rows = max([np.size(term) for line in lines for term in line])
-    found = np.empty((len(lines), 3, rows))
-    for line, terms in zip(lines, found, strict=True):
-        for number, term in enumerate(line):
-            terms[number] = term
-    return found
+# The lines of one group as an array, (lines, 3), or those of a group in each row.
+Lines = Array | Sequence[Line]
 
 
-def line_s(factors: Array, line: Array) -> Array:
-    """Seconds by one line for each size: (sizes,) of one group, (sizes, rows) of many.
+def fastest_s(factors: Array, lines: Lines) -> Array:
+    """Seconds by the fastest line for each size: (sizes,) of one group, (sizes, rows) of many.
 
-    `factors`, (sizes, 3), are those of `powers` times what was measured over the formula.
+    `factors`, (sizes, 3), are those of `powers` times what was measured over the formula. Terms are
+    added in their order, which a product of matrices leaves open: one group and many agree to the
+    last bit.
     """
-    return fastest_s(factors, line[None])
-
-
-def fastest_s(factors: Array, lines: Array) -> Array:
-    """Seconds by the fastest line for each size, as `line_s`.
-
-    Terms are added in their order, which a product of matrices leaves open: one group and many
-    agree to the last bit.
-    """
-    if lines.ndim == 2:
-        return np.asarray(np.add.reduce(factors[:, :, None] * lines.T, axis=1).min(axis=1))
+    if isinstance(lines, np.ndarray):
+        each_s = np.add.reduce(factors[:, :, None] * lines.T, axis=1)
+        return np.asarray(np.minimum.reduce(each_s, axis=1))
     of_start, of_bytes, of_root = factors.T[:, :, None]
     fastest = None
     for alpha_s, beta_s_per_byte, root_s in lines:
-        seconds = of_start * alpha_s
-        seconds += of_bytes * beta_s_per_byte
-        seconds += of_root * root_s
+        seconds = of_start * alpha_s + of_bytes * beta_s_per_byte
+        if isinstance(root_s, np.ndarray) or root_s:
+            seconds += of_root * root_s
         fastest = seconds if fastest is None else np.minimum(fastest, seconds, out=fastest)
     return np.asarray(fastest)
 

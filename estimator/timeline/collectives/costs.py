@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array, Indices, log, maximum, minimum, where
+from estimator.elementwise import Array, Indices, log, maximum, minimum, taken, where
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
@@ -39,9 +39,9 @@ from estimator.timeline.collectives.algorithms import (
     Algorithm,
     InnerLinks,
     Line,
+    Lines,
     LinksByDevices,
     algorithms_of,
-    as_array,
     expert_dispatch,
     fastest_s,
     hop_latency_s,
@@ -142,7 +142,7 @@ class Corrections:
         measured_sizes, measured_s = np.array(monotone(cost.points)).T
         beta = min(line.beta_s_per_byte for line in lines)
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
-        ratios, start_ratios = seconds / fastest_s(powers(sizes), as_array(lines)), None
+        ratios, start_ratios = seconds / fastest_s(powers(sizes), np.array(lines)), None
         if kind == "cpu" and cost.spans_nodes and lines[0].alpha_s and beta:
             ratios, starts_s = _waiting_apart(seconds, beta * sizes)
             start_ratios = starts_s / lines[0].alpha_s
@@ -169,7 +169,7 @@ class Corrections:
 
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
-        measured_s = fastest_s(self.factors(sizes_bytes), as_array(self.lines))
+        measured_s = fastest_s(self.factors(sizes_bytes), np.array(self.lines))
         return np.asarray(np.minimum(self.latency_s / measured_s, 0.5))
 
 
@@ -260,19 +260,18 @@ class CollectiveModel(NamedTuple):
     The fastest of `lines`, one for each algorithm, times the corrections of a `reference`, which is
     a number among those of a `CollectiveCosts`. `unlike` is by what factor that reference's ranks
     and nodes differ from the group's. `unknown` says that nothing tells what the collective costs.
-    `terms` are the lines as an array, where there is one group.
     """
 
     lines: tuple[Line, ...]
     reference: Any
     unlike: Any
     unknown: Any
-    terms: Array | None = None
 
-    def coefficients(self, ratio: Any = 1.0) -> Array:
-        """The lines as an array, times a factor: (lines, 3) of one group, or (lines, 3, rows)."""
-        terms = as_array(self.lines) if self.terms is None else self.terms
-        return terms if type(ratio) is float and ratio == 1.0 else np.asarray(terms * ratio)
+    def of(self, rows: Indices | None) -> Lines:
+        """The lines of some rows; None for one group."""
+        if rows is None:
+            return np.array(self.lines)
+        return [Line(*(taken(term, rows) for term in line)) for line in self.lines]
 
 
 class CollectiveCosts:
@@ -330,8 +329,7 @@ class CollectiveCosts:
         if found is None:
             if len(self._models) >= _MOST_SHAPES:
                 self._models.clear()
-            found = self._model(group)
-            found = self._models[group] = found._replace(terms=np.array(found.lines))
+            found = self._models[group] = self._model(group)
         return found
 
     def _model(self, group: ProcessGroup) -> CollectiveModel:
@@ -433,17 +431,17 @@ class SizedCollective:
 
     def times_s(self, model: CollectiveModel) -> Array:
         """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
-        reference, lines = model.reference, model.coefficients()
+        reference = model.reference
         if isinstance(reference, int):
-            return self.each_s(reference, lines)
+            return self.each_s(reference, model.of(None))
         seconds = np.empty((self.factors.shape[1], len(reference)))
         for number in range(len(self.factors)):
-            rows = reference == number
-            if rows.any():
-                seconds[:, rows] = self.each_s(number, lines[..., rows])
+            rows = np.flatnonzero(reference == number)
+            if len(rows):
+                seconds[:, rows] = self.each_s(number, model.of(rows))
         return seconds
 
-    def each_s(self, reference: int, lines: Array) -> Array:
+    def each_s(self, reference: int, lines: Lines) -> Array:
         """Seconds for each of the sizes by one reference and the fastest of some lines."""
         seconds = fastest_s(self._distinct[reference], lines)
         return seconds if self._place is None else seconds[self._place]

@@ -15,13 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array, Indices, maximum, minimum
+from estimator.elementwise import Array, Indices, maximum, minimum, taken
 from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import adds_in_switch
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
@@ -31,7 +31,7 @@ from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives.algorithms import line_s
+from estimator.timeline.collectives.algorithms import Lines, fastest_s
 from estimator.timeline.collectives.costs import (
     CollectiveCosts,
     CollectiveModel,
@@ -98,97 +98,105 @@ class BucketQueue:
         overlap: Overlap,
         *,
         slower: Any = None,
-        behind_s: Array | None = None,
+        queued_s: QueuedSeconds | None = None,
     ) -> tuple[Any, Any]:
         """Seconds from the end of the undisturbed lane to the end of the last collective.
 
         They are those with collectives scaled by `ratio`, and by `slower` times that (None: the
-        same again). Of one step, or a row for each. `behind_s` is what `behind` says of the model,
+        same again). Of one step, or a row for each. `queued_s` is what `queued` says of the model,
         where it is known already.
         """
         if not len(self.sizes_bytes):
             return 0.0, 0.0
-        lines = model.coefficients(ratio)
         if isinstance(model.reference, int):
-            if behind_s is not None:
-                behind_s = behind_s * ratio
-            slack_s = ready.slack_s(None)
-            both = self._exposed_s(model.reference, slack_s, lines, overlap, slower, behind_s)
+            queued_s = queued_s or self.queued(model)
+            both = _exposed_s(queued_s, ready.slack_s(None), overlap, ratio, slower)
             return float(both[0]), float(both[1])
-        count = len(model.reference)
-        exposed = np.broadcast_to(overlap.exposed_ratio, count)
-        slowdown = np.broadcast_to(overlap.slowdown, count)
-        more = None if slower is None else np.broadcast_to(slower, count)
-        sums_s = np.zeros((2, count))
+        sums_s = np.zeros((2, len(model.reference)))
         for reference, rows in _alike(model.reference, ready.alike):
-            some = Overlap(exposed[rows], slowdown[rows])
-            sums_s[:, rows] = self._exposed_s(
-                reference,
+            sums_s[:, rows] = _exposed_s(
+                self._queued(reference, model.of(rows)),
                 ready.slack_s(rows),
-                lines[..., rows],
-                some,
-                None if more is None else more[rows],
+                Overlap(*(taken(each, rows) for each in overlap)),
+                taken(ratio, rows),
+                taken(slower, rows),
             )
         return sums_s[0], sums_s[1]
 
-    def behind(self, model: CollectiveModel) -> Array | None:
-        """What the link of one group has to do for each bucket and all after it."""
-        if not len(self.sizes_bytes) or not isinstance(model.reference, int):
-            return None
-        return self._behind_s(model.reference, model.coefficients())
+    def queued(self, model: CollectiveModel) -> QueuedSeconds:
+        """What the link of one group has to do."""
+        return self._queued(model.reference, model.of(None))
 
-    def _exposed_s(
-        self,
-        reference: int,
-        slack_s: Array,
-        lines: Array,
-        overlap: Overlap,
-        slower: Any,
-        behind_s: Array | None = None,
-    ) -> tuple[Any, Any]:
-        """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
-        if behind_s is None:
-            behind_s = self._behind_s(reference, lines)
-        drain = maximum(overlap.drain, _NO_DRAIN)
+    def _queued(self, reference: int, lines: Lines) -> QueuedSeconds:
+        """Each bucket by its fastest line, or by the only one where latency is apart."""
         if self._has_latency[reference]:
-            latency_s = line_s(self._latency[reference], lines[0])
-            first = _after_latency_s(behind_s, slack_s - latency_s, overlap, drain)
-            if slower is None:
-                return first, first
-            slack_s = slack_s - latency_s * slower
-            return first, _after_latency_s(behind_s * slower, slack_s, overlap, drain)
-        slack_s /= drain
-        first = _after_lane_s(behind_s, slack_s, overlap)
-        if slower is None:
-            return first, first
-        return first, _after_lane_s(behind_s * slower, slack_s, overlap)
-
-    def _behind_s(self, reference: int, lines: Array) -> Array:
-        """What the link has to do for each bucket and all after it, each by its fastest line."""
-        if self._has_latency[reference]:
-            return line_s(self._behind[reference], lines[0])
+            apart = self._behind[reference], self._latency[reference]
+            return QueuedSeconds(*(fastest_s(factors, lines[:1]) for factors in apart))
         each_s = self.sized.each_s(reference, lines)
         if each_s.ndim == 1:
-            return np.cumsum(each_s[::-1])[::-1]
+            return QueuedSeconds(np.add.accumulate(each_s[::-1])[::-1])
         for number in range(len(each_s) - 2, -1, -1):
             each_s[number] += each_s[number + 1]
-        return each_s
+        return QueuedSeconds(each_s)
 
 
-def _after_lane_s(behind_s: Array, beside_s: Array, overlap: Overlap) -> Any:
+class QueuedSeconds(NamedTuple):
+    """What the link has to do for each bucket and all after it, and the latency of each.
+
+    None where no latency passes beside the collective before.
+    """
+
+    behind_s: Array
+    latency_s: Any = None
+
+    def longer(self, ratio: Any) -> QueuedSeconds:
+        """The same of collectives that take as many times as long."""
+        latency_s = self.latency_s
+        return QueuedSeconds(
+            self.behind_s * ratio, None if latency_s is None else latency_s * ratio
+        )
+
+
+def _exposed_s(
+    queued_s: QueuedSeconds, slack_s: Array, overlap: Overlap, ratio: Any, slower: Any
+) -> tuple[Any, Any]:
+    """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
+    if type(ratio) is not float or ratio != 1.0:
+        queued_s = queued_s.longer(ratio)
+    drain = maximum(overlap.drain, _NO_DRAIN)
+    if queued_s.latency_s is None:
+        slack_s /= drain
+        after_s = _after_lane_s
+    else:
+        after_s = partial(_after_latency_s, drain=drain)
+    first = after_s(queued_s, slack_s, overlap)
+    return first, first if slower is None else after_s(queued_s.longer(slower), slack_s, overlap)
+
+
+def _after_lane_s(queued_s: QueuedSeconds, beside_s: Array, overlap: Overlap) -> Any:
     """What is behind each bucket, less what passes beside the lane after it is ready."""
-    backlog_s = maximum(np.maximum.reduce(behind_s - beside_s), 0.0)
+    behind_s = queued_s.behind_s
+    backlog_s = maximum(_most(behind_s - beside_s), 0.0)
     return overlap.exposed_ratio * (behind_s[0] - backlog_s) + backlog_s
 
 
-def _after_latency_s(behind_s: Array, slack_s: Array, overlap: Overlap, drain: Any) -> Any:
+def _after_latency_s(
+    queued_s: QueuedSeconds, slack_s: Array, overlap: Overlap, *, drain: Any
+) -> Any:
     """The same where latency passes beside the collective before: it uses up the lane's slack."""
+    behind_s, latency_s = queued_s
+    slack_s = slack_s - latency_s
     # A bucket that can be sent only after the lane's end has negative slack.
     beside_s = np.maximum(slack_s, 0.0)
     left_s = behind_s - beside_s / drain
-    backlog_s = maximum(np.maximum.reduce(left_s), 0.0)
-    after_s = maximum(np.maximum.reduce(left_s + (beside_s - slack_s)), 0.0)
+    backlog_s = maximum(_most(left_s), 0.0)
+    after_s = maximum(_most(left_s + (beside_s - slack_s)), 0.0)
     return overlap.exposed_ratio * (behind_s[0] - backlog_s) + after_s
+
+
+def _most(values: Array) -> Any:
+    """The most of some values, or of each row's."""
+    return values[values.argmax()] if values.ndim == 1 else np.maximum.reduce(values)
 
 
 def _alike(reference: Indices, others: Indices | None) -> Iterator[tuple[int, Indices]]:

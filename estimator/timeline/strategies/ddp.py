@@ -33,6 +33,7 @@ from estimator.timeline.rank.rules import (
     Communication,
     Groups,
     Network,
+    QueuedSeconds,
     RankLane,
     RankRequest,
     Ranks,
@@ -89,6 +90,9 @@ def gradient_buckets(graph: OpGraph, strategy: Bucketed) -> tuple[Bucket, ...]:
     return tuple([replace(bucket, ready_after=latest) for bucket, latest in pairs])
 
 
+_Reduced = tuple[CollectiveModel, Overlap, QueuedSeconds | None]
+
+
 class BucketedNetwork(Network):
     """A queue of buckets, the buffers before it, and what follows the update.
 
@@ -108,7 +112,7 @@ class BucketedNetwork(Network):
         total_bytes = float(rules.bucket_bytes.sum())
         self._whole = SizedCollective(self.reduce.corrections, np.array([total_bytes]))
         self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
-        self._of_group: dict[ProcessGroup, tuple[CollectiveModel, Overlap, Array | None]] = {}
+        self._of_group: dict[ProcessGroup, _Reduced] = {}
         self._buffers = None
         if graph.buffer_bytes and rules.buckets:
             self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
@@ -125,7 +129,7 @@ class BucketedNetwork(Network):
 
     def communication(self, ranks: Ranks, *, errors: bool = True) -> Communication:
         (group,) = ranks.groups[DP]
-        reduce, overlap, behind_s = self._reduced(group)
+        reduce, overlap, queued_s = self._reduced(group)
         relative_error: Any = self.reduce.relative_error(group, reduce) if errors else None
         # With gloo what is exposed is measured; else a collective that is off may no longer hide.
         hides = errors and self._rules.graph.target != "cpu"
@@ -135,7 +139,7 @@ class BucketedNetwork(Network):
             ranks.ratio,
             overlap,
             slower=exp(relative_error) if hides else None,
-            behind_s=behind_s,
+            queued_s=queued_s,
         )
         beside_s = self._known_s(ranks, self._buffers, self._norm)
         after_s, unknown = self._after_s(ranks, reduce)
@@ -147,19 +151,19 @@ class BucketedNetwork(Network):
             slower_s=if_slower_s - queued_s,
         )
 
-    def _reduced(self, group: ProcessGroup) -> tuple[CollectiveModel, Overlap, Array | None]:
-        """(what reduces a bucket, how it disturbs, what is behind each bucket), kept by group."""
+    def _reduced(self, group: ProcessGroup) -> _Reduced:
+        """(what reduces a bucket, how it disturbs, what is queued), kept by group."""
         known = self._of_group.get(group) if isinstance(group.ranks, int) else None
         if known is not None:
             return known
         reduce = self.reduce.model(group)
         overlap = self._overlaps.overlap(group, self._whole.time_s(reduce))
-        reduced = reduce, overlap, self.queue.behind(reduce)
-        if isinstance(group.ranks, int):
-            if len(self._of_group) >= _MOST_GROUPS:
-                self._of_group.clear()
-            self._of_group[group] = reduced
-        return reduced
+        if not isinstance(group.ranks, int):
+            return reduce, overlap, None
+        if len(self._of_group) >= _MOST_GROUPS:
+            self._of_group.clear()
+        found = self._of_group[group] = reduce, overlap, self.queue.queued(reduce)
+        return found
 
     def alone_s(self, ranks: Ranks) -> Any:
         reduce = self.reduce.model(ranks.groups[DP][0])
