@@ -64,6 +64,8 @@ class Line(NamedTuple):
     @classmethod
     def pipelined(cls, alpha_s: Any, beta_s_per_byte: Any, pipelining: Any) -> Line:
         """A transfer through a pipeline whose chunks are `pipelining`/2 as good as the best."""
+        if type(pipelining) is float and pipelining == 0.0:
+            return cls(alpha_s, beta_s_per_byte)
         return cls(alpha_s, beta_s_per_byte, pipelining * sqrt(alpha_s * beta_s_per_byte))
 
 
@@ -339,7 +341,7 @@ def expert_dispatch(copies: int) -> Algorithm:
         return places * (1.0 - (1.0 - 1.0 / places) ** copies)
 
     return Algorithm(
-        rounds=lambda g: Cost(1, where(g.nodes > 1, 1, 0)),
+        rounds=lambda g: Cost(where(g.per_node > 1, 1, 0), where(g.nodes > 1, 1, 0)),
         share=lambda g: Cost(
             reached(g.ranks) * (1.0 - 1.0 / g.per_node) / copies,
             g.per_node * reached(g.nodes) * (1.0 - 1.0 / g.nodes) / copies,
@@ -388,71 +390,54 @@ def nccl_lines(
 
     Where NCCL does not have one, in some rows, those have the first's.
     """
-    across = uniform(group.nodes > 1)
+    inside, across = uniform(group.per_node > 1), uniform(group.nodes > 1)
+    beyond = where(across, 1.0, 0.0)
+    keeps_order = across & links.keeps_order
+    over_nvlink = (group.per_node == 1) | links.over_nvlink
     lines: list[Line] = []
     for algorithm in algorithms or algorithms_of(op):
-        costed, is_there = None, algorithm.runs(group, links)
+        is_there = uniform(algorithm.runs(group, links))
+        if is_there is False:
+            continue
+        rounds, share, ratio = algorithm.rounds(group), algorithm.share(group), algorithm.ratio
+        start_s, rate = links.start_s, links.bytes_per_s * ratio.inside
+        if algorithm.rank_s:
+            start_s = start_s + algorithm.rank_s * group.ranks
+        if algorithm.in_switch:
+            start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
+        # Between nodes nothing is sent where there is one, whose rate is inf.
+        beta = maximum(
+            where(inside, share.inside / rate, 0.0),
+            share.across / (group.bytes_per_s * ratio.across),
+        )
         for number, protocol in enumerate(algorithm.protocols):
             runs = is_there
             if number > 0:
-                runs = runs & across & links.keeps_order
+                runs = runs & keeps_order
             if protocol.needs_nvlink:
-                runs = runs & ((group.per_node == 1) | links.over_nvlink)
+                runs = runs & over_nvlink
             runs = uniform(runs)
-            if type(runs) is not np.ndarray and not runs:
+            if runs is False:
                 continue
-            costed = costed or _costed(algorithm, group, links, across)
-            found = _line(costed, protocol, group, links)
+            # Inside one node latency and k are those of all protocols together.
+            hop_s = links.latency_s + beyond * protocol.hop.inside
+            alpha_s = start_s + beyond * protocol.start_s + rounds.inside * hop_s
+            alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
+            # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k
+            # of the hop would leap where the network overtakes the node's own links. A connection's
+            # slice of 1 MiB takes far longer than the hops that it waits for where it goes through
+            # a socket: rings of 2 to 8 Perlmutter nodes get 1.2 GB/s of 40 MB as of 2 GB
+            # (estimate-train-time).
+            between = where(links.over_sockets, 0.0, protocol.pipelining)
+            pipelining = where(across, between, algorithm.pipelining(group, links))
+            slowed = beta / protocol.ratio
+            if protocol.most_bytes_per_s < math.inf:
+                slowed = maximum(slowed, share.across / protocol.most_bytes_per_s)
+            line = Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
             if lines and isinstance(runs, np.ndarray):
-                found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
-            lines.append(found)
+                line = Line(*(where(runs, *both) for both in zip(line, lines[0], strict=True)))
+            lines.append(line)
     return tuple(lines)
-
-
-class _Costed(NamedTuple):
-    """An algorithm over a group: where hops and bytes are, whatever the protocol."""
-
-    across: Any
-    start_s: Any
-    rounds: Cost
-    beta: Any
-    share_across: Any
-    pipelining: Any
-
-
-def _costed(algorithm: Algorithm, group: ProcessGroup, links: InnerLinks, across: Any) -> _Costed:
-    rounds, share, ratio = algorithm.rounds(group), algorithm.share(group), algorithm.ratio
-    inside = uniform(group.per_node > 1)
-    start_s = links.start_s + algorithm.rank_s * group.ranks
-    rate = links.bytes_per_s * ratio.inside
-    if algorithm.in_switch:
-        start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
-    beta_across = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
-    return _Costed(
-        across=across,
-        start_s=start_s,
-        rounds=Cost(where(inside, rounds.inside, 0), where(across, rounds.across, 0)),
-        beta=maximum(where(inside, share.inside / rate, 0.0), beta_across),
-        share_across=share.across,
-        pipelining=algorithm.pipelining(group, links),
-    )
-
-
-def _line(costed: _Costed, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
-    # Inside one node latency and k are those of all protocols together.
-    across, rounds, beta = costed.across, costed.rounds, costed.beta
-    beyond = where(across, 1.0, 0.0)
-    hop_s = links.latency_s + beyond * protocol.hop.inside
-    alpha_s = costed.start_s + beyond * protocol.start_s + rounds.inside * hop_s
-    alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
-    # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k of the
-    # hop would leap where the network overtakes the node's own links. A connection's slice of 1 MiB
-    # takes far longer than the hops that it waits for where it goes through a socket: rings of 2 to
-    # 8 Perlmutter nodes get 1.2 GB/s of 40 MB as of 2 GB (estimate-train-time).
-    between = where(links.over_sockets, 0.0, protocol.pipelining)
-    pipelining = where(across, between, costed.pipelining)
-    slowed = maximum(beta / protocol.ratio, costed.share_across / protocol.most_bytes_per_s)
-    return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
 
 
 def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
