@@ -273,15 +273,15 @@ _SIMPLE = Protocol(1.8e-6, Cost(2.8e-6, 11.3e-6), 1.0, 2.0)
 class Algorithm(NamedTuple):
     """How a collective is carried out.
 
-    `rounds` are hops of latency in a row; `share` is what one device sends over its links inside a
-    node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
-    gets of the rates that a ring gets, inside and across; `rank_s` is added for each rank. `runs`
-    says where NCCL has it. Of its `protocols`, those after the first need a network that keeps the
-    order of bytes. `pipelining` is k inside a node: 0 where one kernel sends all at once.
+    `rounds` are hops of latency in a row, inside and across nodes; `share` is what one device sends
+    over its links inside a node, and what one node sends over its network, as a share of the
+    buffer; `ratio` is what it gets of the rates that a ring gets; `rank_s` is added for each rank.
+    `runs` says where NCCL has it. Of its `protocols`, those after the first need a network that
+    keeps the order of bytes. `pipelining` is k inside a node: 0 where one kernel sends all at once.
     """
 
-    rounds: Callable[[ProcessGroup], Cost]
-    share: Callable[[ProcessGroup], Cost]
+    rounds: Callable[[ProcessGroup], tuple[Any, Any]]
+    share: Callable[[ProcessGroup], tuple[Any, Any]]
     ratio: Cost = Cost(1.0, 1.0)
     runs: Callable[[ProcessGroup, InnerLinks], Any] = lambda group, links: True
     protocols: tuple[Protocol, ...] = (Protocol(),)
@@ -294,8 +294,8 @@ def _ring(op: CollectiveName) -> Algorithm:
     """Through every rank, node by node."""
     rounds, share = RING_ROUNDS[op], RING_SHARE[op]
     return Algorithm(
-        rounds=lambda g: Cost(rounds(g.ranks) - rounds(g.nodes), rounds(g.nodes)),
-        share=lambda g: Cost(share(g.ranks), share(g.ranks)),
+        rounds=lambda g: (rounds(g.ranks) - rounds(g.nodes), rounds(g.nodes)),
+        share=lambda g: (share(g.ranks), share(g.ranks)),
         protocols=(_SIMPLE, _LL, _LL128),
     )
 
@@ -304,16 +304,16 @@ def _ring(op: CollectiveName) -> Algorithm:
 # data, a node is inside one and a leaf of the other (Sanders, Speck, Träff: Two-tree algorithms
 # for full bandwidth broadcast, reduction and scan, 2009).
 _TREE = Algorithm(
-    rounds=lambda g: Cost(2 * (g.per_node - 1), 2 * levels(g.nodes)),
-    share=lambda g: Cost(2.0, 2 * (g.nodes - 1) / g.nodes),
+    rounds=lambda g: (2 * (g.per_node - 1), 2 * levels(g.nodes)),
+    share=lambda g: (2.0, 2 * (g.nodes - 1) / g.nodes),
     ratio=Cost(0.9, TREE_RATIO),  # busBw · .9, tuning.cc
     runs=lambda g, links: g.nodes > 1,
 )
 # The switch adds what devices send, and sends each sum to all of them (NVLS, NCCL 2.17); between
 # nodes as the tree.
 _IN_SWITCH = Algorithm(
-    rounds=lambda g: Cost(2, 2 * levels(g.nodes)),
-    share=lambda g: Cost(1.0, 2 * (g.nodes - 1) / g.nodes),
+    rounds=lambda g: (2, 2 * levels(g.nodes)),
+    share=lambda g: (1.0, 2 * (g.nodes - 1) / g.nodes),
     ratio=Cost(1.0, TREE_RATIO),
     runs=lambda g, links: links.reduces & (g.per_node > 2),
     in_switch=True,
@@ -321,8 +321,8 @@ _IN_SWITCH = Algorithm(
 )
 # Every rank sends its part to each of the others, those on other nodes over the node's network.
 _ALL_TO_ALL = Algorithm(
-    rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
-    share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
+    rounds=lambda g: (g.ranks - g.nodes, g.nodes - 1),
+    share=lambda g: ((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
 )
 # Of their links, beside what a ring gets of NVLink and of the network: HybridEP on GB200 moves 546,
 # 523, 484 and 479 GB/s in bf16 among 8, 16, 32 and 36 ranks, own tokens counted, 450 to 490 without
@@ -341,8 +341,8 @@ def expert_dispatch(copies: int) -> Algorithm:
         return places * (1.0 - (1.0 - 1.0 / places) ** copies)
 
     return Algorithm(
-        rounds=lambda g: Cost(where(g.per_node > 1, 1, 0), where(g.nodes > 1, 1, 0)),
-        share=lambda g: Cost(
+        rounds=lambda g: (where(g.per_node > 1, 1, 0), where(g.nodes > 1, 1, 0)),
+        share=lambda g: (
             reached(g.ranks) * (1.0 - 1.0 / g.per_node) / copies,
             g.per_node * reached(g.nodes) * (1.0 - 1.0 / g.nodes) / copies,
         ),
@@ -355,8 +355,8 @@ def expert_dispatch(copies: int) -> Algorithm:
 # Parallel aggregated trees (NCCL 2.23) between nodes of one GPU each: a logarithm of rounds, each
 # 1/3.5 of a hop, 2.8 µs for each rank, and 0.75 of the ring's rate (ncclPatEnable, tuning.cc).
 _PAT = Algorithm(
-    rounds=lambda g: Cost(0, levels(g.nodes) / 3.5),
-    share=lambda g: Cost(0.0, (g.nodes - 1) / g.nodes),
+    rounds=lambda g: (0, levels(g.nodes) / 3.5),
+    share=lambda g: (0.0, (g.nodes - 1) / g.nodes),
     ratio=Cost(1.0, 0.75),
     runs=lambda g, links: (g.per_node == 1) & (g.nodes > 1),
     protocols=(_SIMPLE,),
@@ -399,17 +399,18 @@ def nccl_lines(
         is_there = uniform(algorithm.runs(group, links))
         if is_there is False:
             continue
-        rounds, share, ratio = algorithm.rounds(group), algorithm.share(group), algorithm.ratio
-        start_s, rate = links.start_s, links.bytes_per_s * ratio.inside
+        (hops, hops_across), (share, share_across) = algorithm.rounds(group), algorithm.share(group)
+        start_s, rate = links.start_s, links.bytes_per_s * algorithm.ratio.inside
         if algorithm.rank_s:
             start_s = start_s + algorithm.rank_s * group.ranks
         if algorithm.in_switch:
             start_s, rate = start_s + links.switch_start_s, rate * links.switch_ratio
         # Between nodes nothing is sent where there is one, whose rate is inf.
         beta = maximum(
-            where(inside, share.inside / rate, 0.0),
-            share.across / (group.bytes_per_s * ratio.across),
+            where(inside, share / rate, 0.0),
+            share_across / (group.bytes_per_s * algorithm.ratio.across),
         )
+        pipelining = algorithm.pipelining(group, links)
         for number, protocol in enumerate(algorithm.protocols):
             runs = is_there
             if number > 0:
@@ -421,19 +422,19 @@ def nccl_lines(
                 continue
             # Inside one node latency and k are those of all protocols together.
             hop_s = links.latency_s + beyond * protocol.hop.inside
-            alpha_s = start_s + beyond * protocol.start_s + rounds.inside * hop_s
-            alpha_s = alpha_s + rounds.across * (group.latency_s + protocol.hop.across)
+            alpha_s = start_s + beyond * protocol.start_s + hops * hop_s
+            alpha_s = alpha_s + hops_across * (group.latency_s + protocol.hop.across)
             # Across nodes the protocol says what a pipeline costs, whichever hop sets its pace: a k
             # of the hop would leap where the network overtakes the node's own links. A connection's
             # slice of 1 MiB takes far longer than the hops that it waits for where it goes through
             # a socket: rings of 2 to 8 Perlmutter nodes get 1.2 GB/s of 40 MB as of 2 GB
             # (estimate-train-time).
             between = where(links.over_sockets, 0.0, protocol.pipelining)
-            pipelining = where(across, between, algorithm.pipelining(group, links))
             slowed = beta / protocol.ratio
             if protocol.most_bytes_per_s < math.inf:
-                slowed = maximum(slowed, share.across / protocol.most_bytes_per_s)
-            line = Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
+                slowed = maximum(slowed, share_across / protocol.most_bytes_per_s)
+            k = where(across, between, pipelining)
+            line = Line.pipelined(alpha_s, where(across, slowed, beta), k)
             if lines and isinstance(runs, np.ndarray):
                 line = Line(*(where(runs, *both) for both in zip(line, lines[0], strict=True)))
             lines.append(line)
@@ -446,5 +447,5 @@ def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
     Its start and its hops are in the same proportion as usual.
     """
     one_node = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
-    hops = algorithms_of(op)[0].rounds(one_node).inside
+    hops, _ = algorithms_of(op)[0].rounds(one_node)
     return latency_s / float(hops + START_S / USUAL_HOP_S)

@@ -270,7 +270,7 @@ class CollectiveModel(NamedTuple):
     def of(self, rows: Indices | None) -> Lines:
         """The lines of some rows; None for one group."""
         if rows is None:
-            return np.array(self.lines)
+            return np.array([*map(tuple, self.lines)])
         return [Line(*(taken(term, rows) for term in line)) for line in self.lines]
 
 
@@ -395,6 +395,9 @@ def lines_of(
     return (Line(rounds * latency_s, share / rate),)
 
 
+_FEW_SIZES = 8
+
+
 class SizedCollective:
     """One collective for buffers of given sizes: each is a line times a correction.
 
@@ -417,6 +420,9 @@ class SizedCollective:
         self._place: Indices | None = place if len(first) < len(sizes) else None
         self._distinct = self.factors[:, first] if len(first) < len(sizes) else self.factors
         self._of_one: list[list[float]] = self.factors[:, 0].tolist() if len(sizes) == 1 else []
+        # Of one group few sizes are worked out sooner as plain numbers.
+        few = self._distinct.shape[1] <= _FEW_SIZES
+        self._plain: list[list[list[float]]] | None = self._distinct.tolist() if few else None
 
     def time_s(self, model: CollectiveModel) -> Any:
         """Seconds for all the sizes one after the other; nothing takes no time."""
@@ -433,17 +439,22 @@ class SizedCollective:
         """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
         reference = model.reference
         if isinstance(reference, int):
-            return self.each_s(reference, model.of(None))
+            return self.each_s(model, reference)
         seconds = np.empty((self.factors.shape[1], len(reference)))
         for number in range(len(self.factors)):
             rows = np.flatnonzero(reference == number)
             if len(rows):
-                seconds[:, rows] = self.each_s(number, model.of(rows))
+                seconds[:, rows] = self.each_s(model, number, rows)
         return seconds
 
-    def each_s(self, reference: int, lines: Lines) -> Array:
-        """Seconds for each of the sizes by one reference and the fastest of some lines."""
-        seconds = fastest_s(self._distinct[reference], lines)
+    def each_s(self, model: CollectiveModel, reference: int, rows: Indices | None = None) -> Array:
+        """Seconds for each of the sizes by one reference: of one group, or of some rows."""
+        if rows is None and self._plain is not None:
+            sizes, lines = self._plain[reference], model.lines
+            fastest = [min([a * x + b * y + c * z for a, b, c in lines]) for x, y, z in sizes]
+            seconds = np.array(fastest)
+        else:
+            seconds = fastest_s(self._distinct[reference], model.of(rows))
         return seconds if self._place is None else seconds[self._place]
 
 

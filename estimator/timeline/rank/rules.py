@@ -31,7 +31,7 @@ from estimator.kernels.durations import Durations
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives.algorithms import Lines, fastest_s
+from estimator.timeline.collectives.algorithms import fastest_s
 from estimator.timeline.collectives.costs import (
     CollectiveCosts,
     CollectiveModel,
@@ -109,13 +109,13 @@ class BucketQueue:
         if not len(self.sizes_bytes):
             return 0.0, 0.0
         if isinstance(model.reference, int):
-            queued_s = queued_s or self.queued(model)
+            queued_s = queued_s or self.queued(model, model.reference)
             both = _exposed_s(queued_s, ready.slack_s(None), overlap, ratio, slower)
             return float(both[0]), float(both[1])
         sums_s = np.zeros((2, len(model.reference)))
         for reference, rows in _alike(model.reference, ready.alike):
             sums_s[:, rows] = _exposed_s(
-                self._queued(reference, model.of(rows)),
+                self.queued(model, reference, rows),
                 ready.slack_s(rows),
                 Overlap(*(taken(each, rows) for each in overlap)),
                 taken(ratio, rows),
@@ -123,16 +123,15 @@ class BucketQueue:
             )
         return sums_s[0], sums_s[1]
 
-    def queued(self, model: CollectiveModel) -> QueuedSeconds:
-        """What the link of one group has to do."""
-        return self._queued(model.reference, model.of(None))
-
-    def _queued(self, reference: int, lines: Lines) -> QueuedSeconds:
-        """Each bucket by its fastest line, or by the only one where latency is apart."""
+    def queued(
+        self, model: CollectiveModel, reference: int, rows: Indices | None = None
+    ) -> QueuedSeconds:
+        """What the link has to do by one reference: of one group, or of some rows."""
         if self._has_latency[reference]:
+            line = model.of(rows)[:1]
             apart = self._behind[reference], self._latency[reference]
-            return QueuedSeconds(*(fastest_s(factors, lines[:1]) for factors in apart))
-        each_s = self.sized.each_s(reference, lines)
+            return QueuedSeconds(*(fastest_s(factors, line) for factors in apart))
+        each_s = self.sized.each_s(model, reference, rows)
         if each_s.ndim == 1:
             return QueuedSeconds(np.add.accumulate(each_s[::-1])[::-1])
         for number in range(len(each_s) - 2, -1, -1):

@@ -162,7 +162,7 @@ class BucketedNetwork(Network):
             return reduce, overlap, None
         if len(self._of_group) >= _MOST_GROUPS:
             self._of_group.clear()
-        found = self._of_group[group] = reduce, overlap, self.queue.queued(reduce)
+        found = self._of_group[group] = reduce, overlap, self.queue.queued(reduce, reduce.reference)
         return found
 
     def alone_s(self, ranks: Ranks) -> Any:
