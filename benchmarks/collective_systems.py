@@ -238,7 +238,7 @@ def ring_cost(group: Group) -> tuple[float, float]:
     """(hops between nodes in a row, share of the buffer over the network) of a ring."""
     ring = algorithms_of(group.op)[0]
     ranks = ProcessGroup(ranks=group.ranks, nodes=group.nodes, per_node=group.per_node)
-    return ring.rounds(ranks).across, ring.share(ranks).across
+    return ring.rounds(ranks)[1], ring.share(ranks)[1]
 
 
 def fitted(asked: Sequence[Asked]) -> float | None:

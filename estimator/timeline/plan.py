@@ -304,7 +304,8 @@ class StepPlan(NamedTuple):
         """What ranks wait for, with its errors; None for a single rank."""
         if self.network is None:
             return None
-        return self.network.communication(self.ranks(slowest_kind(self.kinds, self.shards)))
+        slowest = slowest_kind(self.kinds, self.shards)
+        return _communication(self, self.network, slowest, errors=True)
 
     def memory(self) -> tuple[PeakMemory, float]:
         """(what the ranks that need most need, largest share in use of what tensors can have)."""
@@ -484,7 +485,9 @@ def answer_of(plan: StepPlan) -> StepAnswer:
 _MOST_STEPS = 1 << 10
 
 
-def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Communication:
+def _communication(
+    plan: StepPlan, network: Network, slowest: RankClass, *, errors: bool = False
+) -> Communication:
     """What ranks wait for, kept for the next step of the same kinds in groups of the same shape.
 
     Kinds are not kept alive from here: their programs are large.
@@ -492,11 +495,11 @@ def _communication(plan: StepPlan, network: Network, slowest: RankClass) -> Comm
     factors = plan.ratios.compute, plan.coefficients.communication_ratio
     key = tuple(plan.groups.values()), tuple(map(id, plan.kinds)), plan.shards, factors
     known = network.known.get(key)
-    if known is not None:
+    if known is not None and not (errors and known[1].relative_error is None):
         kinds, parts = known
         if all(kept() is kind for kept, kind in zip(kinds, plan.kinds, strict=True)):
             return parts
-    parts = network.communication(plan.ranks(slowest), errors=False)
+    parts = network.communication(plan.ranks(slowest), errors=errors)
     if len(network.known) >= _MOST_STEPS:
         network.known.clear()
     network.known[key] = tuple(map(ref, plan.kinds)), parts

@@ -329,9 +329,9 @@ def test_a_warm_answer_and_its_reasons_look_at_no_collective_or_operator_again(
     asked: list[str] = []
 
     def counted(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*words: Any) -> Any:
+        def call(*words: Any, **named: Any) -> Any:
             asked.append(name)
-            return of(*words)
+            return of(*words, **named)
 
         return call
 

@@ -164,7 +164,7 @@ class StepRows:
         """What ranks wait for; nothing where there is one."""
         several, kinds, compute = placed.ranks > 1, self._kinds.columns, ratios.compute
         if not several.any():
-            return Communication(0.0, NO_OVERLAP, several)
+            return Communication(0.0, NO_OVERLAP, several, relative_error=0.0)
         if self._network is None:
             self._network = self._rules.network(self._machines.profiles, None)
         ranks = Ranks(

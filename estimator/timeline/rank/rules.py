@@ -242,13 +242,13 @@ class Communication(NamedTuple):
     `exposed_s` is what the step is longer than the slowest rank's compute; `unknown` says that
     nothing tells what one of the collectives costs. `relative_error` is that of what reduces
     gradients, and `slower_s` how much longer the step is if that is slower by as much: what hides
-    behind compute may not, where it takes longer.
+    behind compute may not, where it takes longer; None and 0 where errors were not asked for.
     """
 
     exposed_s: Any
     overlap: Overlap
     unknown: Any
-    relative_error: Any = 0.0
+    relative_error: Any = None
     slower_s: Any = 0.0
 
 

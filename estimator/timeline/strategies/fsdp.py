@@ -275,7 +275,7 @@ class ShardedNetwork(Network):
             exposed_s=maximum(spent_s - ranks.lane_s, 0.0),
             overlap=overlap,
             unknown=unknown,
-            relative_error=relative_error,
+            relative_error=relative_error if errors else None,
             slower_s=(slower_s - once_s) * shape.accumulation_steps,
         )
 
