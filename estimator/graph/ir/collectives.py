@@ -131,23 +131,27 @@ def collectives_of(
     pieces = _ring_pieces(columns, rings) if rings else {}
     dtensors = {parameter.gradient for parameter in bound.graph.parameters if parameter.is_dtensor}
     found = []
-    for index, number, kind in zip(exchanges, own, overlaps, strict=True):
+    of_ops = (columns.is_forward, columns.module_of, columns.made_begins, columns.begins[1:])
+    rows = zip(*(column[exchanges].tolist() for column in of_ops), strict=True)
+    for index, number, kind, (forward, module, *made) in zip(
+        exchanges, own, overlaps, rows, strict=True
+    ):
         beside = None
         if kind == "attention":
             beside = next(iter(attentions[bisect(attentions, index) :]), None)
         elif kind == "product" and products:
             beside = products.beside(index)
         facts = known[number]
-        made = columns.touched[columns.made_begins[index] : columns.begins[index + 1]]
         found.append(
             Collective(
                 **facts,
-                phase="forward" if columns.is_forward[index] else "backward",
-                module=columns.modules[columns.module_of[index]],
+                phase="forward" if forward else "backward",
+                module=columns.modules[module],
                 op_index=index,
                 beside=beside,
                 pieces=pieces.get(index, ()),
-                of_update=facts["op"] == "all_reduce" and not dtensors.isdisjoint(made.tolist()),
+                of_update=facts["op"] == "all_reduce"
+                and not dtensors.isdisjoint(columns.touched[slice(*made)].tolist()),
             )
         )
     return tuple(found)

@@ -402,6 +402,10 @@ class Deferred(Sequence[Item]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        if self._items is None and type(index) is int and isinstance(self.source, Numbered):
+            # One of them is there already.
+            one: Item = self.source.items[self.source.numbers[index]]
+            return one
         return self.items[index]
 
     def __iter__(self) -> Iterator[Item]:

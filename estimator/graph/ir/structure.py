@@ -284,10 +284,12 @@ class GraphStructure:
 
 def _checkpoints(columns: GraphColumns, runs_again: Flags) -> Indices:
     """The first kernel that each block runs again; views of weights belong to no checkpoint."""
+    ops = np.flatnonzero(runs_again)
+    modules, places = np.unique(columns.module_of[ops], return_index=True)
     first: dict[str, int] = {}
-    for index in np.flatnonzero(runs_again).tolist():
-        first.setdefault(unit_path(columns.modules[columns.module_of[index]]), index)
-    return np.array(list(first.values()), dtype=np.intp)
+    for place, module in sorted(zip(places.tolist(), modules.tolist(), strict=True)):
+        first.setdefault(unit_path(columns.modules[module]), place)
+    return ops[list(first.values())]
 
 
 def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:

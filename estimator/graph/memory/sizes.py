@@ -61,21 +61,29 @@ def optimizer_memory(
     Megatron-LM, BF16_Optimizer of DeepSpeed).
     """
     by_name: dict[str, list[Parameter]] = {}
+    usual = check_optimizer(graph.optimizer)
     for parameter in graph.parameters:
         # What no optimizer updates has no state.
         if parameter.gradient is not None and parameter.updates:
-            name = check_optimizer(parameter.optimizer or graph.optimizer)
+            name = check_optimizer(parameter.optimizer) if parameter.optimizer else usual
             by_name.setdefault(name, []).append(parameter)
     held = []
     for name, some in by_name.items():
         own = replace(graph, parameters=tuple(some))
         tensors = trained_tensors(own, stored_ratio * master_ratio, sharded=sharded)
-        masters = [master_size(name, tensor) if master_ratio > 1 else 0 for tensor in tensors]
-        states = [sum(state_sizes(name, tensor)) for tensor in tensors]
-        # Kernels that keep no fp32 weights take gradients as they are.
-        casts = [0] * len(tensors) if name == "adamw-bf16" else masters
         foreach = graph.target == "cuda" and RULES[name].form != "loop"
-        each_bytes = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
+        # Equal blocks have equal tensors.
+        of_tensor = {
+            tensor: (
+                master_size(name, tensor) if master_ratio > 1 else 0,
+                sum(state_sizes(name, tensor)),
+                temporaries_bytes(name, [tensor], foreach=foreach)[0],
+            )
+            for tensor in set(tensors)
+        }
+        masters, states, each_bytes = zip(*map(of_tensor.__getitem__, tensors), strict=True)
+        # Kernels that keep no fp32 weights take gradients as they are.
+        casts = (0,) * len(tensors) if name == "adamw-bf16" else masters
         together, single = temporaries_bytes(name, tensors, foreach=foreach)
         held.append(
             OptimizerMemory(
