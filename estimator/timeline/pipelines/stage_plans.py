@@ -576,7 +576,8 @@ def _passes_s(
         backward_s, share = float(own[-1]) - ended_s, 0.0
         if not is_whole:
             spent = lanes.device_s + lanes.host_s
-            _, input_s, weight_s = pass_seconds(is_forward, weight_shares(stage.graph), spent)
+            shares = cache.get("weights", (stage.graph,), lambda: weight_shares(stage.graph))
+            _, input_s, weight_s = pass_seconds(is_forward, shares, spent)
             share = weight_s / (input_s + weight_s or 1.0)
         return ended_s - float(before[-1]), backward_s * (1 - share), backward_s * share
 

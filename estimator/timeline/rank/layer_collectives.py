@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from estimator.cache import Cache
-from estimator.elementwise import Array
+from estimator.elementwise import Array, Flags, Indices
 from estimator.errors import ProfileError
 from estimator.graph.ir.collectives import (
     WORLD,
@@ -20,9 +22,10 @@ from estimator.graph.ir.collectives import (
     own_ranks,
 )
 from estimator.graph.ir.op_graph import BoundGraph, OpGraph
+from estimator.graph.ir.ops import GraphColumns
 from estimator.graph.partition.experts import EXPERT_DP
 from estimator.kernels.durations import Durations, columns_of
-from estimator.machines.profile import CollectiveName, DeviceKind, MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import Mesh, ProcessGroup, slowest_network
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives.costs import CollectiveCosts, CollectiveModel, SizedCollective
@@ -95,11 +98,13 @@ class LayerCollectives:
     micro_batches: int = 1
     passes_alone: float = 1.0
 
-    def _collectives(self, bound: BoundGraph) -> list[Collective]:
-        columns = columns_of(bound.graph, self.cache)
-        every = self.cache.get("collectives", (bound,), lambda: collectives_of(bound, columns))
+    def _alike(self, bound: BoundGraph) -> list[_AlikeCollectives]:
+        def found() -> tuple[_AlikeCollectives, ...]:
+            return tuple(_AlikeCollectives.of(bound, columns_of(bound.graph, self.cache)))
+
+        every = self.cache.get("collectives", (bound,), found)
         # A group of one rank exchanges nothing.
-        return [collective for collective in every if collective.axis in self.groups]
+        return [some for some in every if some.axis in self.groups]
 
     def seconds(
         self, bound: BoundGraph, durations: Durations | None = None, micro_batches: int = 1
@@ -112,46 +117,41 @@ class LayerCollectives:
         where nothing tells what one costs.
         """
         each_s, graph = np.zeros(len(bound.calls)), bound.graph
-        of_groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
-        collectives = self._collectives(bound)
-        places = [collective.op_index for collective in collectives]
-        windows_s = None if durations is None else _before_s(places, durations)
+        collectives = self._alike(bound)
+        windows_s = (
+            None if durations is None else _before_s([c.ops for c in collectives], durations)
+        )
         host_s = self.profile.host.dtensor_exchange_s if self.profile.host else 0.0
-        for collective in collectives:
-            alike = collective.op, collective.axis, collective.copies
-            of_groups.setdefault(alike, []).append(collective)
         error_s, sources = 0.0, {"measured"}
         reads, summed_again = RULES[graph.optimizer].gradient_reads, 0
         gradients: list[int] = []
-        for (op, axis, copies), some in of_groups.items():
-            costs, model = self._model(op, axis, copies, graph)
-            sizes = np.array([float(collective.size_bytes) for collective in some])
-            own = [collective.op_index for collective in some]
-            before_s = None if windows_s is None else windows_s[own]
-            times_s = _blocking_s(costs, model, sizes, before_s)
-            times_s = times_s * np.array([collective.share for collective in some])
-            if axis == EXPERT_DP:
+        for some in collectives:
+            costs, model = self._model(some, graph)
+            before_s = None if windows_s is None else windows_s[some.ops]
+            times_s = some.shares * _blocking_s(costs, model, some, before_s)
+            if some.axis == EXPERT_DP:
                 # Gradients of experts are reduced with the last micro-batch, as all others are.
                 times_s = times_s / self.micro_batches
-                gradients += own
-            of_update = np.array([collective.of_update for collective in some])
+                gradients += some.ops.tolist()
             if durations is None:
                 # One sum for many micro-batches.
-                times_s = np.where(of_update, 0.0, times_s)
+                times_s = np.where(some.of_update, 0.0, times_s)
             elif not self.merges:
-                sums = np.where(of_update, reads / micro_batches, 1.0)
+                sums = np.where(some.of_update, reads / micro_batches, 1.0)
                 times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * host_s
-                summed_again += int(of_update.sum()) if reads > 1 else 0
-            each_s[own] = times_s
-            error_s += float(times_s.sum()) * float(costs.relative_error(self.groups[axis], model))
-            sources.add(costs.source(self.groups[axis]))
+                summed_again += int(some.of_update.sum()) if reads > 1 else 0
+            each_s[some.ops] = times_s
+            group = self.groups[some.axis]
+            error_s += float(times_s.sum()) * float(costs.relative_error(group, model))
+            sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
-        rings = tuple(collective.op_index for collective in collectives if collective.pieces)
-        beside = _kernels_beside(collectives, graph.target)
+        rings = tuple([op for c in collectives for op in c.rings])
+        passing = [op for c in collectives for op in c.passing]
+        # By place: two may run beside one kernel.
+        beside = sorted(chain.from_iterable(c.beside for c in collectives), key=itemgetter(0))
         if graph.recipe is not None and gradients:
             each_s[gradients] *= self._not_hidden(each_s[gradients], graph, durations)
-        timed = LayerCollectiveSeconds(each_s, error_s, source, beside, rings, summed_again)
-        passing = [collective.op_index for collective in collectives if collective.beside_passes]
+        timed = LayerCollectiveSeconds(each_s, error_s, source, tuple(beside), rings, summed_again)
         if durations is not None:
             return self._beside_passes(timed.exposed(durations), durations, passing)
         # Beside another micro-batch they may add nothing.
@@ -159,10 +159,11 @@ class LayerCollectives:
         return timed
 
     def _model(
-        self, op: CollectiveName, axis: str, copies: int, graph: OpGraph
+        self, some: _AlikeCollectives, graph: OpGraph
     ) -> tuple[CollectiveCosts, CollectiveModel]:
-        """What collectives of a kind cost along an axis; raises ProfileError if unknown."""
-        of = op, graph.target, self.cluster, self.cache, copies, adds_in_switch(graph)
+        """What alike collectives cost; raises ProfileError if unknown."""
+        op, axis = some.op, some.axis
+        of = op, graph.target, self.cluster, self.cache, some.copies, adds_in_switch(graph)
         costs = CollectiveCosts((self.profile,), *of)
         model = costs.model(self.groups[axis])
         if model.unknown:
@@ -210,29 +211,67 @@ class LayerCollectives:
         return timed._replace(each_s=each_s)
 
 
-def _kernels_beside(
-    collectives: Sequence[Collective], target: DeviceKind
-) -> tuple[tuple[int, int], ...]:
-    """(operator of a collective, kernel that runs meanwhile) of all that run beside one."""
-    pairs = []
-    for collective in collectives:
+class _AlikeCollectives(NamedTuple):
+    """The collectives of a graph that one model costs, in order of issue.
+
+    `size_of` are the numbers of each one's among the distinct sizes, `beside` (operator of a
+    collective, kernel that runs meanwhile).
+    """
+
+    op: CollectiveName
+    axis: str
+    copies: int
+    ops: Indices
+    sizes_bytes: Array
+    size_of: Indices
+    shares: Array
+    of_update: Flags
+    beside: list[tuple[int, int]]
+    rings: list[int]
+    passing: list[int]
+
+    @classmethod
+    def of(cls, bound: BoundGraph, columns: GraphColumns) -> Iterator[_AlikeCollectives]:
+        """Those of a graph, in order of the first of each."""
+        groups: dict[tuple[CollectiveName, str, int], list[Collective]] = {}
+        for one in collectives_of(bound, columns):
+            groups.setdefault((one.op, one.axis, one.copies), []).append(one)
         # On CPUs a collective is work for the cores that compute.
-        if collective.beside is not None and target == "cuda":
-            pairs.append((collective.op_index, collective.beside))
-        pairs += [(collective.op_index, piece) for piece in collective.pieces]
-    return tuple(pairs)
+        hides = bound.graph.target == "cuda"
+        for alike, some in groups.items():
+            sizes, size_of = np.unique([float(c.size_bytes) for c in some], return_inverse=True)
+            yield cls(
+                *alike,
+                ops=np.array([c.op_index for c in some], dtype=np.intp),
+                sizes_bytes=sizes,
+                size_of=size_of,
+                shares=np.array([c.share for c in some]),
+                of_update=np.array([c.of_update for c in some], dtype=np.bool_),
+                beside=[
+                    (c.op_index, kernel)
+                    for c in some
+                    for kernel in (c.beside if hides else None, *c.pieces)
+                    if kernel is not None
+                ],
+                rings=[c.op_index for c in some if c.pieces],
+                passing=[c.op_index for c in some if c.beside_passes],
+            )
 
 
-def _before_s(places: Sequence[int], durations: Durations) -> Array:
-    """For each of `places`, in order, how long a rank computes before it since the one before."""
+def _before_s(ops: Sequence[Indices], durations: Durations) -> Array:
+    """For each of `ops` how long a rank computes before it since the one before."""
     computed_s = np.cumsum(durations.device_s + durations.host_s)
     windows_s = np.zeros(len(computed_s))
-    windows_s[list(places)] = np.diff(computed_s[list(places)], prepend=-np.inf)
+    places = np.sort(np.concatenate([np.zeros(0, dtype=np.intp), *ops]))
+    windows_s[places] = np.diff(computed_s[places], prepend=-np.inf)
     return windows_s
 
 
 def _blocking_s(
-    costs: CollectiveCosts, model: CollectiveModel, sizes_bytes: Array, windows_s: Array | None
+    costs: CollectiveCosts,
+    model: CollectiveModel,
+    some: _AlikeCollectives,
+    windows_s: Array | None,
 ) -> Array:
     """Seconds of collectives over one group that ranks wait for, each after computing so long.
 
@@ -240,21 +279,25 @@ def _blocking_s(
     any (None) the least of all. As calls in a row where the nearest measured group has no blocking
     ones.
     """
+    sizes, size_of = some.sizes_bytes, some.size_of
     known = model.reference < len(costs.references)
     blocking = costs.references[model.reference].blocking if known else ()
     if not blocking:
-        return SizedCollective(costs.corrections, sizes_bytes).times_s(model)
+        return SizedCollective(costs.corrections, sizes).times_s(model)[size_of]
     alone = model._replace(reference=0)
     # (windows, sizes)
     times_s = np.array(
-        [SizedCollective((collective,), sizes_bytes).times_s(alone) for _, collective in blocking]
+        [SizedCollective((collective,), sizes).times_s(alone) for _, collective in blocking]
     )
     if windows_s is None:
-        return np.asarray(times_s.min(axis=0))
+        return np.asarray(times_s.min(axis=0)[size_of])
     measured_s, rows = [window_s for window_s, _ in blocking], np.arange(len(blocking))
-    after, size = np.interp(windows_s, measured_s, rows), np.arange(len(sizes_bytes))
+    after = np.interp(windows_s, measured_s, rows)
     before = after.astype(np.intp)
-    shorter_s, longer_s = times_s[before, size], times_s[np.minimum(before + 1, rows[-1]), size]
+    shorter_s, longer_s = (
+        times_s[before, size_of],
+        times_s[np.minimum(before + 1, rows[-1]), size_of],
+    )
     return np.asarray(shorter_s + (after - before) * (longer_s - shorter_s))
 
 
