@@ -101,19 +101,30 @@ def uniform(condition: Any, /) -> Any:
     return first if (condition == first).all() else condition
 
 
+# The last power of e that surely is no infinity.
+_LARGEST_EXPONENT = 709.0
+
+
+def _same(function: np.ufunc, value: Any, may_warn: bool) -> Any:
+    """NumPy's function of an array or a float.
+
+    Those of `math` differ from it in the last bit wherever NumPy has vector instructions for it.
+    """
+    if may_warn:
+        with np.errstate(all="ignore"):
+            result = function(value)
+    else:
+        result = function(value)
+    return result if type(result) is ndarray else float(result)
+
+
 @overload
 def exp(value: float, /) -> float: ...
 @overload
 def exp(value: Array, /) -> Array: ...
 def exp(value: Any, /) -> Any:
     """e to the power of `value`, inf where no float holds it."""
-    if type(value) is ndarray:
-        with np.errstate(over="ignore"):
-            return np.exp(value)
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+    return _same(np.exp, value, type(value) is ndarray or not value < _LARGEST_EXPONENT)
 
 
 @overload
@@ -126,13 +137,7 @@ def log(value: Any, /) -> Any:
     >>> log(0.0)
     -inf
     """
-    if type(value) is ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.log(value)
-    try:
-        return math.log(value)
-    except ValueError:
-        return -math.inf if value == 0 else math.nan
+    return _same(np.log, value, type(value) is ndarray or not value > 0)
 
 
 @overload
@@ -141,13 +146,7 @@ def log1p(value: float, /) -> float: ...
 def log1p(value: Array, /) -> Array: ...
 def log1p(value: Any, /) -> Any:
     """The natural logarithm of 1 + `value`, -inf of -1, NaN below."""
-    if type(value) is ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.log1p(value)
-    try:
-        return math.log1p(value)
-    except ValueError:
-        return -math.inf if value == -1 else math.nan
+    return _same(np.log1p, value, type(value) is ndarray or not value > -1)
 
 
 @overload

@@ -51,6 +51,14 @@ def test_a_function_of_one_gives_what_it_is_given(
     assert row == pytest.approx([expected, expected], rel=1e-15)
 
 
+@pytest.mark.parametrize("function", [exp, log, log1p, sqrt])
+def test_a_float_and_a_row_of_many_say_the_same_to_the_last_bit(
+    function: Callable[..., Any],
+) -> None:
+    values = np.random.default_rng(0).uniform(1e-3, 30.0, 2_000)
+    assert [function(value) for value in values.tolist()] == function(values).tolist()
+
+
 @pytest.mark.parametrize(("function", "first", "second", "expected"), TWO)
 def test_a_function_of_two_gives_an_array_as_soon_as_one_is(
     function: Callable[..., Any], first: float, second: float, expected: float

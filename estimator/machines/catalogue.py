@@ -265,7 +265,7 @@ def _close_to(text: str) -> str:
     alike = get_close_matches(wanted, known, n=_MOST_NAMED)
     close = list(dict.fromkeys([*within, *alike]))[:_MOST_NAMED]
     everything = "run 'estimator machines list' for all that are known"
-    return f"close to it are {', '.join(close)}; {everything}" if close else everything
+    return f"names close to it: {', '.join(close)}; {everything}" if close else everything
 
 
 def _file_state(path: str) -> _FileState | None:

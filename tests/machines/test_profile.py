@@ -59,9 +59,9 @@ def test_a_machine_is_found_by_name_in_the_users_store(store: Path) -> None:
 def test_an_unknown_machine_is_answered_with_close_names(
     store: Path, asked: str, close: str
 ) -> None:
-    with pytest.raises(UnknownMachineError, match=f"close to it are {close}") as found:
+    with pytest.raises(UnknownMachineError, match=f"names close to it: {close}") as found:
         load_profile(asked)
-    named = str(found.value).split("close to it are ")[1].split(";")[0].split(", ")
+    named = str(found.value).split("names close to it: ")[1].split(";")[0].split(", ")
     assert len(named) <= 5
     assert "run 'estimator machines list'" in str(found.value)
 
