@@ -155,13 +155,7 @@ def sqrt(value: float, /) -> float: ...
 def sqrt(value: Array, /) -> Array: ...
 def sqrt(value: Any, /) -> Any:
     """The square root, NaN below 0."""
-    if type(value) is ndarray:
-        with np.errstate(invalid="ignore"):
-            return np.sqrt(value)
-    try:
-        return math.sqrt(value)
-    except ValueError:
-        return math.nan
+    return _same(np.sqrt, value, type(value) is ndarray or not value >= 0)
 
 
 @overload
