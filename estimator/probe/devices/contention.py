@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,16 +62,20 @@ def rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     """One standard deviation of a rank's time beside the others, over many windows of matmuls.
 
     A step lasts as long as many windows, whose noise it averages; what it waits for are ranks that
-    are slower for longer. By each rank's median: windows that something else disturbed are no
-    jitter.
+    are slower for longer. So it is the part of the variance between ranks that the variance within
+    each does not explain (one-way analysis of variance), of medians: those of n windows vary by
+    pi / 2 / n of what windows do.
     """
-    medians = [
-        statistics.median(case["windows_s"])
-        for cases in results
-        for case in cases
-        if case.get("windows_s")
+    windows = [case["windows_s"] for cases in results for case in cases if case.get("windows_s")]
+    if len(windows) < 2:
+        return 0.0
+    medians = [statistics.median(of_rank) for of_rank in windows]
+    noise = [
+        math.pi / 2 * statistics.variance(of_rank) / len(of_rank) if len(of_rank) > 1 else 0.0
+        for of_rank in windows
     ]
-    return statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else 0.0
+    between = max(statistics.variance(medians) - statistics.fmean(noise), 0.0)
+    return math.sqrt(between) / statistics.fmean(medians)
 
 
 def time_contention(*, kind: DeviceKind, group: Any, budget_s: float) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -198,9 +199,21 @@ def test_only_what_sets_ranks_apart_for_many_windows_is_their_jitter() -> None:
         [{"windows_s": [1.1, 0.9, 1.0, 1.0, 1.5]}],
     )
     assert rank_jitter_ratio([one, two]) == 0.0
-    # Medians of 1.0 and 1.1: of two values one standard deviation is their distance over √2.
+    # Medians of 1.0 and 1.1 have a variance of 0.1² / 2, windows one of 0.0002 within each rank:
+    # medians of five vary by pi / 2 / 5 of that.
+    steady, slow = (
+        [{"windows_s": [middle - 0.02, middle + 0.02, middle, middle, middle]}]
+        for middle in (1.0, 1.1)
+    )
+    between = 0.1**2 / 2 - math.pi / 2 * 0.0002 / 5
+    assert rank_jitter_ratio([steady, slow]) == pytest.approx(between**0.5 / 1.05)
+
+
+def test_ranks_that_are_disturbed_more_than_they_differ_have_no_jitter() -> None:
+    # Medians of 1.0 and 1.1 again; variances within of 0.055 and 0.005 explain 0.0094 of 0.005.
+    disturbed = [{"windows_s": [0.9, 1.1, 1.0, 1.5, 1.0]}]
     slow = [{"windows_s": [1.1, 1.2, 1.1, 1.0, 1.1]}]
-    assert rank_jitter_ratio([one, slow]) == pytest.approx(0.1 / 2**0.5 / 1.05)
+    assert rank_jitter_ratio([disturbed, slow]) == 0.0
 
 
 def test_what_falls_with_the_bytes_moved_is_noise_of_the_measurement() -> None:
