@@ -106,11 +106,14 @@ def link_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float]]]:
         kept, held_out = link.points[::2], link.points[1::2]
         if len(kept) >= 2 and held_out:
             line = fit_line([size for size, _ in kept], [seconds for _, seconds in kept])
-            pinned = ", pinned" if link.pinned else ""
-            yield (
-                f"link {link.kind}{pinned}, {link.flows} at once",
-                errors_at(held_out, line.time_s),
+            fitted = dataclasses.replace(
+                link,
+                latency_s=line.latency_s,
+                bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
             )
+            pinned = ", pinned" if link.pinned else ""
+            name = f"link {link.kind}{pinned}, {link.flows} at once"
+            yield name, errors_at(held_out, fitted.transfer_time_s)
 
 
 def update_errors(profile: MachineProfile) -> Iterator[tuple[str, list[float]]]:
