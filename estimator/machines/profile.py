@@ -370,9 +370,9 @@ class Link:
     """One direction of one connection; n bytes take latency_s + n / bandwidth_bytes_per_s.
 
     `locality` says how far apart its ends are: behind one device switch, on one socket, in one
-    node, in nodes of one rack, in other racks. `flows` were concurrent when it was measured
-    (between nodes: those through one NIC), and the rate is what one of them got. `points` are the
-    measured (bytes, seconds), kept beside the fit.
+    node, in nodes of one rack, in other racks. `flows` were concurrent when it was measured, and
+    the rate is what one of them got. `points` are the measured (bytes, seconds), kept beside the
+    fit.
 
     Between devices of a node, the rate is what one device of a ring sends over all its links of the
     kind where the ring joins at most `ring_devices` devices in the order of their indices, None for
@@ -510,9 +510,10 @@ _FEWEST_TIMED_RATIO = 0.1
 class MachineProfile:
     """Everything known of one machine type: one node with `devices`.
 
-    `network` are the links that leave the node, by locality and by flows through the NIC at once;
-    `pairs` holds the single links of the very cluster that was probed. `kernels_timed_ratio` is the
-    share of the probe's kernel calls that it came to time; None: not known.
+    `network` are the links that leave the node, by locality; those of several flows at once, which
+    older probes measured, count for nothing. `pairs` holds the single links of the very cluster
+    that was probed. `kernels_timed_ratio` is the share of the probe's kernel calls that it came to
+    time; None: not known.
 
     >>> import estimator as est
     >>> len(est.load_profile("dgx-a100").devices)

@@ -108,11 +108,6 @@ class World:
         return min(map(len, self.nodes.values()), default=0)
 
     @property
-    def densest_first(self) -> tuple[tuple[int, ...], ...]:
-        """The positions of each node, those with the most devices first."""
-        return tuple(sorted(self.nodes.values(), key=len, reverse=True))
-
-    @property
     def home(self) -> Member:
         """The launch's rank 0, where everything comes together."""
         return min(self.members, key=lambda member: member.rank)

@@ -37,7 +37,6 @@ from estimator.probe.links.collectives import (
 from estimator.probe.links.copies import MESSAGE_SIZES_BYTES, typical_link
 from estimator.probe.links.network import (
     CELL_SIZES_BYTES,
-    FLOW_SIZES_BYTES,
     grouped,
     network_kind,
     pair_link,
@@ -97,7 +96,7 @@ def steps_of(world: World, *, all_pairs: bool | None = None) -> list[Step]:
 
     `all_pairs` None measures every pair of nodes where they are few.
     """
-    several, dense = len(world.nodes) > 1, len(world.densest_first[0]) > 1
+    several = len(world.nodes) > 1
     # Of two ranks the only group is everything, whose collectives are timed already.
     few, two_ranks = len(world.nodes) <= FEW_NODES, len(world.members) == 2
     pairs = several and (few if all_pairs is None else all_pairs)
@@ -106,7 +105,6 @@ def steps_of(world: World, *, all_pairs: bool | None = None) -> list[Step]:
         (several, Step("links between nodes", 0.16, links_between_nodes)),
         (True, Step("all-reduce over everything", 0.26, all_reduce_everywhere)),
         (True, Step("all-reduce over smaller groups", 0.16, all_reduce_in_groups)),
-        (several and dense, Step("flows that share a NIC", 0.06, shared_nics)),
         (pairs, Step("every pair of nodes", 0.09, every_pair)),
         (True, Step("other collectives", 0.08, other_collectives)),
         (several and not two_ranks, Step("sharding in groups", 0.10, sharding_in_groups)),
@@ -242,41 +240,6 @@ def measure_pairs(
     return {
         (message["from"], message["to"]): message for messages in reports for message in messages
     }
-
-
-def shared_nics(group: Group, plan: ProbePlan, seconds: float) -> None:
-    """As many flows as devices, and two, from one node to another and to several."""
-    world = group.world
-    cases = list(_flow_cases(world))
-    for senders, receivers, note in cases:
-        # The process group counts its ranks in order, whichever sends.
-        order = sorted((*senders, *receivers))
-        flows = [
-            (order.index(source), order.index(target))
-            for source, target in zip(senders, receivers, strict=True)
-        ]
-        timed = measure_pairs(group, order, [flows], FLOW_SIZES_BYTES, seconds / len(cases))
-        if timed:
-            locality = world.locality(*world.hosts((senders[0], receivers[0])))
-            kind = network_kind(group.kind)
-            links = [pair_link(kind, locality, message, note=note) for message in timed.values()]
-            # A step waits for the slowest of them.
-            slowest = min(links, key=lambda link: link.bandwidth_bytes_per_s)
-            plan.findings.network.append(replace(slowest, flows=len(flows)))
-            plan.keep()
-
-
-def _flow_cases(world: World) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
-    """Senders on one node, as many receivers elsewhere, and what they do."""
-    nodes = world.densest_first
-    for count in sorted({len(nodes[0]), 2}, reverse=True):
-        senders = nodes[0][:count]
-        if len(senders) == count and len(nodes[1]) >= count:
-            host = world.members[nodes[1][0]].host
-            yield senders, nodes[1][:count], f"{count} flows to node {host}"
-        if len(senders) == count > 1 and len(nodes) > count:
-            receivers = tuple(node[0] for node in nodes[1 : count + 1])
-            yield senders, receivers, f"{count} flows to {count} nodes"
 
 
 def _slow_pairs(

@@ -1,4 +1,4 @@
-"""Time messages between ranks on several nodes: pair by pair, and several flows at once."""
+"""Time messages between ranks on several nodes, pair by pair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from estimator.units import KIB, MIB
 
 # For one cell of a matrix: what tells the latency, then sizes that drain a shaper's bucket.
 CELL_SIZES_BYTES = (KIB, 256 * KIB, 1 * MIB, 4 * MIB)
-FLOW_SIZES_BYTES = (64 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
 _PING_BYTES, _PINGS = 8, 20
 _OVER = (0, 0)
 # By how much a link's rate may exceed that of its largest message, whose latency is taken off.

@@ -1,4 +1,4 @@
-"""Messages between nodes become links, flows that share a NIC their share, pairs a matrix."""
+"""Messages between nodes become links, pairs of nodes a matrix."""
 
 from __future__ import annotations
 
@@ -172,20 +172,6 @@ class _Asked:
         reports = self.reports.pop(0)
         assert len(reports) == len(ranks)
         return reports
-
-
-def test_flows_that_share_a_nic_get_what_the_slowest_of_them_got() -> None:
-    def sent(source: int, target: int, rate: float) -> list[Any]:
-        points = [(size, size / rate) for size in (MB, 4 * MB)]
-        return [{"from": source, "to": target, "latency_s": 1e-3, "points": points}]
-
-    # Two flows to the other node: 0 to 2 at 40 MB/s, 1 to 3 at 25 MB/s.
-    group: Any = _Asked([sent(0, 2, 40e6), sent(1, 3, 25e6), [], []])
-    plan = steps.ProbePlan(findings=ClusterFindings(at="now"))
-    steps.shared_nics(group, plan, 1.0)
-    (link,) = plan.findings.network
-    assert (link.flows, link.provenance.note) == (2, "2 flows to node b")
-    assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
 
 
 def test_a_cluster_over_efa_keeps_what_the_switch_of_its_boxes_adds(
