@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
-from estimator.probe.cluster.findings import ClusterFindings, from_plain
+from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.backend import software_versions
 from estimator.probe.devices.interference import (
     InterferenceWatch,
@@ -33,6 +35,7 @@ from estimator.probe.findings import Findings, with_best_rates, with_datasheet
 from estimator.probe.grid.kernels import kernel_grid
 
 Report = Callable[[str, float], None]
+_STEP_FINDINGS = TypeAdapter(ClusterFindings)
 
 # How many times the budget a thorough probe takes.
 THOROUGH_FACTOR = 5.0
@@ -270,7 +273,7 @@ class _Probe:
         """One of the steps that all devices run together; what it found so far is kept."""
 
         def take(_rank: int, message: dict[str, Any]) -> None:
-            self.findings.steps[step] = from_plain(ClusterFindings, message)
+            self.findings.steps[step] = _STEP_FINDINGS.validate_python(message)
             self.tell(step)
 
         self.ranks.run(

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from estimator.machines.profile import Device, LinkKind
-from estimator.probe.cluster.findings import ClusterFindings, Member, World, from_plain
+from estimator.probe.cluster.findings import ClusterFindings, Member, World
 from estimator.probe.cluster.group import Group
-from estimator.probe.cluster.signed_store import SignedStore, Signer, dist
+from estimator.probe.cluster.signed_store import SignedStore, dist
 from estimator.probe.cluster.steps import (
     MEASURING_RATIO,
     ProbePlan,
@@ -137,11 +139,11 @@ def group_of_node(devices: Sequence[Mapping[str, Any]]) -> Group:
     global _own_group
     if _own_group is None:
         members = tuple(
-            Member(rank=rank, host="", device=from_plain(Device, device), machine="")
-            for rank, device in enumerate(devices)
+            Member(rank=rank, host="", device=device, machine="")
+            for rank, device in enumerate(TypeAdapter(list[Device]).validate_python(devices))
         )
         # The group's own store is a file that no other user can read.
         own = dist.PrefixStore("steps", dist.distributed_c10d._get_default_store())
-        store = SignedStore(own, Signer(b""))
+        store = SignedStore(own, b"")
         _own_group = Group(store, World(members=members), dist.get_rank())
     return _own_group

@@ -18,15 +18,6 @@ LEAST_CHARACTERS = 32
 MAKE_ONE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 # PyTorch's own default.
 DEFAULT_PORT = 29500
-# The numbers among torchrun's variables: the least and the most that each can be.
-_NUMBERS = {
-    "RANK": (0, 10**6),
-    "WORLD_SIZE": (1, 10**6),
-    "LOCAL_RANK": (0, 10**6),
-    "LOCAL_WORLD_SIZE": (1, 10**6),
-    "MASTER_PORT": (1, 65535),
-}
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +25,7 @@ class Place:
     """One rank of a launched group, and where rank 0 is to be met.
 
     `local_rank` is None where the launcher does not say; `attempt` tells a restarted group from
-    its predecessor. With `has_store` the launcher itself serves a store at that address. With
-    `is_local` all ranks run on this host.
+    its predecessor. With `has_store` the launcher itself serves a store at that address.
     """
 
     rank: int
@@ -45,15 +35,7 @@ class Place:
     master_port: int = DEFAULT_PORT
     attempt: str = "0"
     has_store: bool = False
-    is_local: bool = False
     secret: bytes = field(repr=False)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ProbeError(
-                f"this is rank {self.rank} of {self.world_size}; start every rank from 0 to one "
-                "below the world size once"
-            )
 
 
 def discover(environment: Mapping[str, str]) -> Place | None:
@@ -64,26 +46,24 @@ def discover(environment: Mapping[str, str]) -> Place | None:
     """
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
-    given = _numbers(environment)
-    size = given["WORLD_SIZE"]
-    is_alone = size in (1, given.get("LOCAL_WORLD_SIZE"))
+    size = _number(environment, "WORLD_SIZE", least=1)
+    is_alone = size in (1, _number(environment, "LOCAL_WORLD_SIZE", default="0"))
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = environment.get("MASTER_ADDR", "")
     if is_alone and not has_store:
-        address = _LOOPBACK
+        address = "127.0.0.1"
     elif not address:
         raise ProbeError(
             "nothing tells the ranks where rank 0 is; export MASTER_ADDR, or start them by torchrun"
         )
     return Place(
-        rank=given["RANK"],
+        rank=_number(environment, "RANK", most=size - 1),
         world_size=size,
-        local_rank=given.get("LOCAL_RANK"),
+        local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None,
         master_address=address,
-        master_port=given.get("MASTER_PORT", DEFAULT_PORT),
+        master_port=_number(environment, "MASTER_PORT", 1, 65535, default=str(DEFAULT_PORT)),
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         has_store=has_store,
-        is_local=is_alone or is_loopback(address),
         secret=given_secret(environment),
     )
 
@@ -115,16 +95,14 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _numbers(environment: Mapping[str, str]) -> dict[str, int]:
-    """The numbers among torchrun's variables that are there; raises ProbeError."""
-    numbers = {}
-    for name, (least, most) in _NUMBERS.items():
-        if (text := environment.get(name)) is not None:
-            try:
-                numbers[name] = parse_whole(text, least=least, most=most)
-            except ValueError as error:
-                raise ProbeError(f"{name}: {error}, or unset it") from None
-    return numbers
+def _number(
+    environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**6, default: str = ""
+) -> int:
+    """A number among torchrun's variables; raises ProbeError."""
+    try:
+        return parse_whole(environment.get(name, default), least=least, most=most)
+    except ValueError as error:
+        raise ProbeError(f"{name}: {error}, or unset it") from None
 
 
 def own_address_towards(address: str) -> str:

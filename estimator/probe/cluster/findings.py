@@ -5,16 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter
+from functools import cached_property
 
 from estimator.machines.profile import (
     CollectiveCost,
     Contention,
     Device,
-    DeviceKind,
     Link,
     Locality,
     MachineProfile,
@@ -41,52 +37,36 @@ class Member:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-Kind = TypeVar("Kind")
-
-
-def from_plain(kind: type[Kind], data: Any) -> Kind:
-    """A dataclass of that kind from the JSON values of `dataclasses.asdict`."""
-    built: Kind = _adapter(kind).validate_python(data)
-    return built
-
-
-_adapter: Any = cache(TypeAdapter)
-
-
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The members that take part, in the order of their ranks in the process group.
 
     Positions are those ranks. `switches` are those from each node up to the root, of nodes that a
-    cluster file names; None without such a file.
+    cluster file names.
     """
 
     members: tuple[Member, ...]
-    switches: Mapping[str, Sequence[str]] | None = None
+    switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, members: Sequence[Member], cluster: Cluster | None) -> World:
-        """Members node by node, nodes so that a ring leaves a rack once.
+        """Members, given by rank, node by node, nodes so that a ring leaves a rack once.
 
         In any other order flows of a ring meet on the uplinks of racks. Within a rack, nodes are in
         the order of their first ranks.
         """
-        first_rank: dict[str, int] = {}
-        for member in sorted(members, key=lambda member: member.rank):
-            first_rank.setdefault(member.host, member.rank)
-        above: dict[str, Sequence[str]] = {}
+        first_rank = {member.host: member.rank for member in reversed(members)}
+        switches: dict[str, Sequence[str]] = {}
         if cluster is not None:
             for host in first_rank:
                 # What the file calls it: its host name, with or without its domain.
-                names = (host, host.split(".")[0])
-                if name := next((name for name in names if name in cluster.nodes), None):
-                    above[host] = cluster.switches_above(name)
+                for name in (host.split(".")[0], host):
+                    if name in cluster.nodes:
+                        switches[host] = cluster.switches_above(name)
 
-        def place(member: Member) -> tuple[tuple[str, ...], int, int]:
-            host = member.host
-            return tuple(reversed(above.get(host, ()))), first_rank[host], member.rank
+        def place(member: Member) -> tuple[tuple[str, ...], int]:
+            return tuple(reversed(switches.get(member.host, ()))), first_rank[member.host]
 
-        switches = None if cluster is None else above
         return cls(members=tuple(sorted(members, key=place)), switches=switches)
 
     @cached_property
@@ -118,30 +98,17 @@ class World:
         return tuple(self.members[position].device for position in self.nodes[self.home.host])
 
     @property
-    def device_kind(self) -> DeviceKind:
-        """What the members' devices are."""
-        return self.members[0].device.kind
-
-    @property
     def backend(self) -> str:
         """What the members' devices communicate with."""
-        return "nccl" if self.device_kind == "cuda" else "gloo"
+        return "nccl" if self.home.device.kind == "cuda" else "gloo"
 
     def hosts(self, positions: Sequence[int]) -> tuple[str, ...]:
         """The node of each position."""
         return tuple(self.members[position].host for position in positions)
 
-    def _above(self, host: str) -> Sequence[str]:
-        return (self.switches or {}).get(host, ())
-
     def rack_of(self, host: str) -> str:
         """The switch that a node hangs on; without a cluster file all hang on one."""
-        return (*self._above(host), "")[0]
-
-    def unknown_hosts(self) -> tuple[str, ...]:
-        """Nodes that the cluster file does not name."""
-        known = self.nodes if self.switches is None else self.switches
-        return tuple(host for host in self.nodes if host not in known)
+        return (*self.switches.get(host, ()), "")[0]
 
     def locality(self, host: str, other: str) -> Locality:
         """How far apart two nodes are."""
@@ -154,9 +121,9 @@ class World:
         other in its queues. Without a cluster file everything may go through one cable, so that is
         what is said.
         """
-        if self.switches is None or {host, other} & set(self.unknown_hosts()):
+        if not {host, other} <= self.switches.keys():
             return frozenset({"the network"})
-        ups, downs = set(self._above(host)), set(self._above(other))
+        ups, downs = set(self.switches[host]), set(self.switches[other])
         return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})
 
 
@@ -200,9 +167,6 @@ _SLOW_COMPUTE_RATIO = 1.25
 _SLOW_LINK_RATIO = 0.7
 
 
-_MEASURED = ("links", "network", "collectives", "overlaps", "contentions")
-
-
 @dataclass(slots=True, kw_only=True)
 class ClusterFindings:
     """Everything found so far; whole at any moment. `remarks` are sentences for people."""
@@ -217,11 +181,6 @@ class ClusterFindings:
     rank_jitter_ratio: float | None = None
     missing: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing of the network was measured."""
-        return self.pairs is None and not any(getattr(self, name) for name in _MEASURED)
 
     def merged(
         self, base: MachineProfile, *, name: str, world: World, used_s: float
@@ -261,15 +220,13 @@ class ClusterFindings:
 
 def unequal_versions(world: World) -> dict[str, str]:
     """``{"torch on b, c": "2.12"}`` for what nodes run in another version than rank 0."""
-    members, ours = world.members, world.home.versions
-    others: dict[tuple[str, str], list[str]] = {}
-    for member in members:
+    ours = world.home.versions
+    others: dict[tuple[str, str], dict[str, None]] = {}
+    for member in world.members:
         for package in sorted({*member.versions, *ours}):
             version = member.versions.get(package, "none")
             if version != ours.get(package, "none"):
-                hosts = others.setdefault((package, version), [])
-                if member.host not in hosts:
-                    hosts.append(member.host)
+                others.setdefault((package, version), {})[member.host] = None
     return {
         f"{package} on {', '.join(hosts)}": version for (package, version), hosts in others.items()
     }

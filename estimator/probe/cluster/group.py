@@ -18,15 +18,15 @@ class Group:
 
     def __init__(self, store: SignedStore, world: World, rank: int) -> None:
         self.store, self.world, self.rank = store, world, rank
-        self.home = world.members.index(world.home)
-        self.kind = world.device_kind
-        self._handles: dict[tuple[int, ...], Any] = {}
+        self.kind = world.home.device.kind
+        # Of all ranks torch has made one.
+        self._handles: dict[tuple[int, ...], Any] = {tuple(range(len(world.members))): None}
         self._count = 0
 
     @property
     def is_home(self) -> bool:
         """Whether everything comes together on this rank."""
-        return self.rank == self.home
+        return self.world.members[self.rank] is self.world.home
 
     def agreed(self, value: Any = None) -> Any:
         """The JSON value that the home rank gives, on all ranks."""
@@ -39,8 +39,6 @@ class Group:
     def handle(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks, which all ranks of the world make together."""
         ranks = tuple(ranks)
-        if ranks == tuple(range(len(self.world.members))):
-            return None
         if ranks not in self._handles:
             self._handles[ranks] = dist.new_group(list(ranks))
         return self._handles[ranks]

@@ -13,17 +13,18 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from estimator import __version__
 from estimator.errors import EstimatorError, ProbeError, sentence
 from estimator.machines.profile import DeviceKind
 from estimator.probe.cluster.discovery import Place, interface_of, own_address_towards
-from estimator.probe.cluster.findings import Member, World, from_plain
+from estimator.probe.cluster.findings import World
 from estimator.probe.cluster.group import Group
 from estimator.probe.cluster.signed_store import SignedStore, dist, open_session
 from estimator.probe.cluster.steps import ProbePlan, run_steps
@@ -37,8 +38,6 @@ _BEAT_EVERY_S = 0.5
 # itself that rank 0's store is gone.
 _LATE_S, _LAST_WORDS_S = 20, 2.0
 _UNREACHABLE = 2
-# Of a reason to fail.
-_MOST_CHARACTERS = 1000
 
 
 def take_part(place: Place, *, kind: DeviceKind | None = None) -> str:
@@ -59,8 +58,7 @@ def take_part(place: Place, *, kind: DeviceKind | None = None) -> str:
                 f"rank {rank} was answered as another process of that rank; start every rank once"
             )
         store.post(f"ended/{rank}", run_share(place.rank, store, order, ProbePlan()))
-        store.await_value("never")
-        return ""
+        return str(store.await_value("never"))
 
 
 def versions() -> dict[str, str]:
@@ -80,7 +78,7 @@ def own_facts(place: Place, kind: DeviceKind | None) -> dict[str, Any]:
     try:
         gpus = [device for device in choose_devices(cpu, kind=kind) if device.kind == "cuda"]
     except ProbeError as error:
-        gpus, failure = [], _words(error)
+        gpus, failure = [], str(error)
     return {
         "host": socket.gethostname(),
         "address": own_address_towards(place.master_address),
@@ -98,12 +96,14 @@ def run_share(rank: int, store: SignedStore, order: Mapping[str, Any], plan: Pro
 
     The calling thread and those that it starts stay on the device's cores.
     """
-    members = tuple(from_plain(Member, member) for member in order["members"])
-    own = next((n for n, member in enumerate(members) if member.rank == rank), None)
+    world = TypeAdapter(World).validate_python(order["world"])
+    own = next((n for n, member in enumerate(world.members) if member.rank == rank), None)
     if own is None:
         return f"rank {rank} was taken for lost"
-    world, device = World(members=members, switches=order["switches"]), members[own].device
-    if interface := _interface(members[own], members):
+    host, device = world.members[own].host, world.members[own].device
+    # Ranks of one node alone meet over the loopback.
+    peer = next((member.address for member in world.members if member.host != host), None)
+    if peer and (interface := interface_of(own_address_towards(peer))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Those of torch would stand between the sentences of the probe.
     warnings.simplefilter("ignore")
@@ -111,16 +111,11 @@ def run_share(rank: int, store: SignedStore, order: Mapping[str, Any], plan: Pro
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
         # Its waits last as long as those of the process group.
-        addresses = store.part("world", timeout_s=order["timeout_s"])
+        timeout_s, size = order["timeout_s"], len(world.members)
+        addresses = dist.PrefixStore("world", store.clone(timeout_s))
         with (
             pinned(device.cores, threads=max(1, len(device.cores))),
-            process_group(
-                device.kind,
-                addresses,
-                rank=own,
-                world_size=len(members),
-                timeout_s=order["timeout_s"],
-            ),
+            process_group(device.kind, addresses, rank=own, world_size=size, timeout_s=timeout_s),
         ):
             group = Group(store, world, own)
             run_steps(group, plan, seconds=order["left_s"], all_pairs=order["all_pairs"])
@@ -128,20 +123,8 @@ def run_share(rank: int, store: SignedStore, order: Mapping[str, Any], plan: Pro
             dist.barrier()
     # What torch, gloo and NCCL raise where a peer is lost, memory runs out or an operator fails.
     except (EstimatorError, RuntimeError, LookupError, OSError, TypeError, ValueError) as error:
-        return _words(error) or type(error).__name__
+        return sentence(str(error)) or type(error).__name__
     return ""
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_CHARACTERS]
-
-
-def _interface(own: Member, members: Sequence[Member]) -> str | None:
-    """Where the other nodes are; ranks of one node alone meet over the loopback."""
-    peer = next((member.address for member in members if member.host != own.host), None)
-    if peer is not None:
-        return interface_of(own_address_towards(peer))
-    return "lo" if sys.platform == "linux" else None
 
 
 class Heartbeat:
@@ -178,8 +161,7 @@ class Heartbeat:
                 if self._store.read("over"):
                     self._store.post(f"left/{self._rank}", True)
                     os._exit(0)
-                now = self._store.read("beat/0")
-                if now != heard:
+                if (now := self._store.read("beat/0")) != heard:
                     heard, self._silent_s = now, 0
         except ProbeError as error:
             # The main thread meets the same and says it, unless it waits for a rank that is lost.

@@ -9,8 +9,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,11 +17,8 @@ import torch.distributed as torch_distributed
 
 from estimator.errors import ProbeError
 from estimator.probe.cluster.discovery import VARIABLE, Place, is_loopback
-from estimator.units import MIB
 
 dist: Any = torch_distributed
-# The longest message is what a rank says of every pair of some thousand nodes, some megabytes.
-MAX_MESSAGE_BYTES = 16 * MIB
 _DIGEST = "sha256"
 _MAC_CHARACTERS = 64
 # A question to the store takes milliseconds, unless the way to it is broken.
@@ -32,35 +28,22 @@ _FOREVER = timedelta(days=1)
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Signer:
-    """HMAC-SHA256 (RFC 2104) over a message and the key of the store under which it stands.
+def signed(secret: bytes, key: str, body: bytes) -> bytes:
+    """HMAC-SHA256 (RFC 2104) of a body and the key under which it stands, then the body.
 
-    A key names the speaker and the number of the message, and the secret is of one session: bytes
-    copied to another key or kept from another session do not verify, so that replays are refused.
+    In hexadecimal digits. A key names the speaker and the number of the message, and the secret is
+    of one session: bytes copied to another key or kept from another session do not verify, so that
+    replays are refused.
     """
+    name = key.encode()
+    text = len(name).to_bytes(8, "big") + name + body
+    return hmac.digest(secret, text, _DIGEST).hex().encode() + body
 
-    secret: bytes = field(repr=False)
 
-    def derived(self, *names: str) -> Signer:
-        """A signer for one purpose, unlike that for any other."""
-        # Signed texts begin with a length, whose first byte is 0.
-        text = b"\xff" + json.dumps(names).encode()
-        return Signer(hmac.digest(self.secret, text, _DIGEST))
-
-    def sign(self, key: str, body: bytes) -> bytes:
-        """The signature in hexadecimal digits, then the body."""
-        return self._mac(key, body) + body
-
-    def verified(self, key: str, signed: bytes) -> bytes | None:
-        """The body; None where it was not signed by this secret for this key."""
-        mac, body = signed[:_MAC_CHARACTERS], signed[_MAC_CHARACTERS:]
-        return body if hmac.compare_digest(mac, self._mac(key, body)) else None
-
-    def _mac(self, key: str, body: bytes) -> bytes:
-        name = key.encode()
-        text = len(name).to_bytes(8, "big") + name + body
-        return hmac.digest(self.secret, text, _DIGEST).hex().encode()
+def verified(secret: bytes, key: str, text: bytes) -> bytes | None:
+    """The body of what was signed; None where it was not by this secret for this key."""
+    body = text[_MAC_CHARACTERS:]
+    return body if hmac.compare_digest(text, signed(secret, key, body)) else None
 
 
 class SignedStore(dist.Store):  # type: ignore[misc]
@@ -73,27 +56,24 @@ class SignedStore(dist.Store):  # type: ignore[misc]
     Python overrides.
     """
 
-    def __init__(self, store: Any, signer: Signer) -> None:
+    def __init__(self, store: Any, secret: bytes) -> None:
         super().__init__()
-        self._store, self.signer = store, signer
+        self._store, self._secret = store, secret
         self.forged: set[str] = set()
         self._clones: list[SignedStore] = []
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:
         """Sign a value and set it."""
-        body = value.encode() if isinstance(value, str) else value
-        self._store.set(key, self.signer.sign(key, body))
+        self._store.set(key, signed(self._secret, key, value))
 
     def get(self, key: str) -> bytes:
         """The value of a key once one is there that was signed."""
         deadline = time.monotonic() + self._store.timeout.total_seconds()
-        while True:
-            body = self.signer.verified(key, self._store.get(key))
-            if body is not None:
-                return body
+        while (body := verified(self._secret, key, self._store.get(key))) is None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody of this launch has signed '{key}'")
             time.sleep(_POLL_S)
+        return body
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; its new value."""
@@ -107,40 +87,26 @@ class SignedStore(dist.Store):  # type: ignore[misc]
         """Wait until something is there under all the keys."""
         self._store.wait(list(keys), timeout or self._store.timeout)
 
-    def clone(self) -> SignedStore:
-        """Another connection to the same store, as NCCL's watchdog wants it."""
-        self._clones.append(SignedStore(self._store.clone(), self.signer))
-        return self._clones[-1]
-
-    def part(self, name: str, *, timeout_s: float) -> SignedStore:
-        """Another connection to what stands under a name, whose signatures hold there alone."""
+    def clone(self, timeout_s: float | None = None) -> SignedStore:
+        """Another connection to the same store, as each thread and NCCL's watchdog want it."""
         own = self._store.clone()
-        own.set_timeout(timedelta(seconds=timeout_s))
-        return SignedStore(dist.PrefixStore(name, own), self.signer.derived(name))
+        if timeout_s is not None:
+            own.set_timeout(timedelta(seconds=timeout_s))
+        self._clones.append(SignedStore(own, self._secret))
+        return self._clones[-1]
 
     def post(self, key: str, value: Any) -> None:
         """Set a key to a JSON value; raises ProbeError where the store is gone."""
-        body = json.dumps(value, allow_nan=False)
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise ProbeError(
-                f"a message of {len(body)} bytes is longer than the {MAX_MESSAGE_BYTES} that ranks "
-                "read; probe with a smaller --budget"
-            )
-        try:
-            self.set(key, body)
-        except RuntimeError:
-            raise _gone() from None
+        with _reached():
+            self.set(key, json.dumps(value, allow_nan=False).encode())
 
     def read(self, key: str) -> Any:
         """The JSON value of a key; None where no message of this launch is there."""
-        try:
-            signed = self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError:
-            raise _gone() from None
-        if signed is None:
+        with _reached():
+            text = self._store.get(key) if self._store.check([key]) else None
+        if text is None:
             return None
-        body = self.signer.verified(key, signed) if len(signed) <= 2 * MAX_MESSAGE_BYTES else None
-        if body is None:
+        if (body := verified(self._secret, key, text)) is None:
             self.forged.add(key)
             return None
         return json.loads(body)
@@ -151,44 +117,42 @@ class SignedStore(dist.Store):  # type: ignore[misc]
         Whoever waits is ended by its heartbeat, or by whoever started it.
         """
         while True:
-            try:
+            with _reached():
                 self._store.wait([key], _FOREVER)
-            except RuntimeError:
-                raise _gone() from None
             if (value := self.read(key)) is not None:
                 return value
             time.sleep(_POLL_S)
 
 
-def _gone() -> ProbeError:
-    return ProbeError("rank 0's store is gone, so this rank ends too; see what rank 0 said")
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Around what the store is asked: raises ProbeError where that is gone."""
+    try:
+        yield
+    except RuntimeError:
+        raise ProbeError(
+            "rank 0's store is gone, so this rank ends too; see what rank 0 said"
+        ) from None
 
 
-def connect(
-    address: str,
-    port: int,
-    *,
-    listener: socket.socket | None = None,
-    timeout_s: float = _ANSWER_S,
-) -> Any:
-    """torch's TCPStore at `address`: the one served here on `listener`, or rank 0's.
-
-    Raises ProbeError where there is none. Each thread needs a connection of its own.
-    """
+def _connected(place: Place, timeout_s: float) -> Any:
+    """torch's TCPStore where the ranks meet, which rank 0 serves where the launcher does not."""
+    serves = place.rank == 0 and not place.has_store
+    listener = listen(place) if serves else None
     try:
         store = dist.TCPStore(
-            address,
-            port,
-            is_master=listener is not None,
+            place.master_address,
+            place.master_port,
+            is_master=serves,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach() if listener is not None else None,
+            master_listen_fd=listener.detach() if listener else None,
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise ProbeError(
-            f"rank 0 does not answer at {address}:{port} ({reason}); check that it runs and that "
-            "the port is open between the nodes"
+            f"rank 0 does not answer at {place.master_address}:{place.master_port} ({reason}); "
+            "check that it runs and that the port is open between the nodes"
         ) from None
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     return store
@@ -206,7 +170,7 @@ def listen(place: Place) -> socket.socket:
         addresses = [(family, str(where[0])) for family, _, _, _, where in found]
     last: OSError | None = None
     for family, address in (*addresses, (socket.AF_INET, "")):
-        if is_loopback(address) and not place.is_local:
+        if is_loopback(address) and not is_loopback(place.master_address):
             continue
         try:
             return socket.create_server((address, place.master_port), family=family, backlog=4096)
@@ -221,25 +185,13 @@ def listen(place: Place) -> socket.socket:
 
 
 def open_session(place: Place, timeout_s: float) -> SignedStore:
-    """The store of this run, which rank 0 serves where the launcher does not; raises ProbeError."""
-    serves = place.rank == 0 and not place.has_store
-    store = connect(
-        place.master_address,
-        place.master_port,
-        listener=listen(place) if serves else None,
-        timeout_s=timeout_s,
-    )
-    return session_of(store, place, timeout_s)
-
-
-def session_of(store: Any, place: Place, timeout_s: float) -> SignedStore:
-    """What is this run's of a store: rank 0 draws its number, for which all later signatures hold.
+    """The store of this run; rank 0 draws its number, for which all later signatures hold.
 
     That others hear this run's and no earlier one shows in rank 0's answer to a number of theirs.
     Raises ProbeError where rank 0 has another secret than they, or says nothing so long.
     """
-    own = dist.PrefixStore(f"estimator/{place.attempt}", store)
-    launch, nonce = SignedStore(own, Signer(place.secret)), None
+    own = dist.PrefixStore(f"estimator/{place.attempt}", _connected(place, timeout_s))
+    launch, nonce = SignedStore(own, place.secret), None
     if place.rank == 0:
         nonce = secrets.token_hex(16)
         launch.post("session", nonce)
@@ -256,4 +208,5 @@ def session_of(store: Any, place: Place, timeout_s: float) -> SignedStore:
                 "together"
             )
         time.sleep(_POLL_S)
-    return SignedStore(own, launch.signer.derived("session", nonce))
+    # Unlike all that is signed, which begins with a length whose first byte is 0.
+    return SignedStore(own, hmac.digest(place.secret, b"\xff" + nonce.encode(), _DIGEST))

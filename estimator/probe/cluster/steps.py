@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
@@ -56,26 +56,27 @@ FEW_NODES = 16
 
 @dataclass(slots=True, kw_only=True)
 class ProbePlan:
-    """What was found, whole on the home rank alone.
+    """What was found, whole on the home rank alone, and the names of the steps that are `left`.
 
-    That calls `keep` whenever there is something new, `begin` with the names of the steps that are
-    left before each, and `say` with sentences for people.
+    The home rank calls `keep` whenever there is something new, and `say` with sentences for people.
     """
 
     findings: ClusterFindings = field(default_factory=lambda: ClusterFindings(at=""))
     keep: Callable[[], None] = lambda: None
-    begin: Callable[[list[str]], None] = lambda steps: None
+    left: list[str] = field(default_factory=list)
     say: Callable[[str], None] = lambda sentence: None
 
-    def miss(self, sentence: str) -> None:
+    def miss(self, *sentences: str) -> None:
         """Keep and say what was not measured, and why."""
-        self.findings.missing.append(sentence)
-        self.say(f"not measured: {sentence}")
+        self.findings.missing += sentences
+        for sentence in sentences:
+            self.say(f"not measured: {sentence}")
 
-    def remark(self, sentence: str) -> None:
+    def remark(self, *sentences: str) -> None:
         """Keep and say what else is worth knowing."""
-        self.findings.remarks.append(sentence)
-        self.say(sentence)
+        self.findings.remarks += sentences
+        for sentence in sentences:
+            self.say(sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,11 @@ def run_steps(group: Group, plan: ProbePlan, *, seconds: float, all_pairs: bool 
     steps = steps_of(group.world, all_pairs=all_pairs)
     for number, step in enumerate(steps):
         rest = steps[number:]
-        names = [one.name for one in rest]
+        plan.left = [one.name for one in rest]
         left_s = group.agreed(ends_at - time.monotonic())
         if left_s < LEAST_STEP_S:
-            plan.miss(f"{', '.join(names)}: the budget was over")
+            plan.miss(f"{', '.join(plan.left)}: the budget was over")
             return
-        plan.begin(names)
         planned_s = left_s * step.share / sum(one.share for one in rest)
         if reason := step.measure(group, plan, planned_s):
             plan.miss(f"{step.name}: {reason}")
@@ -138,8 +138,7 @@ def node_speeds(group: Group, plan: ProbePlan, _seconds: float) -> None:
     """How long one device of each node takes for the same matmul."""
     reports = group.measured(group.world.firsts, _time_canary)
     taken_s = {host: mine[0] for host, mine in zip(group.world.nodes, reports, strict=False)}
-    for sentence in slow_nodes(taken_s):
-        plan.remark(sentence)
+    plan.remark(*slow_nodes(taken_s))
 
 
 def _time_canary(*, kind: DeviceKind, **_more: Any) -> list[float]:
@@ -206,11 +205,9 @@ def every_pair(group: Group, plan: ProbePlan, seconds: float) -> str:
     if not pairs:
         return "the budget was over"
     plan.findings.pairs = pair_matrix(hosts, pairs, at=plan.findings.at)
-    for sentence in slow_links(plan.findings.pairs):
-        plan.remark(sentence)
-    if len(pairs) < len(chosen):
-        return f"{len(chosen) - len(pairs)} of {len(chosen)}: the budget was over"
-    return ""
+    plan.remark(*slow_links(plan.findings.pairs))
+    missing = len(chosen) - len(pairs)
+    return f"{missing} of {len(chosen)}: the budget was over" if missing else ""
 
 
 def _node_pairs(
@@ -242,15 +239,13 @@ def measure_pairs(
     }
 
 
-def _slow_pairs(
-    world: World, timed: Mapping[tuple[str, str], Mapping[str, Any]]
-) -> list[tuple[str, str]]:
+def _slow_pairs(world: World, timed: PairMessages) -> list[tuple[str, str]]:
     """The pairs that look slow among those of the same locality."""
     rates = {pair: _rate_bytes_per_s(message) for pair, message in timed.items()}
     usual: dict[str, float] = {}
     for locality in ("rack", "cluster"):
         near = [rate for pair, rate in rates.items() if world.locality(*pair) == locality]
-        usual[locality] = statistics.median(near) if near else 0.0
+        usual[locality] = statistics.median(near or [0.0])
     return [
         pair for pair, rate in rates.items() if rate < _SLOW_RATIO * usual[world.locality(*pair)]
     ]
@@ -321,20 +316,11 @@ def measure_collectives(
     groups: Sequence[Sequence[int]] = (),
 ) -> None:
     """Time collectives over `ranks`, or over several `groups` of them at the same time."""
-    world, rank = group.world, group.rank
-    handles = {tuple(own): group.handle(own) for own in groups}
-
-    def measure(*, kind: DeviceKind, group: Any) -> Iterator[Any]:
-        own = next((handle for own, handle in handles.items() if rank in own), group)
-        return time_collectives(
-            parts,
-            kind=kind,
-            group=own,
-            meeting=group,
-            sizes_bytes=sizes_bytes,
-            budget_s=MEASURING_RATIO * seconds,
-        )
-
+    world = group.world
+    handles = {tuple(each): group.handle(each) for each in groups or [ranks]}
+    own = next((handle for each, handle in handles.items() if group.rank in each), None)
+    budget_s = MEASURING_RATIO * seconds
+    measure = partial(time_collectives, parts, own=own, sizes_bytes=sizes_bytes, budget_s=budget_s)
     reports = group.measured(ranks, measure)
     if not reports:
         return
@@ -343,8 +329,7 @@ def measure_collectives(
         size = len(groups[0])
         costs = [replace(cost, group_size=size, nodes=1, hosts=cost.hosts[:size]) for cost in costs]
     plan.findings.collectives += costs
-    for note in notes:
-        plan.miss(note)
+    plan.miss(*notes)
     plan.keep()
 
 
@@ -410,13 +395,12 @@ def _overlap_cases(
     def seconds(size: int) -> float:
         return _OVERLAP_FACTOR * (cost.latency_s + size / cost.bandwidth_bytes_per_s)
 
-    largest = next((size for size in _OVERLAP_SIZES_BYTES if seconds(size) <= planned_s), None)
+    largest = next((size for size in _OVERLAP_SIZES_BYTES if seconds(size) <= planned_s), MIB)
     cases: list[tuple[int, int]] = []
-    if largest is not None:
-        left_s = planned_s
-        for size, flights in dict.fromkeys(((largest, 1), (largest, 2), (MIB, 1))):
-            taken_s = seconds(size * flights)
-            if taken_s <= left_s:
-                cases.append((size, flights))
-                left_s -= taken_s
+    left_s = planned_s
+    for size, flights in dict.fromkeys(((largest, 1), (largest, 2), (MIB, 1))):
+        taken_s = seconds(size * flights)
+        if taken_s <= left_s:
+            cases.append((size, flights))
+            left_s -= taken_s
     return cases

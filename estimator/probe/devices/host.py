@@ -284,11 +284,11 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         emit(costs)
 
 
-def _host_s(backend: Backend, call: Callable[[], object], *, rounds: int = _ROUNDS) -> float:
+def _host_s(backend: Backend, call: Callable[[], object]) -> float:
     """Median host seconds of `call`; the device is idle before and drained after each."""
     call()
     seconds = []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         backend.synchronize()
         begin = time.perf_counter()
         call()

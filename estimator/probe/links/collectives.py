@@ -50,8 +50,6 @@ _TRIMMED_RATIO = 0.05
 # other calls, and what it takes to start and to time NCCL's calls is shared by more of them.
 _QUEUED = {"cpu": (32 * MIB, 8), "cuda": (256 * MIB, 20)}
 
-# (bytes, entered, left, calls): of some calls in a row that nobody waits for before the last.
-Window = tuple[float, float, float, int]
 # (planned seconds of computing, bytes, begun to compute, entered, left): of one call.
 BlockingCall = tuple[float, float, float, float, float]
 Message = dict[str, Any]
@@ -149,20 +147,20 @@ def time_collectives(
     *,
     kind: str,
     group: Any,
-    meeting: Any,
+    own: Any,
     sizes_bytes: Sequence[int],
     budget_s: float,
 ) -> Iterator[Message]:
-    """What this rank saw of collectives over its process group `group`.
+    """What this rank saw of collectives over its `own` process group.
 
-    All ranks of `meeting` time theirs at the same time. Yields ``{"op", "windows"}`` after every
-    size, windows being (bytes, entered, left, calls) on the clock of the first rank of `meeting`;
+    All ranks of `group` time theirs at the same time. Yields ``{"op", "windows"}`` after every
+    size, windows being (bytes, entered, left, calls) on the clock of the first rank of `group`;
     of blocking calls ``{"op", "blocking"}``; of pairs ``{"op", "one", "two"}`` for one all-reduce
     and for two at once; ``{"op", "unsupported"}`` where the backend lacks the op. A time runs from
     when the last rank entered to when the last rank left; sizes follow nccl-tests.
     """
     end = time.perf_counter() + budget_s
-    timer = CallTimer(kind, sizes_bytes, group=group, meeting=meeting)
+    timer = CallTimer(kind, sizes_bytes, group=own, meeting=group)
     lacking: set[str] = set()
     for number, part in enumerate(parts):
         if part.op in lacking:

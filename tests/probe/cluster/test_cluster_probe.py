@@ -23,7 +23,7 @@ from estimator.cli.main import main
 from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
-from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, device_of, members_of
+from estimator.probe.cluster.cluster_probe import ClusterRequest, Silence, members_of
 from estimator.probe.cluster.discovery import VARIABLE
 from estimator.probe.cluster.findings import Member, World, other_machines, unequal_versions
 from estimator.probe.cluster.rank import Heartbeat
@@ -363,8 +363,10 @@ def test_ranks_have_the_gpus_of_their_numbers_and_no_more_than_there_are() -> No
     assert "3 ranks were started on a node with 2 GPUs" in refused["2"]
     # Where the launcher shows each rank one of its own, that is its first.
     facts = {rank: {**facts[rank], "gpus": both["gpus"][:1]} for rank in range(2)}
-    assert device_of(facts, 1, None, on_cpu=False).index == 0
-    assert device_of(facts, 0, None, on_cpu=True).kind == "cpu"
+    (first, second), _ = members_of(facts, ClusterRequest(), 2)
+    assert (first.device.index, second.device.index) == (0, 0)
+    (first, second), _ = members_of(facts, ClusterRequest(name="local-cpu"), 2)
+    assert (first.device.kind, second.device.kind) == ("cpu", "cpu")
 
 
 def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
@@ -375,13 +377,10 @@ def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
         members_of(facts, ClusterRequest(base=small_profile), 3)
 
 
-def test_a_rank_that_does_not_come_or_has_no_host_name_is_left_out() -> None:
-    # The name becomes a part of the name of a file.
-    facts = {0: facts_of("a", [0]), 2: facts_of("../etc/cron.d/x", [0])}
-    members, refused = members_of(facts, ClusterRequest(), 3)
+def test_a_rank_that_does_not_come_is_left_out() -> None:
+    members, refused = members_of({0: facts_of("a", [0])}, ClusterRequest(), 2)
     assert [member.rank for member in members] == [0]
-    assert refused["1"] == "rank 1 did not start within 55 s"
-    assert refused["2"].startswith("rank 2 calls its node '../etc")
+    assert refused == {"1": "rank 1 did not start within 55 s"}
     with pytest.raises(ProbeError, match="rank 0 did not start"):
         members_of({1: facts_of("a", [0])}, ClusterRequest(), 2)
 
@@ -397,13 +396,23 @@ def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
     assert silence.is_alive(1, 1, tick_s=0.1), "and alive again with the next beat"
 
 
+# The command, as `python -m estimator.probe` runs it, but with ten times as long as it measures.
+COMMAND = """
+from estimator.probe.__main__ import main
+from estimator.probe.cluster import steps
+
+steps.MEASURING_RATIO /= 10
+main()
+"""
+
+
 def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
     """The commands of two ranks on this machine, which write out.json."""
     from tests.conftest import make_small_profile
 
     make_small_profile("base").save(folder / "base.json")
     files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
-    command = [sys.executable, "-m", "estimator.probe", "--budget", "20", *files]
+    command = [sys.executable, "-c", COMMAND, "--budget", "150", *files]
     port = free_port()
     return [(command, local_rank(rank, 2, port)) for rank in range(2)]
 
@@ -417,9 +426,9 @@ def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
             rank.send_signal(signal.SIGINT)
             rank.send_signal(signal.SIGTERM)
             if rank is second:
-                rank.wait(timeout=20)
+                rank.wait(timeout=60)
                 time.sleep(0.5)
-        _, said = first.communicate(timeout=20)
+        _, said = first.communicate(timeout=60)
         assert first.returncode == 0, said
     profile = load_profile(tmp_path / "out.json")
     (cost,) = (cost for cost in profile.collectives if cost.hosts)

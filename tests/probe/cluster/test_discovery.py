@@ -9,6 +9,7 @@ from estimator.probe.cluster.discovery import (
     VARIABLE,
     discover,
     interface_of,
+    is_loopback,
     own_address_towards,
 )
 
@@ -68,8 +69,7 @@ def test_ranks_on_one_host_meet_on_the_loopback(
 ) -> None:
     place = discover({**environment, **SECRET})
     assert place is not None
-    assert place.is_local
-    assert place.master_address in ("127.0.0.1", "localhost", "::1")
+    assert is_loopback(place.master_address)
 
 
 def test_without_a_launcher_there_is_no_place() -> None:
@@ -80,7 +80,7 @@ def test_without_a_launcher_there_is_no_place() -> None:
     ("environment", "words"),
     [
         ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK: 'one' is no whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "this is rank 2 of 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK: '2' is not from 0 to 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "export MASTER_ADDR"),
         ({**TWO_HOSTS, "MASTER_PORT": "99999"}, "MASTER_PORT: '99999' is not from 1 to 65535"),
     ],

@@ -14,7 +14,7 @@ from estimator.probe.cluster import steps
 from estimator.probe.cluster.discovery import Place
 from estimator.probe.cluster.findings import Member, World
 from estimator.probe.cluster.group import Group
-from estimator.probe.cluster.signed_store import SignedStore, Signer, connect, dist, listen
+from estimator.probe.cluster.signed_store import dist, open_session
 from estimator.probe.devices.ranks import process_group, report, run_on_devices
 from tests.conftest import free_port
 
@@ -36,26 +36,25 @@ def _steps(group: Group) -> None:
     report({"busy": busy, "begun": begun})
 
 
+def place_of(rank: int, port: int) -> Place:
+    return Place(
+        rank=rank, world_size=3, master_address="127.0.0.1", master_port=port, secret=SECRET
+    )
+
+
 def in_step(rank: int, _size: int, arguments: Mapping[str, Any]) -> None:
-    store = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
-    signed = SignedStore(dist.PrefixStore("messages", store), Signer(SECRET))
+    # That of rank 0 is served by whoever has started them.
+    place = replace(place_of(rank, arguments["port"]), has_store=True)
+    store = open_session(place, 60.0)
     members = tuple(Member(rank=n, host="a", device=CORE, machine="m") for n in range(3))
-    addresses = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
+    addresses = dist.PrefixStore("world", store.clone(60.0))
     with process_group("cpu", addresses, rank=rank, world_size=3, timeout_s=60.0):
-        _steps(Group(signed, World(members=members), rank))
+        _steps(Group(store, World(members=members), rank))
 
 
 def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before() -> None:
     port = free_port()
-    place = Place(
-        rank=0,
-        world_size=3,
-        master_address="127.0.0.1",
-        master_port=port,
-        is_local=True,
-        secret=SECRET,
-    )
-    store = connect("127.0.0.1", port, listener=listen(place), timeout_s=10.0)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     found: dict[int, Any] = {}
     run_on_devices(
         [replace(CORE, index=rank) for rank in range(3)],
@@ -71,16 +70,18 @@ def test_ranks_begin_a_measurement_together_though_some_had_nothing_to_do_before
     assert max(begun) - min(begun) < 0.9
     # Everything comes together on rank 0 alone.
     assert [found[rank] for rank in (1, 2)] == [{"busy": [], "begun": []}] * 2
-    assert store.num_keys() > 0
+    assert server.num_keys() > 0
 
 
 def test_what_steps_lack_and_those_that_the_time_has_no_room_for_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[float] = []
+    begun: list[list[str]] = []
 
     def measure(_group: Any, plan: steps.ProbePlan, seconds: float) -> str:
         given.append(seconds)
+        begun.append(plan.left)
         plan.remark("found")
         return "a half of it" if len(given) == 2 else ""
 
@@ -98,9 +99,8 @@ def test_what_steps_lack_and_those_that_the_time_has_no_room_for_are_said(
         def agreed(self, _: float) -> float:
             return next(self.left_s)
 
-    begun: list[list[str]] = []
     said: list[str] = []
-    plan = steps.ProbePlan(begin=begun.append, say=said.append)
+    plan = steps.ProbePlan(say=said.append)
     steps.run_steps(Alone(), plan, seconds=60.0, all_pairs=None)  # type: ignore[arg-type]
     # 60 s by shares of 0.3 in 0.6, then 30 s by 0.1 in 0.3.
     assert given == pytest.approx([30.0, 10.0])

@@ -23,7 +23,7 @@ import torch.distributed as torch_distributed
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.probe.cluster.discovery import VARIABLE
-from estimator.probe.cluster.signed_store import Signer
+from estimator.probe.cluster.signed_store import signed
 from tests.conftest import free_port
 
 dist: Any = torch_distributed
@@ -74,7 +74,7 @@ class Attacker:
     def _post(self, key: str, value: Any) -> None:
         body = json.dumps(value).encode()
         # Half of them without any signature.
-        forged = Signer(b"guessed").sign(key, body) if len(self.forged) % 2 else body
+        forged = signed(b"guessed", key, body) if len(self.forged) % 2 else body
         self.forged[key] = forged
         self.store.set(key, forged)
 

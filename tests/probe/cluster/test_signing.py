@@ -20,12 +20,11 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import Device
 from estimator.probe.cluster.discovery import VARIABLE, Place, given_secret
 from estimator.probe.cluster.signed_store import (
-    MAX_MESSAGE_BYTES,
     SignedStore,
-    Signer,
-    connect,
     listen,
-    session_of,
+    open_session,
+    signed,
+    verified,
 )
 from estimator.probe.devices.ranks import run_on_devices
 from tests.conftest import free_port
@@ -37,43 +36,24 @@ SECRET = "0123456789abcdef" * 2
 def test_a_signature_is_the_hmac_of_the_key_with_its_length_and_the_body() -> None:
     text = b"\0\0\0\0\0\0\0\7round/1" + b"body"
     expected = hmac.new(b"secret", text, hashlib.sha256).hexdigest().encode()
-    assert Signer(b"secret").sign("round/1", b"body") == expected + b"body"
+    assert signed(b"secret", "round/1", b"body") == expected + b"body"
 
 
 @pytest.mark.parametrize(
-    ("signer", "key", "change"),
+    ("secret", "key", "change"),
     [
-        (Signer(b"another"), "round/1", b""),
-        (Signer(b"secret").derived("session", "1"), "round/1", b""),
-        (Signer(b"secret"), "round/2", b""),
-        (Signer(b"secret"), "round/1", b"!"),
+        (b"another", "round/1", b""),
+        (b"secret", "round/2", b""),
+        (b"secret", "round/1", b"!"),
     ],
 )
-def test_other_secrets_sessions_keys_and_bodies_do_not_verify(
-    signer: Signer, key: str, change: bytes
+def test_other_secrets_keys_and_bodies_do_not_verify(
+    secret: bytes, key: str, change: bytes
 ) -> None:
-    signed = Signer(b"secret").sign("round/1", b"body")
-    assert Signer(b"secret").verified("round/1", signed) == b"body"
-    assert signer.verified(key, signed + change) is None
-    assert Signer(b"secret").verified("round/1", b"") is None
-
-
-def test_a_signer_does_not_print_its_secret() -> None:
-    assert "secret'" not in repr(Signer(b"secret"))
-
-
-def test_too_long_a_message_is_not_sent() -> None:
-    store = SignedStore(dist.HashStore(), Signer(b"secret"))
-    with pytest.raises(ProbeError, match="smaller --budget"):
-        store.post("key", "x" * MAX_MESSAGE_BYTES)
-
-
-def test_what_a_forger_fills_the_store_with_is_not_even_looked_at() -> None:
-    inner = dist.HashStore()
-    store = SignedStore(inner, Signer(b"secret"))
-    inner.set("key", "x" * (MAX_MESSAGE_BYTES + 100))
-    assert store.read("key") is None
-    assert store.forged == {"key"}
+    text = signed(b"secret", "round/1", b"body")
+    assert verified(b"secret", "round/1", text) == b"body"
+    assert verified(secret, key, text + change) is None
+    assert verified(b"secret", "round/1", b"") is None
 
 
 # The secret of a launch.
@@ -93,14 +73,19 @@ def test_a_secret_comes_from_the_environment_and_is_long_enough() -> None:
 
 def place_of(secret: str = SECRET, **more: Any) -> Place:
     more = {"rank": 0, "master_address": "127.0.0.1", "master_port": free_port(), **more}
-    return Place(world_size=2, is_local=True, secret=secret.encode(), **more)
+    return Place(world_size=2, secret=secret.encode(), **more)
 
 
 @pytest.fixture
-def served() -> tuple[Place, Any]:
+def served() -> tuple[Place, SignedStore, Any]:
+    """Rank 0's place and session, and its store as anybody reaches it."""
     place = place_of()
-    store = connect(place.master_address, place.master_port, listener=listen(place), timeout_s=10.0)
-    return place, store
+    session = open_session(place, 10.0)
+    return place, session, reached(place.master_port)
+
+
+def reached(port: int) -> Any:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def test_rank_0_listens_on_the_interface_that_leads_to_it_alone() -> None:
@@ -120,10 +105,11 @@ def test_a_taken_port_is_said() -> None:
         listen(place)
 
 
-def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Place, Any]) -> None:
-    place, tcp_store = served
-    first = session_of(tcp_store, place, 1.0)
-    second = session_of(tcp_store, replace(place, rank=1), 1.0)
+def test_messages_of_this_session_are_read_and_replays_are_not(
+    served: tuple[Place, SignedStore, Any],
+) -> None:
+    place, first, tcp_store = served
+    second = open_session(replace(place, rank=1), 1.0)
     first.post("order/0", {"members": []})
     assert second.read("order/0") == {"members": []}
     assert second.read("order/1") is None
@@ -132,28 +118,26 @@ def test_messages_of_this_session_are_read_and_replays_are_not(served: tuple[Pla
     assert second.read("order/1") is None
     assert second.forged == {"order/1"}
     # The next run of the same launch has the same secret, and another session.
-    assert session_of(tcp_store, place, 1.0).read("order/0") is None
+    assert open_session(replace(place, has_store=True), 1.0).read("order/0") is None
 
 
 def test_a_rank_with_another_secret_finds_out_before_it_sends_anything(
-    served: tuple[Place, Any],
+    served: tuple[Place, SignedStore, Any],
 ) -> None:
-    place, tcp_store = served
-    session_of(tcp_store, place, 1.0)
+    place, _, tcp_store = served
     keys = tcp_store.num_keys()
     other = place_of("f" * 32, rank=1, master_port=place.master_port)
     with pytest.raises(ProbeError, match="has another secret than rank 1; give all ranks"):
-        session_of(tcp_store, other, 1.0)
+        open_session(other, 1.0)
     assert tcp_store.num_keys() == keys
 
 
 def test_what_is_posted_later_is_read_though_something_forged_was_there(
-    served: tuple[Place, Any],
+    served: tuple[Place, SignedStore, Any],
 ) -> None:
-    place, tcp_store = served
-    first = session_of(tcp_store, place, 1.0)
+    _, first, tcp_store = served
     raw = dist.PrefixStore("estimator/0", tcp_store)
-    SignedStore(raw, Signer(b"guessed")).post("order/0", "forged")
+    SignedStore(raw, b"guessed").post("order/0", "forged")
     assert first.read("order/0") is None
     # Another thread waits meanwhile, past what is forged.
     own = first.clone()
@@ -166,7 +150,7 @@ def test_what_is_posted_later_is_read_though_something_forged_was_there(
 def test_addresses_of_a_process_group_are_taken_from_its_own_ranks_only() -> None:
     inner = dist.HashStore()
     inner.set_timeout(timedelta(seconds=0.1))
-    store = SignedStore(inner, Signer(b"secret").derived("world/0/0"))
+    store = SignedStore(inner, b"secret")
     store.set("0//cpu//0/0", b"address")
     inner.set("copied", inner.get("0//cpu//0/0"))
     inner.set("forged", "elsewhere")
@@ -174,15 +158,16 @@ def test_addresses_of_a_process_group_are_taken_from_its_own_ranks_only() -> Non
     for key in ("copied", "forged"):
         with pytest.raises(RuntimeError, match=f"has signed '{key}'"):
             store.get(key)
-    # Another group of the same run.
+    # Another session.
     with pytest.raises(RuntimeError):
-        SignedStore(inner, Signer(b"secret").derived("world/1/0")).get("0//cpu//0/0")
+        SignedStore(inner, b"other").get("0//cpu//0/0")
 
 
-def test_a_process_groups_own_copy_of_its_store_checks_too(served: tuple[Place, Any]) -> None:
-    _, tcp_store = served
-    tcp_store.set_timeout(timedelta(seconds=0.2))
-    store = SignedStore(tcp_store, Signer(b"secret"))
+def test_a_process_groups_own_copy_of_its_store_checks_too(
+    served: tuple[Place, SignedStore, Any],
+) -> None:
+    *_, tcp_store = served
+    store = SignedStore(tcp_store, b"secret").clone(0.2)
     store.set("address", b"here")
     copy = dist.PrefixStore("group", store).clone()
     gc.collect()
@@ -201,9 +186,8 @@ RANKS, ROUNDS = 8, 25
 
 def meet_over_a_signed_store(rank: int, _size: int, arguments: Mapping[str, Any]) -> float:
     """One rank's sum over all, which comes about only where every address was read and believed."""
-    own = connect("127.0.0.1", arguments["port"], timeout_s=60.0)
-    own.set_timeout(timedelta(seconds=60))
-    store = SignedStore(dist.PrefixStore("world", own), Signer(SECRET.encode()))
+    own = dist.PrefixStore("world", reached(arguments["port"]))
+    store = SignedStore(own, SECRET.encode())
     heard: list[int] = []
 
     def watch(number: int) -> None:
@@ -229,8 +213,10 @@ def meet_over_a_signed_store(rank: int, _size: int, arguments: Mapping[str, Any]
     return float(total)
 
 
-def test_eight_processes_with_threads_meet_over_one_signed_store(served: tuple[Place, Any]) -> None:
-    place, tcp_store = served
+def test_eight_processes_with_threads_meet_over_one_signed_store(
+    served: tuple[Place, SignedStore, Any],
+) -> None:
+    place, _, tcp_store = served
     # A forger is there before them.
     tcp_store.set("world/0//cpu//0/0", "elsewhere")
     device = Device(kind="cpu", index=0, name="core", memory_bytes=1)

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import get_args
 
 import pytest
+from pydantic import TypeAdapter
 
 from estimator.machines.profile import CollectiveName, Device
-from estimator.probe.cluster.findings import ClusterFindings, from_plain
+from estimator.probe.cluster.findings import ClusterFindings
 from estimator.probe.devices.ranks import DeviceProcesses
 from estimator.probe.links.collectives import blocking_points, collective_cost
 from estimator.probe.links.copies import host_copies, link_from
@@ -88,7 +89,9 @@ def step_of_node(step: str, seconds: float) -> ClusterFindings:
             "estimator.probe.node:run_on_node",
             arguments,
             timeout_s=120.0,
-            on_report=lambda _, message: found.append(from_plain(ClusterFindings, message)),
+            on_report=lambda _, message: found.append(
+                TypeAdapter(ClusterFindings).validate_python(message)
+            ),
         )
     return found[-1]
 
