@@ -127,7 +127,8 @@ class Corrections:
 
     `lines` are those of the formula for the measured group. Over a network its latencies have
     ratios of their own, `start_ratios`. `latency_s` is the part of the measured times that passes
-    beside the collective before, as far as that is not over half.
+    beside the collective before, as far as that is not over half. `idle_ratio` is what large
+    collectives take over the time that they keep their busiest link busy.
     """
 
     log_sizes: Array
@@ -135,6 +136,7 @@ class Corrections:
     lines: tuple[Line, ...] = (Line(1.0, 0.0),)
     latency_s: float = 0.0
     start_ratios: Array | None = None
+    idle_ratio: float = 1.0
 
     @classmethod
     def of(cls, cost: CollectiveCost, lines: tuple[Line, ...], kind: DeviceKind) -> Corrections:
@@ -143,29 +145,28 @@ class Corrections:
         beta = min(line.beta_s_per_byte for line in lines)
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
         ratios, start_ratios = seconds / fastest_s(powers(sizes), np.array(lines)), None
+        idle_ratio = max(float(ratios[len(measured_s) - 1]), 1.0)
         if kind == "cpu" and cost.spans_nodes and lines[0].alpha_s and beta:
-            ratios, starts_s = _waiting_apart(seconds, beta * sizes)
-            start_ratios = starts_s / lines[0].alpha_s
+            # What gloo takes beside sending, for its threads and its sums, takes no longer over a
+            # slower link; of a large collective it passes while links are busy.
+            busy_s = beta * sizes
+            idle_ratio = max(float(measured_s[-1] / busy_s[len(measured_s) - 1]), 1.0)
+            ratios = np.minimum(seconds / busy_s, 1.0)
+            start_ratios = (seconds - ratios * busy_s) / lines[0].alpha_s
         latency_s = _latency_s(cost, kind)
-        return cls(np.log(sizes), np.log(ratios), lines, latency_s, start_ratios)
+        return cls(np.log(sizes), np.log(ratios), lines, latency_s, start_ratios, idle_ratio)
 
     def factors(self, sizes_bytes: Array) -> Array:
         """What the terms of a group's line are multiplied by for each size: (sizes, 3)."""
         found = self.at(sizes_bytes)[:, None] * powers(sizes_bytes)
         if self.start_ratios is not None:
-            found[:, 0] = np.interp(np.log(sizes_bytes), self.log_sizes, self.start_ratios)
+            found[:, 0] = np.interp(sizes_bytes, np.exp(self.log_sizes), self.start_ratios)
         return found
 
     def at(self, sizes_bytes: Array) -> Array:
         """Interpolated on logarithms, constant beyond both ends."""
         logs = np.interp(np.log(sizes_bytes), self.log_sizes, self.log_ratios)
         return np.asarray(np.exp(logs))
-
-    @property
-    def idle_ratio(self) -> float:
-        """What large collectives take over the time that they keep their busiest link busy."""
-        largest = -1 - _FURTHER_POINTS
-        return max(float(np.exp(self.log_ratios[max(largest, -len(self.log_ratios))])), 1.0)
 
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
@@ -174,18 +175,6 @@ class Corrections:
 
 
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
-
-
-def _waiting_apart(seconds: Array, busy_s: Array) -> tuple[Array, Array]:
-    """(ratios to what a link is busy for, seconds of waiting) of gloo's collectives, sizes rising.
-
-    Now and then a message between nodes takes a time slice of the scheduler more. A hop timed so
-    says nothing of how long links are busy, and of a large collective it passes while they are: one
-    ratio for both would take a part of that away from groups over slower links.
-    """
-    waits_s = max(float(seconds[0] - busy_s[0]), 0.0)
-    ratios = np.maximum(seconds / (waits_s + busy_s), np.minimum(seconds / busy_s, 1.0))
-    return ratios, seconds - ratios * busy_s
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

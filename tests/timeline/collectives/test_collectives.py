@@ -132,6 +132,17 @@ def test_waiting_that_passes_while_links_are_busy_takes_nothing_off_slower_ones(
     assert model.time_s(16e6) == pytest.approx(1e-3 + 16e6 * 4e-9)
 
 
+def test_what_gloo_takes_beside_sending_is_no_longer_over_a_slower_link() -> None:
+    # A byte over 1 GB/s takes 1 ns; a small call waits 0.4 ms, and 4, 8 and 16 MB take 1, 2 and
+    # 4 ms more than sending does.
+    points = ((1e3, 0.401e-3), (4e6, 5e-3), (8e6, 10e-3), (16e6, 20e-3))
+    slower = ProcessGroup(ranks=2, nodes=2, per_node=1, bytes_per_s=0.25e9, latency_s=2e-4)
+    model = GroupCollective.of(over_network(hop_s=2e-4, points=points), "all_reduce", slower)
+    assert model is not None
+    for size, beside_s in ((1e3, 0.4e-3), (4e6, 1e-3), (12e6, 3e-3), (16e6, 4e-3)):
+        assert model.time_s(size) == pytest.approx(beside_s + size * 4e-9)
+
+
 def test_groups_that_share_an_uplink_fill_what_one_leaves_of_it() -> None:
     # Alone two ranks keep their links of 1 GB/s busy for 2/3 of an all-gather, and all the time in
     # an all-reduce. From two nodes two such groups at once have twice the bytes on each uplink.
