@@ -7,7 +7,7 @@ for each policy on five traces, clusters of like and of unlike machines, with an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import gcd
@@ -108,14 +108,28 @@ def split_step_of(graph: OpGraph, where: str, batch: int, micro_batches: int) ->
     return answer.step_time_s, answer.fits
 
 
+def estimated(job: Job, segment: Segment) -> tuple[float, str]:
+    """Step time of a segment and whether it fits, as `estimate` says."""
+    batch = segment.global_batch or job.global_batch
+    per_rank = -(-batch // segment.shape.ranks)
+    micro_batches = -(-per_rank // (job.graph.batch or 1))
+    if not segment.shape.also:
+        own = -(-per_rank // micro_batches)
+        return step_of(job.graph, str(segment.shape), own, micro_batches)
+    parts = [sum(each.per_node) for each in (segment.shape, *segment.shape.also)]
+    unit = gcd(*parts) * micro_batches
+    return split_step_of(job.graph, str(segment.shape), -(-batch // unit) * unit, micro_batches)
+
+
 def violations(
     ran: Sequence[Ran],
     jobs: Sequence[Job],
     cluster: str,
     outages: Sequence[tuple[int, float, float]],
     costs: Costs,
+    taken: Callable[[Job, Segment], tuple[float, str]] = estimated,
 ) -> list[str]:
-    """What is wrong with a schedule, a sentence each."""
+    """What is wrong with a schedule whose steps took what is said, a sentence each."""
     wrong = [] if {each.job.name for each in ran} == {job.name for job in jobs} else ["jobs lost"]
     wrong += capacity_violations(ran, cluster, outages)
     for each in ran:
@@ -133,7 +147,8 @@ def violations(
             owed_s = min(costs.restart_s if number else 0.0, segment.end_s - segment.start_s)
             if abs(segment.trains_from_s - segment.start_s - owed_s) > 1e-6:
                 wrong.append(f"{where} restarts in {segment.trains_from_s - segment.start_s} s")
-            wrong += [f"{where} {what}" for what in speed_violations(each.job, segment)]
+            said = speed_violations(each.job, segment, costs, *taken(each.job, segment))
+            wrong += [f"{where} {what}" for what in said]
     return wrong
 
 
@@ -164,30 +179,22 @@ def capacity_violations(
     return wrong
 
 
-def speed_violations(job: Job, segment: Segment) -> list[str]:
-    """Samples are those of the step that `estimate` gives, where it says that the job fits."""
-    batch = segment.global_batch or job.global_batch
-    ranks = segment.shape.ranks
-    per_rank = -(-batch // ranks)
-    micro_batches = -(-per_rank // (job.graph.batch or 1))
-    if segment.shape.also:
-        parts = [sum(each.per_node) for each in (segment.shape, *segment.shape.also)]
-        unit = gcd(*parts) * micro_batches
-        step_s, fits = split_step_of(
-            job.graph, str(segment.shape), -(-batch // unit) * unit, micro_batches
-        )
-    else:
-        step_s, fits = step_of(
-            job.graph, str(segment.shape), -(-per_rank // micro_batches), micro_batches
-        )
+def speed_violations(
+    job: Job, segment: Segment, costs: Costs, step_s: float, fits: str
+) -> list[str]:
+    """Samples are those of its steps, where it fits; lost since the last checkpoint alone."""
     if fits == "no":
         return ["does not fit"]
+    batch = segment.global_batch or job.global_batch
     noise, own = job.gradient_noise_samples, job.global_batch
     # A batch of its own choosing is worth what Pollux says of it.
     useful = batch * (noise + own) / (noise + batch) if segment.global_batch and noise else batch
     due = (segment.end_s - segment.trains_from_s) * useful / step_s
     trained = segment.samples + segment.lost_samples
-    return [] if abs(trained - due) <= 1e-6 * max(due, batch) else [f"trains {trained} of {due}"]
+    wrong = [] if abs(trained - due) <= 1e-6 * max(due, batch) else [f"trains {trained} of {due}"]
+    if segment.lost_samples > (1 + 1e-9) * costs.checkpoint_s * useful / step_s:
+        wrong.append(f"loses {segment.lost_samples}")
+    return wrong
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["sound", "failing"])
@@ -226,6 +233,7 @@ def test_the_checker_finds_what_is_planted() -> None:
     assert any("gives 6 of 4" in each for each in spoilt(given={0: 4}))
     assert any("restarts" in each for each in spoilt(trains_from_s=first.start_s + 9))
     assert any("trained" in each for each in spoilt(samples=first.samples / 2))
+    assert any("loses" in each for each in spoilt(lost_samples=1e12))
     assert any("is not of" in each for each in spoilt(given={2: 2}))
     assert any("has no end" in each for each in spoilt(end_s=first.end_s - 1))
     large = replace(jobs[0], graph=LARGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 import re
@@ -22,11 +21,12 @@ from estimator.placement.topology import Cluster, Node, Switch
 from estimator.replay.jobs import Job
 from estimator.replay.nodes import AllocationShape, Nodes, PlacementRule, ReplayNode
 from estimator.replay.policies import BUILT_IN, load_policy
-from estimator.replay.replay import Costs, Ran, Replay
+from estimator.replay.replay import Costs, Ran, Replay, Segment
 from estimator.replay.speeds import EngineSpeeds, SharedLinks
 from estimator.replay.view import Grant, PlanOf, View
 from tests.budgets import examples
 from tests.conftest import Command
+from tests.replay.test_checked_schedules import violations
 from tests.synthetic import perceptron
 
 GRAPH = perceptron([8, 8])
@@ -279,58 +279,25 @@ def test_every_policy_keeps_the_accounts(
     ]
     costs = Costs(restart_s=30, checkpoint_s=120, node_mtbf_s=mtbf_s, repair_s=300)
 
-    def once() -> dict[str, Ran]:
-        return simulated(
+    replay, again = (
+        Replay(
             jobs,
+            cluster(2, 4, rule),
             load_policy(policy),
             true=Linear(0.8),
             believed=Linear(0.9),
             costs=costs,
             seed=seed,
-            nodes=cluster(2, 4, rule),
         )
+        for _ in range(2)
+    )
+    ran = replay.run()
+    assert [each.finish_s for each in ran] == [each.finish_s for each in again.run()]
 
-    ran = once()
-    again = once()
-    assert {n: each.finish_s for n, each in ran.items()} == {
-        n: each.finish_s for n, each in again.items()
-    }
-    assert set(ran) == {each.name for each in jobs}
-    for name, each in ran.items():
-        _check_job(name, each, costs)
-    _check_devices(list(ran.values()), cluster(2, 4))
+    def taken(job: Job, segment: Segment) -> tuple[float, str]:
+        return job.global_batch / segment.shape.ranks**0.8, "yes"
 
-
-def _check_job(name: str, ran: Ran, costs: Costs) -> None:
-    """Work is conserved, lost only since the last checkpoint, and nothing is faster than can be."""
-    one, segments = ran.job, ran.segments
-    assert sum(each.samples for each in segments) == pytest.approx(one.samples)
-    assert ran.completion_s >= one.samples / 8**0.8 * (1 - 1e-9), name
-    for each in segments:
-        rate = each.shape.ranks**0.8
-        trained = (each.end_s - each.trains_from_s) * rate
-        assert each.samples + each.lost_samples == pytest.approx(trained, abs=1e-6)
-        assert each.lost_samples <= costs.checkpoint_s * rate * (1 + 1e-9)
-    for before, after in itertools.pairwise(segments):
-        assert after.start_s >= before.end_s - 1e-9
-        waited = after.trains_from_s - after.start_s
-        assert waited == pytest.approx(min(costs.restart_s, after.end_s - after.start_s))
-
-
-def _check_devices(ran: list[Ran], nodes: Nodes) -> None:
-    """At no time does a node give more devices than it has."""
-    for index, node in enumerate(nodes.nodes):
-        changes: list[tuple[float, int]] = []
-        for each in ran:
-            for segment in each.segments:
-                devices = segment.given.get(index, 0)
-                changes += [(segment.start_s, devices), (segment.end_s, -devices)]
-        held = 0
-        # At one time devices are given back before they are given again.
-        for _, change in sorted(changes):
-            held += change
-            assert 0 <= held <= node.devices
-        assert held == 0
+    assert violations(ran, jobs, "2x4:synthetic", replay.outages, costs, taken) == []
 
 
 REPLAYS_GRAPH = perceptron([64, 64], target="cuda")
