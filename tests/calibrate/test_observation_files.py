@@ -88,6 +88,8 @@ def test_our_own_columns_become_an_observation(tmp_path: Path) -> None:
         ({"placement": "2+2+1", "nodes": "3", "gpus": "5"}, "2x2:t4+1x1:t4"),
         ({"placement": "", "nodes": "2", "gpus": "8"}, "2x4:t4"),
         ({"placement": "packed", "nodes": "2", "gpus": "5"}, "1x3:t4+1x2:t4"),
+        # Tables written through floats; spread evenly, the first nodes have one more.
+        ({"placement": "", "nodes": "3.0", "gpus": "7.0"}, "1x3:t4+2x2:t4"),
         ({"placement": "", "nodes": "", "gpus": "1"}, "1x1:t4"),
         ({"placement": "", "nodes": "", "gpus": "12", "gpus_per_node": "4"}, "3x4:t4"),
         ({"placement": "4+4", "nodes": "", "gpus": ""}, "2x4:t4"),
@@ -104,6 +106,11 @@ def test_the_allocation_follows_from_the_placement(
     [
         ({"throughput": "60", "throughput_unit": "samples/s", "global_batch": "24"}, 0.4),
         ({"throughput": "2.5", "throughput_unit": "steps/s"}, 0.4),
+        (
+            {"throughput": "960", "throughput_unit": "tokens/s", "global_batch": "24"}
+            | {"seq_len": "16"},
+            0.4,
+        ),
     ],
 )
 def test_a_throughput_stands_in_for_a_step_time(
@@ -123,20 +130,25 @@ def test_a_global_batch_is_divided_among_ranks_and_micro_batches(tmp_path: Path)
         ({"step_time_s": "nan"}, "step time is not a positive number"),
         ({"step_time_s": "0"}, "step time is not a positive number"),
         ({"step_time_s": "-1"}, "step time is not a positive number"),
+        ({"step_time_s": "inf"}, "step time is not a positive number"),
         ({"step_time_s": "fast"}, "step_time_s is no number"),
         ({"step_time_s": ""}, "neither step time nor throughput"),
         ({"step_time_s": "", "throughput": "nan"}, "throughput is not a positive number"),
         ({"step_time_s": "", "throughput": "5", "throughput_unit": "tokens/s"}, "'tokens/s' gives"),
         ({"local_batch": "2.5"}, "2.5 samples per device are not a whole number"),
         ({"local_batch": ""}, "no batch size"),
+        ({"local_batch": "-8"}, "batch size is not a positive number"),
         ({"local_batch": "", "global_batch": "16"}, "5.33333 samples per device"),
         ({"gpu": "", "gpus": ""}, "names no devices"),
+        ({"gpus": "2.5"}, "gpus is not a whole number"),
+        ({"gpus": "many"}, "gpus is no number"),
         ({"placement": "", "nodes": ""}, "on how many nodes"),
         ({"placement": "", "gpus": ""}, "how many GPUs"),
         ({"placement": "", "nodes": "4"}, "more nodes than GPUs"),
         ({"placement": "2+2"}, "placement contradicts"),
         ({"model": ""}, "names no workload"),
         ({"parallelism": "tp2/pp2"}, "not data parallel alone"),
+        ({"parallelism": "magic"}, "not known to be data parallel"),
         ({"notes": "suspect=clock"}, "notes call it suspect"),
         ({"notes": "step time DERIVED from tokens/s"}, "notes call it derived"),
         ({"at": "0001-01-01T00:00:00+10:00"}, "is before 1970"),
