@@ -100,12 +100,6 @@ def test_without_observations_the_answer_is_the_engines(cluster: Cluster) -> Non
     )
 
 
-def test_a_step_seen_three_times_is_predicted_within_its_noise(cluster: Cluster) -> None:
-    assert cluster.error("2x2:synthetic") > 0.5
-    cluster.observe("2x2:synthetic", times=3)
-    assert cluster.error("2x2:synthetic") < 0.02
-
-
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.7, 1.4, 2, 4])
 def test_the_first_observation_is_believed_however_far_the_engine_is_off(
     ratio: float, cluster: Cluster
@@ -242,15 +236,6 @@ def test_the_parts_of_a_calibrated_step_add_up(cluster: Cluster) -> None:
     assert network > 1.5 * found.breakdown.backward_s / cold.breakdown.backward_s
 
 
-def test_one_outlier_among_many_observations_moves_little(cluster: Cluster) -> None:
-    seen = ("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic", "3x1:synthetic")
-    cluster.observe(*seen)
-    before = cluster.estimate("4x2:synthetic").step_time_s
-    cluster.see("3x2:synthetic", 3 * cluster.estimate("3x2:synthetic").step_time_s)
-    cluster.calibrator.fit()
-    assert cluster.estimate("4x2:synthetic").step_time_s == pytest.approx(before, rel=0.05)
-
-
 def test_three_new_steps_outweigh_those_of_a_year_ago(tmp_path: Path) -> None:
     from datetime import UTC, datetime, timedelta
 
@@ -263,23 +248,6 @@ def test_three_new_steps_outweigh_those_of_a_year_ago(tmp_path: Path) -> None:
             )
     found = answer("2x2:synthetic", calibration=calibrator).step_time_s / cold
     assert found == pytest.approx(1.2, rel=0.05)
-
-
-def test_another_precision_is_another_job(cluster: Cluster) -> None:
-    half = replace(JOB, precision="bf16-amp")
-    cluster.observe("1x1:synthetic", "2x4:synthetic", times=3)
-    remarks = [
-        next(text for text in cluster.estimate("1x1:synthetic", graph=graph).assumptions)
-        for graph in (JOB, half)
-    ]
-    assert f"of {JOB.name} on" in remarks[0]
-    assert "observed steps of other jobs" in remarks[1]
-
-
-def test_the_interval_of_an_unobserved_step_is_wider(cluster: Cluster) -> None:
-    cluster.observe("1x2:synthetic", times=5)
-    same, unlike = (cluster.estimate(text) for text in ("1x2:synthetic", "1x4:synthetic"))
-    assert unlike.high_s / unlike.low_s > 1.1 * same.high_s / same.low_s
 
 
 def test_an_estimate_made_while_a_fit_runs_is_that_of_before(

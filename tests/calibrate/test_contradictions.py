@@ -25,7 +25,6 @@ from estimator.calibrate.performance_model import BATCH, LARGEST_NODE, NODES, RA
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.calibrate.review import counting_drifts, review
 from estimator.calibrate.store import ObservationStore
-from estimator.estimates.table import estimate_many
 from estimator.placement.topology import Cluster, Node
 from tests.calibrate.test_step_time_regressor import MEASURED_S, ROWS
 from tests.conftest import Command
@@ -221,13 +220,6 @@ def test_jobs_are_told_apart_by_workload_and_machines() -> None:
     ]
 
 
-def test_a_slow_node_is_named() -> None:
-    steps = drifting("[0,1]")
-    (found,) = review(steps).drifts
-    assert (found.name, found.steps) == ("a3", 6)
-    assert found.ratio == pytest.approx(1.2, rel=0.05)
-
-
 def test_a_node_is_found_among_many_in_a_time_that_grows_with_the_steps() -> None:
     """300 steps on each of 32 hosts, one of which became slower."""
     hosts = [f"a{number}[0,1]" for number in range(32)]
@@ -351,16 +343,3 @@ def test_a_job_that_saw_a_host_grow_slow_among_others_expects_it_slow_there(
         assert slow.step_time_s == pytest.approx(1.1 * 1.2 * healthy_s, rel=0.05)
         well = estimate(graph, "a1[0]", cluster=known, calibration=calibrator)
         assert well.step_time_s == pytest.approx(1.1 * healthy_s, rel=0.05)
-
-
-def test_a_table_counts_the_drift_of_hosts_by_the_calibrators_cluster(
-    tmp_path: Path, store: Path
-) -> None:
-    calibrator = Calibrator(tmp_path / "seen.sqlite")
-    calibrator.store.add_many(drifting("[0]"))
-    graph = perceptron([8, 16, 4], batch=4)
-    cluster = Cluster(nodes={f"a{number}": Node(machine="local") for number in (1, 2, 3)})
-    counted, (said,) = calibrator.counting_drifts(cluster)
-    assert "a3 is 20 % slower" in said
-    healthy, drifted = estimate_many(graph, ["a1[0]", "a3[0]"], cluster=counted).step_time_s
-    assert drifted == pytest.approx(1.2 * healthy, rel=1e-3)

@@ -22,6 +22,7 @@ import pytest
 from estimator.calibrate.database import Database
 from estimator.calibrate.store import _MIGRATIONS, Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError, StoreError
+from tests.budgets import examples
 from tests.fuzz.killed_writers import kill_writers, write_together
 
 
@@ -413,7 +414,7 @@ def test_a_busy_store_is_given_up_after_the_patience_allowed(kept: ObservationSt
 
 
 def test_no_acknowledged_observation_is_lost_when_writers_are_killed(tmp_path: Path) -> None:
-    assert kill_writers(tmp_path / "observations.db", kills=3).is_sound
+    assert kill_writers(tmp_path / "observations.db", kills=examples(3)).is_sound
 
 
 def test_processes_that_write_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
@@ -511,6 +512,10 @@ def test_a_store_of_the_first_schema_keeps_what_it_knows_by_name(tmp_path: Path)
     same = replace(known, fingerprint="f")
     assert kept.observations(of_job=same) == [one]
     assert kept.observations(of_job=replace(same, parameter_bytes=6_230_000_000)) == []
+    # What later schemas know of a step is unknown of it, and kept of others.
+    assert one.gradient_noise_samples is None
+    kept.add(seen(gradient_noise_samples=64.0))
+    assert kept.gradient_noise_samples("gpt2") == 64.0
 
 
 def test_jobs_of_one_name_are_told_apart_by_what_they_compute(kept: ObservationStore) -> None:
@@ -521,18 +526,6 @@ def test_jobs_of_one_name_are_told_apart_by_what_they_compute(kept: ObservationS
 
 
 FIRST = ("CREATE TABLE things (name TEXT)", "INSERT INTO things VALUES ('old')")
-SECOND = ("ALTER TABLE things ADD COLUMN size INTEGER NOT NULL DEFAULT 7",)
-
-
-def test_a_file_of_an_older_schema_is_brought_up_to_date(tmp_path: Path) -> None:
-    path = tmp_path / "things.db"
-    older = Database(path, application_id=1, migrations=[FIRST])
-    older.write(lambda connection: connection.execute("INSERT INTO things VALUES ('new')"))
-    older.close()
-    newer = Database(path, application_id=1, migrations=[FIRST, SECOND])
-    rows = newer.read(lambda found: found.execute("SELECT * FROM things").fetchall(), [])
-    assert rows == [("old", 7), ("new", 7)]
-    assert newer.read(lambda found: found.execute("PRAGMA user_version").fetchone(), None) == (2,)
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:

@@ -211,13 +211,6 @@ def fill(windows: Windows, times_s: Iterable[float]) -> list[Window]:
     return [window for window in found if window is not None]
 
 
-def test_the_first_five_steps_are_never_kept() -> None:
-    windows = Windows()
-    fill(windows, [0.01] * 5 + [0.02] * 20)
-    assert windows.close() == Window(steps=20, step_time_s=0.02)
-    assert windows.dropped_steps == 5
-
-
 @pytest.mark.parametrize("first_s", [0.16, 0.0025])
 def test_steps_are_dropped_until_the_steady_state(first_s: float) -> None:
     # The distance from 20 ms halves every four steps: from above as caches fill, from below as the
@@ -245,11 +238,6 @@ def test_nothing_is_kept_of_a_loop_that_ends_before_its_steady_state() -> None:
     fill(windows, [0.02] * 10)
     assert windows.close() is None
     assert windows.dropped_steps == 10
-
-
-def test_a_window_ends_at_50_steps() -> None:
-    windows = Windows(warmup_steps=0)
-    assert [window.steps for window in fill(windows, [0.02] * 60)] == [50]
 
 
 def test_a_window_ends_after_5_seconds() -> None:
@@ -408,22 +396,3 @@ def test_it_is_kept_and_the_last_one_counts(store: Path) -> None:
     for wrong in (0.0, -1.0, float("nan"), "many"):
         with pytest.raises(ObservationError, match="gradient_noise_samples must be a positive"):
             Observation(**seen, gradient_noise_samples=wrong)  # type: ignore[arg-type]
-
-
-def test_a_store_of_before_opens(store: Path) -> None:
-    path = store / "seen.db"
-    kept = ObservationStore(path)
-    seen = {"workload": "gpt2", "allocation": "1x2:local", "batch_per_gpu": 8, "step_time_s": 0.4}
-    kept.add(Observation(**seen))  # type: ignore[arg-type]
-    kept.close()
-    # As it was without the column.
-    before = sqlite3.connect(path)
-    before.execute("ALTER TABLE observations DROP COLUMN gradient_noise_samples")
-    (version,) = before.execute("PRAGMA user_version").fetchone()
-    before.execute(f"PRAGMA user_version = {version - 1}")
-    before.commit()
-    before.close()
-    again = ObservationStore(path)
-    assert [one.gradient_noise_samples for one in again] == [None]
-    again.add(Observation(**seen, gradient_noise_samples=64.0))  # type: ignore[arg-type]
-    assert again.gradient_noise_samples("gpt2") == 64.0
