@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import pickle
 import threading
 import tracemalloc
@@ -347,11 +346,3 @@ def test_a_warm_answer_and_its_reasons_look_at_no_collective_or_operator_again(
         DEFAULT.estimate(EstimateRequest.of(graph, "2x2:dgx-a100")).to_dict()
     # What reduces gradients is kept for the kinds of ranks and the group's shape.
     assert not asked
-
-
-def test_what_an_estimate_says_of_a_pipeline_is_plain_json() -> None:
-    graph = in_blocks(perceptron([64] * 8, batch=8, target="cuda"))
-    answer = estimate(graph, "1x4:dgx-a100", layout="pp=2,dp=*", accumulation_steps=4)
-    said = answer.to_dict()
-    assert json.loads(json.dumps(said))["layout"] == answer.layout
-    assert pickle.loads(pickle.dumps(answer)).to_dict() == said

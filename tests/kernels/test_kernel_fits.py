@@ -225,12 +225,6 @@ def test_channels_beyond_a_block_cost_a_whole_further_block() -> None:
     assert filled[3] == pytest.approx(as_they_are[3] * 4 / 3)
 
 
-def test_fitted_coefficients_are_never_negative() -> None:
-    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = nonnegative_fit(rows, np.array([3.0, 2.0, 1.0]))
-    assert (found >= 0).all()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_fit_that_is_not_negative_is_scipys(seed: int) -> None:
     draw = np.random.default_rng(seed)

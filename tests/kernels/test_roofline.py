@@ -359,19 +359,6 @@ def test_several_calls_take_what_each_takes_alone() -> None:
         assert (found.warm_s, found.cold_s) == pytest.approx((alone.warm_s, alone.cold_s), 1e-12)
 
 
-def test_before_volta_a_gradient_of_weights_costs_no_more_a_sample_for_more_tokens() -> None:
-    # P100's address translation reaches 8,192 elements of a row; here the rows are those of 768.
-    roofline = Roofline(load_profile("p100-sxm"))
-
-    def per_token_s(tokens: int) -> float:
-        turned, states = TensorSpec((768, tokens), strides=(1, 768)), TensorSpec((tokens, 768))
-        call = OpCall("aten.mm.default", (turned, states), outputs=(TensorSpec((768, 768)),))
-        found = roofline.predict(call)
-        return found.cold_s / tokens
-
-    assert per_token_s(1 << 16) <= per_token_s(1 << 13)
-
-
 # Whole tiles cost nothing beyond their work, and memory never waits.
 PLAIN = MatmulModel(**COEFFICIENTS["matmuls"] | {"early_tensor_ratio": 0.25, "start_s": 0.0})
 

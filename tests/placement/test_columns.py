@@ -52,6 +52,7 @@ def test_a_part_of_the_rows_is_a_view() -> None:
         ("1x0:a", "row 1: '1x0:a' asks for no device"),
         ("1x1:a+", "row 1: '1x1:a\\+' is not an allocation"),
         ("h[0]+h[0]", "row 1: device 0 of 'h' is listed twice"),
+        ("h[0,0]", "row 1: .*twice"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_refused_by_its_row(text: str, said: str) -> None:
@@ -124,13 +125,6 @@ def test_ranks_and_nodes_add_up_over_groups() -> None:
     allocation = Allocation.parse("1x8:v100-sxm+2x4:t4-g4dn")
     assert (allocation.nodes, allocation.ranks) == (3, 16)
     assert [size for _, size in allocation.node_sizes()] == [8, 4, 4]
-
-
-def test_a_device_cannot_be_used_twice() -> None:
-    with pytest.raises(AllocationError, match="twice"):
-        Allocation.parse("a1[0,0]")
-    with pytest.raises(AllocationError, match="twice"):
-        Allocation.parse("a1[0]+a2[0]+a1[1,0]")
 
 
 counts = some.sampled_from(["1", "2..4", "1,3,5", "1..2,8", "3,3"])

@@ -97,11 +97,6 @@ def test_groups_of_two_racks_share_the_uplink_between_them() -> None:
     assert inside.bytes_per_s == pytest.approx(4 * gbit * TCP)
 
 
-def test_a_shard_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(StrategyError, match="shards over 3 ranks, which do not divide 8"):
-        mesh("2x4:m", "fsdp:shard=3")
-
-
 def test_axes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
     placement = place("1x4:m", profile=Machine().profile())
     with pytest.raises(StrategyError, match="multiply to 6 ranks, but '1x4:m' has 4"):

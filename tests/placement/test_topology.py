@@ -36,11 +36,6 @@ def test_a_cluster_file_gives_nodes_switches_and_line_rates(tmp_path: Path) -> N
     assert cluster.hosts_of("local") == ("a1", "a2", "a3")
 
 
-def test_tcp_carries_1448_of_1514_bytes() -> None:
-    cluster = Cluster(nodes={"a": Node(machine="m")})
-    assert cluster.payload_bytes_per_s(125e6) == pytest.approx(125e6 * 1448 / 1514)
-
-
 def test_a_loop_of_switches_is_refused() -> None:
     switches = {"s": Switch(parent="t"), "t": Switch(parent="s")}
     with pytest.raises(TopologyError, match="loop"):
@@ -61,6 +56,10 @@ def test_host_lists_keep_leading_zeros() -> None:
         ("[nodes.a]\nmachine='m'\nuplink='0 Gbit/s'", "positive rate"),
         ("[nodes.a]\nmachine='m'\nslowdown=-1", "slowdown"),
         ("[nodes.a]\nmachine='m'\nslowdown=nan", "slowdown"),
+        ("[nodes.a]\nmachine='m'\nslowdown=1e200", "slowdown"),
+        ("[nodes.a]\nmachine='m'\nslowdown=1e-200", "slowdown"),
+        ("[nodes.a]\nmachine='m'\nslowdown=1" + "0" * 400, "slowdown"),
+        ("[nodes.a]\nmachine='m'\nslowdown='fast'", "slowdown"),
         ("[nodes.a]\nmachine='m'\ncolour='red'", "colour: is unknown"),
         ("[nodes.a]\nmachine='m'\n[nodes.'a[1-2]']\nmachine='m'\n[nodes.a1]\nmachine='m'", "twice"),
         ("[nodes.'a[3-1]']\nmachine='m'", "counts from"),

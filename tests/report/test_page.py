@@ -27,7 +27,7 @@ from estimator.placement.allocation import Allocation
 from estimator.report import sections as all_sections
 from estimator.report.facts import answer_facts
 from estimator.report.page import page, write_figures
-from estimator.report.pictures import empty_figure, save_figure, shades, title_of, tracks_of
+from estimator.report.pictures import shades, title_of, tracks_of
 from estimator.timeline.simulator.tasks import Span, Timeline
 from estimator.units import time_unit
 from tests.synthetic import Machine, perceptron
@@ -304,18 +304,6 @@ def test_a_target_that_the_efficiency_meets_as_printed_is_not_asked_for(
     assert words.startswith("89 % of linear" if is_asked_for else "90 % of linear")
     assert ("90 % needs 382 GB/s" in words) == is_asked_for
     assert "300 GB/s" in words
-
-
-def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(StoreError, match=r"needs matplotlib; install throughput-estimator\[report"):
-        empty_figure(width_inches=10.0, height_inches=4.0)
-
-
-def test_another_kind_of_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(StoreError, match=r"cannot draw .*picture\.doc \(.*\); name a \.png"):
-        save_figure(empty_figure(width_inches=1.0, height_inches=1.0), tmp_path / "picture.doc")
 
 
 def test_long_names_are_wrapped_and_dollars_are_no_formula() -> None:

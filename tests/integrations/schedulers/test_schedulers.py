@@ -407,12 +407,6 @@ def test_the_first_partition_that_takes_a_job_is_taken() -> None:
     assert "debug has 2 nodes; cpu has 0 GPUs a node; long has 16 nodes" in str(refused.value)
 
 
-def test_unlike_nodes_have_no_script(graph: OpGraph) -> None:
-    answer = estimate(graph, "1x4:t4-g4dn+1x2:t4-g4dn")
-    with pytest.raises(AllocationError, match="has unlike nodes"):
-        launchers.job_script(answer, time_s=60, command=["train.py"])
-
-
 def test_names_cannot_leave_their_line_of_a_script(graph: OpGraph) -> None:
     hostile = replace(graph, name="net\n#SBATCH --uid=0\nrm -rf / #")
     script = launchers.job_script(
