@@ -14,9 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 from options import Options, answer_of
 from pages import fill_pages
 from published_data import DamagedTableError, FetchError, elsewhere, fetch, shipped_tables
+from records import in_child
 from results import (
     FOLDER,
     Result,
@@ -131,12 +130,10 @@ def _answer(part: Part, told: Mapping[str, Any]) -> Mapping[str, Any]:
     work = here.parent / "build" / part.name
     work.mkdir(parents=True, exist_ok=True)
     options = Options(work=work, **told)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(answer_of, part.name, options).result()
-        except (EstimatorError, FileNotFoundError) as error:
-            failed(f"{part.name}: {error}")
-            raise AssertionError from error
+    try:
+        return in_child(answer_of, part.name, options)  # type: ignore[no-any-return]
+    except (EstimatorError, FileNotFoundError) as error:
+        failed(f"{part.name}: {error}")
 
 
 def _fetch(options: argparse.Namespace) -> int:

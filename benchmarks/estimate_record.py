@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from records import Progress, say
+from records import say
 
 RECORD = Path(__file__).with_name("record")
 # What `estimator trace` is told of each graph.
@@ -54,12 +54,11 @@ def recorded(is_wanted: Callable[[str], bool]) -> dict[str, Any]:
             2, mp_context=get_context("spawn"), initializer=_enter, initargs=(folder,)
         ) as pool,
     ):
-        progress, answers = Progress("question", len(names)), {}
+        answers: dict[str, Any] = {}
         for name, answer in zip(names, pool.map(answered, names, chunksize=8), strict=True):
             answers[name] = answer
-            progress.done += 1
-            if progress.done % 100 == 0:
-                say(f"{progress.done} of {len(names)} answers")
+            if len(answers) % 100 == 0:
+                say(f"{len(answers)} of {len(names)} answers")
     return answers
 
 

@@ -16,7 +16,7 @@ from options import Options
 from published.graphs import GRAPHS, GraphStore
 from published.machines import variant
 from published.rows import NotMapped
-from records import now, say
+from records import now, say, times_of
 from summary import summarise
 
 import estimator as est
@@ -47,7 +47,7 @@ def run(options: Options) -> Mapping[str, Any]:
 def case_of(row: KnownRow, graphs: GraphStore, half: str) -> dict[str, Any]:
     """What the engine says of a row beside what is known, in the form of all benchmarks."""
     say(row.id)
-    answer, reason, evaluations_s = None, "", 0.0
+    answer, reason, times = None, "", dict.fromkeys(("predicted_s", "low_s", "high_s"))
     try:
         graph = graphs.graph(row.spec, row.precision, row.optimizer)
         answer = est.estimate(
@@ -60,12 +60,9 @@ def case_of(row: KnownRow, graphs: GraphStore, half: str) -> dict[str, Any]:
             profile=variant(row.machine, row.setting),
         )
         evaluations_s = row.evaluations_per_step * answer.breakdown.forward_s
+        times = {name: each + evaluations_s for name, each in times_of(answer).items()}
     except (EstimatorError, NotMapped) as error:
         reason = str(error)
-    seconds = answer and (answer.step_time_s, answer.low_s, answer.high_s)
-    predicted_s, low_s, high_s = (
-        (each + evaluations_s for each in seconds) if seconds else [None] * 3
-    )
     return {
         "id": row.id,
         "source": row.source,
@@ -73,9 +70,7 @@ def case_of(row: KnownRow, graphs: GraphStore, half: str) -> dict[str, Any]:
         "allocation": row.allocation,
         "method": "cold",
         "half": half,
-        "predicted_s": predicted_s,
-        "low_s": low_s,
-        "high_s": high_s,
+        **times,
         "measured_s": row.step_time_s,
         "noise_ratio": None,
         "global_batch": row.gpus * row.batch_per_gpu * row.accumulation_steps,

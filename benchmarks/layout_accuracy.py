@@ -17,7 +17,7 @@ from typing import Any
 
 from layout_models import Case, decoder
 from options import Options, local_machine
-from records import Record, Records, now, say
+from records import Record, Records, now, say, times_of
 from summary import noise_ratio, off
 
 from estimator.estimates.estimate import Estimate
@@ -161,9 +161,7 @@ def _record(
         "method": "pipeline" if how in SCHEDULES else "layers",
         "layout": answer.layout,
         "predicted_at": predicted_at,
-        "predicted_s": answer.step_time_s,
-        "low_s": answer.low_s,
-        "high_s": answer.high_s,
+        **times_of(answer),
         "layer_communication_s": answer.breakdown.layer_communication_s,
         "measured_s": statistics.median(runs),
         "noise_ratio": noise_ratio(runs),

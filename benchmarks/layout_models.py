@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from zoo.inputs import labelled_images
 
 _KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 WORDS, WIDTH, INNER, HEADS, TOKENS, BATCH = 512, 64, 128, 8, 32, 4
+# Of types that do not predict the next token.
+_HEADS = {**dict.fromkeys(("bert", "roberta", "electra"), "MaskedLM"), "vit": "ImageClassification"}
 
 
 class Case(NamedTuple):
@@ -89,20 +92,21 @@ def decoder(**sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
     return lambda: (Decoder(**sizes), torch.zeros(BATCH, TOKENS, dtype=torch.long))
 
 
-def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
-    """A transformers model of a type with random weights."""
+def of_transformers(
+    kind: str, ids: Tensor | None = None, **sizes: Any
+) -> Callable[[], tuple[nn.Module, Any]]:
+    """A model of a type with random weights, and `ids` or other inputs with their labels."""
 
     def make() -> tuple[nn.Module, Any]:
         import transformers
 
         config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
-        head = (
-            transformers.AutoModelForMaskedLM
-            if kind in ("bert", "roberta", "distilbert", "electra")
-            else transformers.AutoModelForCausalLM
-        )
-        ids = torch.randint(3, 100, (BATCH, TOKENS))
-        return head.from_config(config).train(), {"input_ids": ids, "labels": ids}
+        head = getattr(transformers, f"AutoModelFor{_HEADS.get(kind, 'CausalLM')}")
+        model = head.from_config(config).train()
+        if kind == "vit":
+            return model, labelled_images(BATCH, 32, 1)
+        given = torch.randint(3, 100, (BATCH, TOKENS)) if ids is None else ids
+        return model, {"input_ids": given, "labels": given}
 
     return make
 
@@ -120,32 +124,13 @@ def expert_model(kind: str, experts: int, chosen: int) -> Callable[[], tuple[nn.
         sizes |= {"qk_nope_head_dim": wide, "qk_rope_head_dim": wide}
     else:
         sizes["head_dim"] = wide
-    return _language(kind, **_KNOWN["settings"]["usual"], **sizes)
-
-
-def _vision() -> tuple[nn.Module, Any]:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        image_size=32,
-        patch_size=8,
-    )
-    batch = {
-        "pixel_values": torch.randn(BATCH, 3, 32, 32),
-        "labels": torch.zeros(BATCH, dtype=torch.long),
-    }
-    return transformers.ViTForImageClassification(config), batch
+    return of_transformers(kind, **_KNOWN["settings"]["usual"], **sizes)
 
 
 MODELS = (
     *(Case(name, decoder(**sizes), sequence=True) for name, sizes in _KNOWN["decoders"].items()),
     *(
-        Case(kind, _language(kind, **_KNOWN["settings"].get(base, {}), **more))
-        for kind, (base, more) in _KNOWN["language"].items()
+        Case(kind, of_transformers(kind, **_KNOWN["settings"].get(base, {}), **more))
+        for kind, (base, more) in _KNOWN["transformers"].items()
     ),
-    Case("vit", _vision),
 )

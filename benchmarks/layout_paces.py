@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from layout_models import Decoder
+from layout_models import Decoder, of_transformers
 from testbed.paced_products import flops_of, timed
 from torch import nn
 
@@ -18,34 +18,30 @@ from estimator.graph.trace.trace import trace_graph
 from estimator.workload.layouts import Layout
 
 # 256 KiB pass between layers.
-_BATCH, _TOKENS, _WIDTH = 4, 128, 128
+_WIDTH = 128
+_IDS = torch.zeros(4, 128, dtype=torch.long)
 
 
 def _decoder(**sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
     sizes = {"width": _WIDTH, "inner": 256, "words": 256, **sizes}
-    return lambda: (Decoder(**sizes), torch.zeros(_BATCH, _TOKENS, dtype=torch.long))
+    return lambda: (Decoder(**sizes), _IDS)
 
 
-def _experts() -> tuple[nn.Module, Any]:
-    """Sixteen experts a layer, of which each token goes to two."""
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        use_cache=False,
-        vocab_size=256,
-        hidden_size=_WIDTH,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=_WIDTH // 8,
-        num_experts=16,
-        num_experts_per_tok=2,
-    )
-    ids = torch.zeros(_BATCH, _TOKENS, dtype=torch.long)
-    return transformers.Qwen3MoeForCausalLM(config), {"input_ids": ids, "labels": ids}
-
+# Sixteen experts a layer, of which each token goes to two.
+_experts = of_transformers(
+    "qwen3_moe",
+    _IDS,
+    vocab_size=256,
+    hidden_size=_WIDTH,
+    intermediate_size=256,
+    moe_intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=_WIDTH // 8,
+    num_experts=16,
+    num_experts_per_tok=2,
+)
 
 MODELS = {
     "decoder": _decoder(),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from options import Options
-from records import kept_graph, say
+from records import kept_graph, say, times_of
 from summary import format_rows, summarise
 from torch import Tensor, nn
 
@@ -158,11 +158,9 @@ def question_of(row: Row) -> Question:
     cut = row.recipe.get("pp_layout") or ""
     parts += [f"cut={cut}"] if len(layers_of((cut,))) == pp * virtual else []
     parts += ["megatron"] if tp * pp > 1 and row.is_megatron else []
+    strategy = "distributed-optimizer:bucket=256MiB,first=256MiB,master"
     if fsdp:
-        strategy = "fsdp" + (",shard=8" if "hsdp" in published["parallelism"] else "")
-        strategy = strategy.replace("fsdp,", "fsdp:")
-    else:
-        strategy = "distributed-optimizer:bucket=256MiB,first=256MiB,master"
+        strategy = "fsdp:shard=8" if "hsdp" in published["parallelism"] else "fsdp"
     return Question(
         graph=(row.model, int(float(published["seq_len"])), _variant(row)),
         allocation=_allocation(published["gpu"], gpus),
@@ -237,24 +235,18 @@ def _recipe_of(row: Row) -> str:
     return "megatron" + (":" + ",".join(parts) if parts else "")
 
 
-class GraphStore:
-    """Traced models, each traced once and kept in a folder."""
+@lru_cache(maxsize=2)
+def traced(folder: Path, model: str, length: int, variant: str) -> OpGraph:
+    """A model, traced once and kept in a folder."""
+    name = f"{model} {length} {variant}".replace(" ", "_").replace(":", "-")
+    return kept_graph(folder / f"{name}.graph", lambda: _traced(model, length, variant))
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    @lru_cache(maxsize=2)  # noqa: B019  one store for a run
-    def traced(self, model: str, length: int, variant: str) -> OpGraph:
-        name = f"{model} {length} {variant}".replace(" ", "_").replace(":", "-")
-        return kept_graph(self._folder / f"{name}.graph", lambda: _traced(model, length, variant))
-
-    @lru_cache(maxsize=2)  # noqa: B019  one store for a run
-    def asked(self, graph: tuple[str, int, str], recipe: str | None) -> OpGraph:
-        traced = self.traced(*graph)
-        if recipe is None:
-            # What FSDP gathers by itself is compiled by itself.
-            return with_recipe(traced, compiled="blocks")
-        return with_recipe(traced, recipe=recipe)
+@lru_cache(maxsize=2)
+def graph_of(folder: Path, graph: tuple[str, int, str], recipe: str | None) -> OpGraph:
+    """A traced model under a recipe; what FSDP gathers by itself is compiled by itself."""
+    how = {"compiled": "blocks"} if recipe is None else {"recipe": recipe}
+    return with_recipe(traced(folder, *graph), **how)
 
 
 def _traced(model: str, length: int, variant: str) -> OpGraph:
@@ -297,8 +289,8 @@ class Adapted(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-def case_of(row: Row, store: GraphStore) -> dict[str, Any]:
-    """What the engine answers to a row, beside what was published."""
+def case_of(row: Row, folder: Path) -> dict[str, Any]:
+    """What the engine answers to a row, beside what was published; graphs stay in a folder."""
     published = row.published
     case: dict[str, Any] = {
         "id": f"llm_published:{row.number + 2}",
@@ -319,7 +311,7 @@ def case_of(row: Row, store: GraphStore) -> dict[str, Any]:
         asked = question_of(row)
         case["recipe"] = asked.recipe
         answer = estimator.estimate(
-            store.asked(asked.graph, asked.recipe),
+            graph_of(folder, asked.graph, asked.recipe),
             asked.allocation,
             batch_per_gpu=asked.batch,
             accumulation_steps=asked.accumulation,
@@ -330,9 +322,7 @@ def case_of(row: Row, store: GraphStore) -> dict[str, Any]:
         return case | {"reason": str(error)}
     return case | {
         "status": "ok",
-        "predicted_s": answer.step_time_s,
-        "low_s": answer.low_s,
-        "high_s": answer.high_s,
+        **times_of(answer),
         "fits": answer.fits,
         "memory_gib": answer.peak_memory_bytes / 2**30,
         "breakdown": asdict(answer.breakdown),
@@ -351,9 +341,9 @@ def run(options: Options) -> Mapping[str, Any]:
     rows = [row for row in rows if _is_named(row, [word for word in words if word != "unseen"])]
     # Rows of one model and recipe follow each other: few graphs are held at a time.
     rows.sort(key=lambda row: (row.model, row.published["seq_len"], row.published["precision"]))
-    store, cases = GraphStore(options.work), []
+    cases = []
     for row in rows:
-        cases.append(case_of(row, store))
+        cases.append(case_of(row, options.work))
         say(_line(cases[-1]))
     return {"cases": cases, "report": _report(cases)}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
+import runpy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,12 +46,9 @@ class Case:
 def model_functions(options: Options, *quick: str) -> list[Callable[..., Any]]:
     """The functions of `ALL` of ``--models FILE``, by default those here; a quick run has a few."""
     path = models_file(options)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
+    if path.suffix != ".py" or not path.is_file():
         raise SystemExit(f"{path} is no Python file; name one that defines ALL = [function, ...]")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    functions: list[Callable[..., Any]] = getattr(module, "ALL", [])
+    functions: list[Callable[..., Any]] = runpy.run_path(str(path)).get("ALL", [])
     if not functions:
         raise SystemExit(f"{path} has no list ALL; check names")
     if options.quick and not (options.only or options.models):

@@ -20,9 +20,9 @@ import torch
 from local_cases import model_functions
 from memory_steps import changes_of, events_of, storage_bytes
 from options import Options, local_machine
+from plan_flaws import plan_flaws
 from records import Record, say
 from summary import noise_ratio
-from swap.checker import plan_flaws
 from torch import nn
 
 import estimator as est

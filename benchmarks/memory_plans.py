@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 from options import Options
+from plan_flaws import plan_flaws
 from records import Record, kept_graph, say
-from swap.checker import plan_flaws
 
 import estimator as est
 from estimator.advise.swap.problem import host_link, swap_problems
@@ -40,26 +40,18 @@ OVERHEADS = (0.0, 0.01, 0.05, 0.15)
 def traced(name: str) -> OpGraph:
     """The graph of a network of timm under a loss, at a batch of 16."""
     import torch
-    from torch import Tensor, nn
     from traced_models import build_timm, define_torchvision_schemas
+    from zoo.convolutional import Labelled
+    from zoo.inputs import own_loss
 
     from estimator.graph.trace.trace import trace_graph
-
-    class Classified(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.loss = model, nn.CrossEntropyLoss()
-
-        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-            found: Tensor = self.loss(self.model(images), labels)
-            return found
 
     define_torchvision_schemas()
     batch = torch.randn(16, 3, 224, 224), torch.randint(0, 1000, (16,))
     return trace_graph(
-        Classified(build_timm(name)),
+        Labelled(build_timm(name)),
         batch,
-        loss=lambda value, _batch: value,
+        loss=own_loss,
         optimizer="adam",
         target="cuda",
         name=name,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import FOLDER, Result, bound_text, verdict
+from results import FOLDER, Result, figure_rows
 from summary import percent
 
 PAGES = ("docs/accuracy.md", "docs/speed.md")
@@ -52,18 +52,8 @@ def lines_of(result: Result, name: str) -> Iterator[str]:
     yield f"\n`{command}`{where}, {told}; {file}."
     if result.summary:
         yield from _table(*_summary(result.summary))
-    figures = [case for case in result.cases if "value" in case]
-    if figures:
-        rows = [
-            [
-                str(case["id"]),
-                f"{case['value']:.3g} {case.get('unit') or ''}",
-                bound_text(case),
-                verdict(case),
-            ]
-            for case in figures
-        ]
-        yield from _table(["figure", "value", "asked", ""], rows)
+    if figures := figure_rows(result, 3):
+        yield from _table(["figure", "value", "asked", ""], figures)
     short = [table for table in result.tables if len(table["rows"]) <= MOST_ROWS]
     for table in [] if result.summary and result.converted_from else short[:MOST_TABLES]:
         yield f"\n{table['title']}:"

@@ -7,9 +7,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +97,15 @@ def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Recor
     }
 
 
+def times_of(answer: Estimate) -> Record:
+    """The step of an estimate and its interval."""
+    return {"predicted_s": answer.step_time_s, "low_s": answer.low_s, "high_s": answer.high_s}
+
+
 def prediction_of(answer: Estimate) -> Record:
     """What is written down of an estimate before its case is measured."""
     return {
-        "predicted_s": answer.step_time_s,
-        "low_s": answer.low_s,
-        "high_s": answer.high_s,
+        **times_of(answer),
         "batch_per_gpu": answer.batch_per_gpu,
         "global_batch": answer.global_batch,
         "breakdown": asdict(answer.breakdown),
@@ -131,6 +136,12 @@ def measure_in_turns(
                 continue
             records.add({"kind": "measurement", "key": key, **found})
             progress.advance(key)
+
+
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives in a process of its own, so that memory and imports are its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def kept_graph(path: Path, trace: Callable[[], OpGraph]) -> OpGraph:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from records import now
 from summary import (
@@ -165,14 +165,10 @@ def _timed(cases: Sequence[Case]) -> list[Case]:
 
 def text_of(result: Result) -> str:
     """A result for people: the figures, then what its scripts say or a summary of its cases."""
-    figures = [case for case in result.cases if "value" in case]
+    figures = [[cell.strip() for cell in row] for row in figure_rows(result, 4)]
     blocks = [f"{result.suite} on {result.machine}, {result.at[:16]}"]
     if figures:
-        lines = [["figure", "value", "bound", ""]]
-        lines += [
-            [str(case["id"]), _value(case), bound_text(case), verdict(case)] for case in figures
-        ]
-        blocks.append(format_table(lines))
+        blocks.append(format_table([["figure", "value", "bound", ""], *figures]))
     if result.report:
         blocks.append("\n".join(result.report))
     if timed := _timed(result.cases):
@@ -183,8 +179,18 @@ def text_of(result: Result) -> str:
     return "\n\n".join(blocks)
 
 
-def _value(case: Case) -> str:
-    return f"{case['value']:.4g} {case.get('unit') or ''}".strip()
+def figure_rows(result: Result, digits: int) -> list[list[str]]:
+    """What each figure is called, its value with so many digits, its bounds, the verdict."""
+    return [
+        [
+            str(case["id"]),
+            f"{case['value']:.{digits}g} {case.get('unit') or ''}",
+            bound_text(case),
+            verdict(case),
+        ]
+        for case in result.cases
+        if "value" in case
+    ]
 
 
 def bound_text(case: Case) -> str:
@@ -238,7 +244,7 @@ def _key(case: Case) -> str:
     return f"{case.get('part', '')}/{case.get('id') or case.get('name')}"
 
 
-def failed(text: str) -> None:
+def failed(text: str) -> NoReturn:
     """Say on stderr what went wrong, and end with code 2."""
     print(f"benchmarks: {text}", file=sys.stderr)
     raise SystemExit(2)

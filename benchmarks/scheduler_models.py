@@ -7,58 +7,28 @@ estimate``. Sizes are those of the papers named; weights are random.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo.convolutional import residual_layers, vgg_layers
-
-Built = tuple[nn.Module, Any, Any]
-
-
-def _cross_entropy(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
-
-
-class _Labelled(nn.Module):
-    """A classifier called with (inputs, targets); the targets are for the loss."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.body(inputs)
-        return found
-
-
-def _images(body: nn.Module, batch: int, size: int, classes: int) -> Built:
-    targets = torch.zeros(batch, dtype=torch.long)
-    return _Labelled(body), (torch.zeros(batch, 3, size, size), targets), _cross_entropy
-
+from zoo.convolutional import classifier, cross_entropy, resnet, vgg16_layers
+from zoo.inputs import Built, own_loss
 
 # CNNs
 
 
 def vgg16(batch: int = 16) -> Built:
-    """VGG-16, Simonyan and Zisserman 2015, table 1, column D."""
-    return _images(nn.Sequential(*vgg_layers((2, 2, 3, 3, 3))), batch, 224, 1000)
-
-
-def _resnet(depths: tuple[int, ...], batch: int) -> Built:
-    layers = residual_layers(depths, classes=1000)
-    return _images(nn.Sequential(*layers), batch, 224, 1000)
+    """VGG-16."""
+    return classifier(vgg16_layers, batch, 224, 1000)
 
 
 def resnet50(batch: int = 32) -> Built:
     """ResNet-50, He et al. 2016, table 1."""
-    return _resnet((3, 4, 6, 3), batch)
+    return resnet(batch, blocks=(3, 4, 6, 3))
 
 
 def resnet101(batch: int = 16) -> Built:
     """ResNet-101, He et al. 2016, table 1."""
-    return _resnet((3, 4, 23, 3), batch)
+    return resnet(batch, blocks=(3, 4, 23, 3))
 
 
 # RNNs
@@ -77,19 +47,19 @@ class _WordModel(nn.Module):
         return self.head(self.recurrent(self.embedding(words))[0])
 
 
-def _words(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_words(model: nn.Module, batch: int, length: int) -> Built:
     words = torch.zeros(batch, length, dtype=torch.long)
-    return words, words
+    return model, (words, words), cross_entropy
 
 
 def lstm_words(batch: int = 64) -> Built:
     """The large LSTM of Zaremba et al. 2014: two layers of 1500, 35 words of Penn Treebank."""
-    return _WordModel(10_000, 1500, 2, nn.LSTM), _words(batch, 35), _cross_entropy
+    return _of_words(_WordModel(10_000, 1500, 2, nn.LSTM), batch, 35)
 
 
 def gru_words(batch: int = 64) -> Built:
     """Three GRU layers of 1024 over 64 words of WikiText-2."""
-    return _WordModel(33_278, 1024, 3, nn.GRU), _words(batch, 64), _cross_entropy
+    return _of_words(_WordModel(33_278, 1024, 3, nn.GRU), batch, 64)
 
 
 class _Speech(nn.Module):
@@ -113,11 +83,8 @@ class _Speech(nn.Module):
 
 def deepspeech2(batch: int = 16) -> Built:
     """DeepSpeech 2 on two seconds of sound; frames are labelled, which stands for CTC."""
-    return (
-        _Speech(),
-        (torch.zeros(batch, 1, 161, 200), torch.zeros(batch, 100, dtype=torch.long)),
-        _cross_entropy,
-    )
+    sounds, letters = torch.zeros(batch, 1, 161, 200), torch.zeros(batch, 100, dtype=torch.long)
+    return _Speech(), (sounds, letters), cross_entropy
 
 
 # GANs
@@ -135,10 +102,6 @@ class _Gan(nn.Module):
         judged = self.judge(made.detach()), self.judge(images), self.judge(made)
         wrong = functional.softplus(judged[0]) + functional.softplus(-judged[1])
         return (wrong + functional.softplus(-judged[2])).mean()
-
-
-def _first(output: torch.Tensor, _: Any) -> torch.Tensor:
-    return output
 
 
 def dcgan(batch: int = 128) -> Built:
@@ -159,7 +122,7 @@ def dcgan(batch: int = 128) -> Built:
         channels = width
     judge += [nn.Conv2d(channels, 1, 4, 1, 0), nn.Flatten()]
     model = _Gan(nn.Sequential(*maker), nn.Sequential(*judge))
-    return model, (torch.zeros(batch, 100, 1, 1), torch.zeros(batch, 3, 64, 64)), _first
+    return model, (torch.zeros(batch, 100, 1, 1), torch.zeros(batch, 3, 64, 64)), own_loss
 
 
 class _Translator(nn.Module):
@@ -201,7 +164,7 @@ def pix2pix(batch: int = 8) -> Built:
         channels = width
     judge += [nn.Conv2d(channels, 1, 4, 1, 1), nn.Flatten()]
     images = torch.zeros(batch, 3, 256, 256)
-    return _Gan(_Translator(), nn.Sequential(*judge)), (images, images), _first
+    return _Gan(_Translator(), nn.Sequential(*judge)), (images, images), own_loss
 
 
 # Transformers
@@ -226,17 +189,17 @@ class _Encoder(nn.Module):
 
 def bert_base(batch: int = 16) -> Built:
     """The size of BERT-base, Devlin et al. 2019, on 128 words."""
-    return _Encoder(30_522, 768, 12, 12, 128), _words(batch, 128), _cross_entropy
+    return _of_words(_Encoder(30_522, 768, 12, 12, 128), batch, 128)
 
 
 def transformer_base(batch: int = 32) -> Built:
     """The encoder of Transformer-base, Vaswani et al. 2017, on 64 words."""
-    return _Encoder(37_000, 512, 6, 8, 64), _words(batch, 64), _cross_entropy
+    return _of_words(_Encoder(37_000, 512, 6, 8, 64), batch, 64)
 
 
 def gpt_small(batch: int = 4) -> Built:
     """The size of GPT-2 small, Radford et al. 2019, on 512 words."""
-    return _Encoder(50_257, 768, 12, 12, 512), _words(batch, 512), _cross_entropy
+    return _of_words(_Encoder(50_257, 768, 12, 12, 512), batch, 512)
 
 
 MODELS = {

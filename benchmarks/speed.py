@@ -16,16 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from options import Options
-from records import Record, kept_graph
+from records import Record, in_child, kept_graph
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT2_SMALL = "hf:gpt2"
@@ -54,12 +53,6 @@ def run(options: Options) -> Iterator[Record]:
     for part in [part for part in PARTS if part in options.only] if options.only else usual:
         for name, (value, unit, bound) in PARTS[part](effort).items():
             yield {"id": name, "value": value, "unit": unit, "bound": bound}
-
-
-def in_child(function: Callable[[Effort], Any], effort: Effort) -> Any:
-    """Run a part in a process of its own, so that memory and imports are its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, effort).result()
 
 
 def seconds(call: Callable[[], Any]) -> float:

@@ -256,7 +256,6 @@ def _sum(bench: Bench) -> Record:
         "runs": {name: each.runs_s for name, each in found.runs.items()} | {"again": again_s},
         "parts_s": parts_s,
         "of_value": 0.03,
-        "of_step": 0.0,
     }
 
 
@@ -288,7 +287,6 @@ def _step(bench: Bench, kind: str, workers: int, folder: Path) -> Record:
         "loader": loader.to_dict(),
         "step_s": measured_s,
         "of_value": 0.25,
-        "of_step": 0.0,
     }
 
 
@@ -330,7 +328,6 @@ def _cached(bench: Bench, ratio: float) -> Record:
         "loader": loader.to_dict(),
         "step_s": median(steps_s),
         "of_value": 0.05,
-        "of_step": 0.0,
     }
 
 
@@ -380,7 +377,6 @@ def _exchange(bench: Bench, tensors: int, width: int, how: str) -> Record:
         "alone_s": alone_s,
         "step_s": both_s,
         "of_value": 0.20,
-        "of_step": 0.0,
     }
 
 
@@ -427,7 +423,7 @@ def run(options: Options) -> Iterator[Record]:
 
 def _measured(records: Records, part: str, case: Case) -> Record:
     if not records.of(part, case.name):
-        found = case.measure()
+        found = {"of_step": 0.0, **case.measure()}
         off_s = abs(found["measured_s"] - found["predicted_s"])
         allowed = max(
             found["of_value"] * abs(found["predicted_s"]), found["of_step"] * found["step_s"]

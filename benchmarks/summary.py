@@ -69,8 +69,7 @@ def error_ratio(case: Case) -> float:
     """|predicted − measured| / measured; 1 for a case without one of them."""
     if not _is_complete(case):
         return FAILED_ERROR_RATIO
-    error: float = abs(case["predicted_s"] - case["measured_s"]) / case["measured_s"]
-    return error
+    return float(abs(case["predicted_s"] - case["measured_s"]) / case["measured_s"])
 
 
 def is_beyond(case: Case, worst_ratio: float) -> bool:
@@ -185,8 +184,7 @@ def _throughput(case: Case, field: str) -> float | None:
     seconds = case.get(field)
     if seconds is None:
         return None
-    throughput: float = (case.get("global_batch") or 1) / seconds
-    return throughput
+    return float((case.get("global_batch") or 1) / seconds)
 
 
 def _pairs_right(cases: Sequence[Case], gap_ratio: float) -> tuple[int, int]:
@@ -232,9 +230,9 @@ def describe(cases: Sequence[Case], bounds: Mapping[str, Bound] | None = None) -
     lines = [["case", "method", "predicted", "measured", "error", "noise", "in 80 %", ""]]
     for case in cases:
         seconds = case.get("predicted_s"), case.get("measured_s")
-        covered = (
-            "" if not (_is_complete(case) and _has_interval(case)) else _yes(_is_covered(case))
-        )
+        covered = ""
+        if _is_complete(case) and _has_interval(case):
+            covered = "yes" if _is_covered(case) else "no"
         texts = [*map(milliseconds, seconds), off(*seconds), percent(case.get("noise_ratio"))]
         name = case.get("id") or case.get("key") or case.get("model")
         reason = "" if case.get("status", "ok") == "ok" else str(case.get("reason") or "failed")
@@ -244,10 +242,6 @@ def describe(cases: Sequence[Case], bounds: Mapping[str, Bound] | None = None) -
     for method, bound in (bounds or {}).items():
         asked = f"median {percent(bound.median_ratio)}, worst {percent(bound.worst_ratio)}"
         yield f"asked of {method}: {asked}; beyond: error > max(worst, 2 × noise)"
-
-
-def _yes(held: float) -> str:
-    return "yes" if held else "no"
 
 
 def format_rows(rows: Sequence[SummaryRow]) -> str:

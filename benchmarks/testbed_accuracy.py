@@ -12,9 +12,9 @@ jobs on links in common.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from options import Options, local_machine
 from records import Record, Records
@@ -29,32 +29,23 @@ from estimator.errors import ProbeError
 QUICK_CASES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A table of cases, the bench that predicts and measures them, and what is made of that."""
+class Subject(NamedTuple):
+    """A bench, the module that assembles and judges what it finds, cases, and how much is run."""
 
-    cases: Sequence[Any]
     bench: type[Bench]
-    assemble: Callable[[Sequence[Any], Records], list[Record]]
-    figures: Callable[[Sequence[Record]], Iterator[Record]]
+    module: ModuleType
+    cases: Sequence[Any]
     repeats: int
     steps: int
 
 
-def _subject(module: Any, bench: type[Bench], cases: Sequence[Any], **plan: Any) -> Subject:
-    """The cases of a module of `testbed_subjects`, judged as it says."""
-    return Subject(
-        cases=cases, bench=bench, assemble=module.assemble, figures=module.figures, **plan
-    )
-
-
 SUBJECTS = {
-    "steps": _subject(steps, steps.StepBench, cases(), repeats=7, steps=15),
-    "splits": _subject(splits, splits.SplitBench, SPLITS, repeats=7, steps=15),
-    "strategies": _subject(strategies, strategies.GridBench, CELLS, repeats=1, steps=3),
-    "orders": _subject(orders, orders.OrderBench, ORDERS, repeats=1, steps=6),
-    "overlap": _subject(overlap, overlap.OverlapBench, OVERLAPS, repeats=3, steps=15),
-    "neighbours": _subject(neighbours, neighbours.NeighbourBench, NEIGHBOURS, repeats=3, steps=30),
+    "steps": Subject(steps.StepBench, steps, cases(), repeats=7, steps=15),
+    "splits": Subject(splits.SplitBench, splits, SPLITS, repeats=7, steps=15),
+    "strategies": Subject(strategies.GridBench, strategies, CELLS, repeats=1, steps=3),
+    "orders": Subject(orders.OrderBench, orders, ORDERS, repeats=1, steps=6),
+    "overlap": Subject(overlap.OverlapBench, overlap, OVERLAPS, repeats=3, steps=15),
+    "neighbours": Subject(neighbours.NeighbourBench, neighbours, NEIGHBOURS, repeats=3, steps=30),
 }
 
 
@@ -83,8 +74,8 @@ def run(options: Options) -> Mapping[str, Any]:
         records = Records(plan.work / "records.jsonl")
         for bed in dict.fromkeys(case.bed for case in chosen):
             subject.bench(bed, plan, records).run()
-        rows = subject.assemble(chosen, records)
-        answer += [{**row, "subject": name} for row in (*rows, *subject.figures(rows))]
+        rows = subject.module.assemble(chosen, records)
+        answer += [{**row, "subject": name} for row in (*rows, *subject.module.figures(rows))]
     ours = [row for row in answer if row["subject"] == "steps" and "value" not in row]
     return {"cases": answer, "summary": summarise(ours, by=("method",), bounds=steps.BOUNDS)}
 

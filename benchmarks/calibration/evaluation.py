@@ -22,7 +22,6 @@ from calibration.machine_priors import priors_of
 from calibration.protocols import Split, all_splits
 from calibration.rivals import LinearScaling, OnesRegressor
 from calibration.tables import Job
-from estimator.calibrate.observation_files import MeasuredStep
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.errors import EstimatorError, ObservationError
 
@@ -147,15 +146,14 @@ def evaluate(
 
 
 @contextmanager
-def processes(workers: int = 2) -> Iterator[Executor | None]:
-    """Processes to evaluate in; None where there is but one core."""
-    workers = min(workers, os.cpu_count() or 1)
-    if workers < 2:
+def processes() -> Iterator[Executor | None]:
+    """Two processes to evaluate in; None where there is but one core."""
+    if (os.cpu_count() or 1) < 2:
         yield None
         return
     # Spawned, since a fork would take over whatever threads the caller has.
     context = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as executor:
+    with ProcessPoolExecutor(2, mp_context=context) as executor:
         yield executor
 
 
@@ -175,12 +173,8 @@ class _Task:
 def _with_machine_priors(regressor: Callable[[], Regressor], job: Job) -> Callable[[], Regressor]:
     """The regressor for a job: ours takes priors from the job's machine."""
     if regressor is StepTimeRegressor:
-        return partial(_regressor_of_machine, job.steps[0])
+        return partial(StepTimeRegressor, priors=priors_of(job.steps[0]))
     return regressor
-
-
-def _regressor_of_machine(step: MeasuredStep) -> StepTimeRegressor:
-    return StepTimeRegressor(priors=priors_of(step))
 
 
 def _chunks(splits: Sequence[Split]) -> Iterator[Sequence[Split]]:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, MachineProfile, Provenance
@@ -56,30 +57,28 @@ def machine_name(gpu: str) -> str:
 
 def machine_of(row: PublishedRow, setting: Setting | None) -> MachineProfile:
     """The profile that stands for the row's machine; the same object for the same machine."""
-    name = (
-        setting.machine if setting is not None and setting.machine else machine_name(row.step.gpu)
-    )
-    return variant(name, setting, max(row.step.node_sizes))
+    setting = setting or Setting()
+    return variant(setting.machine or machine_name(row.step.gpu), setting, max(row.step.node_sizes))
 
 
 @lru_cache(maxsize=256)
 def variant(name: str, setting: Setting | None, most: int = 1) -> MachineProfile:
     """A machine of the catalogue in a source's setting, with at least `most` devices."""
-    profile = load_profile(name)
+    profile, setting = load_profile(name), setting or Setting()
     first = profile.devices[0]
-    if setting is not None and setting.memory_bytes is not None:
-        first = replace(first, memory_bytes=setting.memory_bytes)
-    if setting is not None and setting.memory_bytes_per_s is not None:
-        first = replace(first, memory_bandwidth_bytes_per_s=setting.memory_bytes_per_s)
-    if setting is not None and setting.power_w is not None:
-        first = replace(first, details={**first.details, "power_w": setting.power_w})
+    stated: dict[str, Any] = {
+        "memory_bytes": setting.memory_bytes,
+        "memory_bandwidth_bytes_per_s": setting.memory_bytes_per_s,
+        "details": setting.power_w and {**first.details, "power_w": setting.power_w},
+    }
+    changed = {field: value for field, value in stated.items() if value is not None}
     devices = max(most, len(profile.devices))
-    if first is not profile.devices[0] or devices != len(profile.devices):
-        alike = tuple(replace(first, index=index) for index in range(devices))
+    if changed or devices != len(profile.devices):
+        alike = tuple(replace(first, index=index, **changed) for index in range(devices))
         profile = replace(profile, devices=alike)
-    if setting is not None and setting.tensor_kernels:
+    if setting.tensor_kernels:
         profile = _with_gradient_work(profile, setting)
-    if setting is None or setting.network_bit_per_s is None:
+    if setting.network_bit_per_s is None:
         return profile
     link = Link(
         kind=setting.network,

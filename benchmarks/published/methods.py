@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,13 +71,13 @@ def ask(question: Question, calibration: est.Calibrator | None = None) -> Predic
 def cold_cases(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """One case for each row, from the engine without observations."""
     for question in questions:
-        yield _case(question, "cold", lambda q=question: ask(q))  # type: ignore[misc]
+        yield _case(question, "cold", ask)
 
 
 def naive_cases(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """One case for each row: operations of the model at a fixed share of the peak, on all ranks."""
     for question in questions:
-        yield _case(question, "naive", lambda q=question: _naive(q))  # type: ignore[misc]
+        yield _case(question, "naive", _naive)
 
 
 def calibrated_cases(
@@ -94,15 +95,9 @@ def calibrated_cases(
         seen = [questions[index] for index in order[:observations]]
         judged = [questions[index] for index in sorted(order[observations:])]
         with TemporaryDirectory() as folder:
-            calibrator = _taught(Path(folder, "observations.db"), seen)
+            taught = partial(ask, calibration=_taught(Path(folder, "observations.db"), seen))
             for question in judged:
-                yield _case(
-                    question,
-                    "calibrated",
-                    lambda q=question, c=calibrator: ask(q, c),  # type: ignore[misc]
-                    k=observations,
-                    draw=draw,
-                )
+                yield _case(question, "calibrated", taught, k=observations, draw=draw)
 
 
 def _taught(path: Path, seen: Sequence[Question]) -> est.Calibrator:
@@ -162,13 +157,18 @@ def _flops_of(calls: Sequence[Any]) -> float:
 
 
 def _case(
-    question: Question, method: str, predict: Any, *, k: int | None = None, draw: int | None = None
+    question: Question,
+    method: str,
+    predict: Callable[[Question], Prediction],
+    *,
+    k: int | None = None,
+    draw: int | None = None,
 ) -> dict[str, Any]:
     """A prediction beside its measurement, in the form of all accuracy benchmarks."""
     row, reason = question.row, None
     prediction: Prediction | None = None
     try:
-        prediction = predict()
+        prediction = predict(question)
     except EstimatorError as error:
         reason = str(error)
     return {

@@ -9,7 +9,7 @@ from functools import cache
 import estimator as est
 from estimator.graph.costs.call_costs import FusedKernel, family_of, features_of, op_cost
 from estimator.graph.costs.registry import argument, cost_of
-from estimator.graph.ir.ops import OpCost
+from estimator.graph.ir.ops import Op, OpCost
 from estimator.tensors import OpCall
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -21,14 +21,24 @@ def with_own_kernels(graph: est.OpGraph, module: str) -> est.OpGraph:
     torch's own softmax takes several times the bytes' time in its backward pass; megatron's
     scaled_upper_triang_masked_softmax holds a row in registers both ways.
     """
-    own = cache(_own)
+
+    def is_one(op: Op) -> bool:
+        return op.module.endswith(f".{module}") and family_of(op.call.target) == "softmax"
+
+    return _replaced(graph, is_one, _own)
+
+
+def _replaced(
+    graph: est.OpGraph, is_one: Callable[[Op], bool], own: Callable[[OpCall], OpCall]
+) -> est.OpGraph:
+    """The graph with other calls for those of some operators, compiled or not."""
+    made = cache(own)
     ops = (
-        replace(op, call=own(op.call), other_call=own(op.other_call))
-        if op.module.endswith(f".{module}") and family_of(op.call.target) == "softmax"
-        else op
+        replace(op, call=made(op.call), other_call=made(op.other_call)) if is_one(op) else op
         for op in graph.ops
     )
-    return replace(graph, ops=tuple(ops))
+    eager = None if graph.eager is None else _replaced(graph.eager, is_one, own)
+    return replace(graph, ops=tuple(ops), eager=eager)
 
 
 def _own(call: OpCall) -> OpCall:
@@ -52,19 +62,11 @@ def with_cudnn_attention(graph: est.OpGraph) -> est.OpGraph:
 
     On Hopper it prefers cuDNN's (transformer_engine/pytorch/attention, get_attention_backend).
     """
-    return _with_attention(graph, _by_cudnn)
+    return _replaced(graph, _is_flash, _by_cudnn)
 
 
-def _with_attention(graph: est.OpGraph, by_other: Callable[[OpCall], OpCall]) -> est.OpGraph:
-    eager = None if graph.eager is None else _with_attention(graph.eager, by_other)
-    made = cache(by_other)
-    ops = (
-        replace(op, call=made(op.call), other_call=made(op.other_call))
-        if _FLASH in op.call.target
-        else op
-        for op in graph.ops
-    )
-    return replace(graph, ops=tuple(ops), eager=eager)
+def _is_flash(op: Op) -> bool:
+    return _FLASH in op.call.target
 
 
 def _by_cudnn(call: OpCall) -> OpCall:
@@ -91,7 +93,7 @@ _TRITON = "flash_attn_triton"
 
 def with_triton_attention(graph: est.OpGraph) -> est.OpGraph:
     """The graph with FlashAttention of 2022 in Triton for torch's attention."""
-    return _with_attention(graph, _by_triton)
+    return _replaced(graph, _is_flash, _by_triton)
 
 
 def _by_triton(call: OpCall) -> OpCall:

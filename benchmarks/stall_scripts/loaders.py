@@ -21,14 +21,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 BATCH, SAMPLES, PIXELS, TOKENS, FIELDS = 16, 4096, 128, 256, 64
 
 
-class Folder(Dataset[Any]):
+class Samples(Dataset[Any]):
+    """As many as a run takes, however few are on the disk."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Folder(Samples):
     """JPEG files, decoded and resized."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted((folder / "jpeg").glob("*.jpg"))
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         with Image.open(self.paths[index % len(self.paths)]) as image:
@@ -47,29 +51,23 @@ class Crops(Folder):
         return nn.functional.pad(crop, (8, 8, 8, 8))
 
 
-class Text(Dataset[Any]):
+class Text(Samples):
     """Lines of text, split into words and looked up in a vocabulary."""
 
     def __init__(self, folder: Path) -> None:
         self.lines = (folder / "text.txt").read_text().splitlines()
         self.numbers = {f"w{number}": number for number in range(5000)}
 
-    def __len__(self) -> int:
-        return SAMPLES
-
     def __getitem__(self, index: int) -> torch.Tensor:
         words = [w for row in range(8) for w in self.lines[(index + row) % 512].split()]
         return torch.tensor([self.numbers[word] for word in words[:TOKENS]])
 
 
-class Records(Dataset[Any]):
+class Records(Samples):
     """Rows of a memory-mapped array."""
 
     def __init__(self, folder: Path) -> None:
         self.rows = np.load(folder / "records.npy", mmap_mode="r")
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.from_numpy(self.rows[index % len(self.rows)].astype(np.float32))
@@ -92,14 +90,11 @@ class Shuffled(IterableDataset[Any]):
         yield from buffer
 
 
-class Table(Dataset[Any]):
+class Table(Samples):
     """Lines of comma-separated values, parsed one by one."""
 
     def __init__(self, folder: Path) -> None:
         self.lines = (folder / "table.csv").read_text().splitlines()
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(value) for value in self.lines[index % 512].split(",")])

@@ -31,19 +31,12 @@ class TestbedNode:
     slowdown_ratio: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestbedRack:
-    """A switch whose uplink to the spine has one line rate in each direction."""
-
-    __test__: ClassVar[bool] = False
-
-    name: str
-    uplink_bytes_per_s: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class TestbedDescription:
     """Nodes and racks; nodes without a rack hang on the spine itself.
+
+    A rack is a switch whose uplink to the spine has one line rate in each direction: bytes per
+    second by its name.
 
     >>> bed = TestbedDescription.uniform(nodes=2, devices=2, uplink="500 Mbit/s")
     >>> bed.all_devices(), bed.nodes[0].uplink_bytes_per_s
@@ -53,7 +46,7 @@ class TestbedDescription:
     __test__: ClassVar[bool] = False
 
     nodes: tuple[TestbedNode, ...]
-    racks: tuple[TestbedRack, ...] = field(default=())
+    racks: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -71,12 +64,9 @@ class TestbedDescription:
                 )
                 for number in range(nodes)
             ),
-            racks=tuple(
-                TestbedRack(
-                    name=f"r{number}", uplink_bytes_per_s=parse_bandwidth_bytes_per_s(rack_uplink)
-                )
-                for number in range(racks)
-            ),
+            racks={
+                f"r{number}": parse_bandwidth_bytes_per_s(rack_uplink) for number in range(racks)
+            },
         )
 
     @cached_property
@@ -107,9 +97,9 @@ class TestbedDescription:
     def cluster_toml(self, machine: str | Mapping[str, str] = "testbed") -> str:
         """The engine's cluster file; `machine` is the machine type of all nodes, or by node."""
         lines = [f"[switches.{SPINE}]"]
-        for rack in self.racks:
-            lines += [f"[switches.{rack.name}]", f'parent = "{SPINE}"']
-            lines.append(f'uplink = "{_rate_text(rack.uplink_bytes_per_s)}"')
+        for rack, uplink in self.racks.items():
+            lines += [f"[switches.{rack}]", f'parent = "{SPINE}"']
+            lines.append(f'uplink = "{_rate_text(uplink)}"')
         for node in self.nodes:
             name = machine if isinstance(machine, str) else machine[node.name]
             lines += [f"[nodes.{node.name}]", f'machine = "{name}"']

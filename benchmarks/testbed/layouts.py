@@ -14,11 +14,9 @@ from estimator.graph.partition.plan import Plan
 from estimator.workload.layouts import Layout
 from estimator.workload.schedules import Schedule
 
-from .launch import place
 from .network import Testbed
-from .processes import joined, run_ranks, timed_steps
+from .processes import PACED, joined, run_ranks, timed_steps
 
-PACE_MODULE = f"{__package__}.paced"
 # A wait for what is there already is over within tens of microseconds.
 _BLOCKED_S = 5e-4
 CLASSES = {
@@ -51,7 +49,7 @@ def step_seconds(
     """
     found = run_ranks(
         bed,
-        place(bed, allocation),
+        allocation,
         f"{__name__}:train_rank",
         {
             "model": model,
@@ -65,8 +63,8 @@ def step_seconds(
         },
         what=f"training {model} divided on the testbed",
         imported=(
-            *(PACE_MODULE, __name__),
-            *("layout_oracle", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+            *(PACED, "layout_oracle"),
+            *("torch.distributed.fsdp", "torch.distributed.pipelining"),
         ),
     )
     return max(statistics.median(times) for times in found)

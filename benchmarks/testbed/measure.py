@@ -17,9 +17,9 @@ from estimator.validate.training import Training, time_steps, transformers_modul
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.strategies import Strategy
 
-from .launch import MASTER_PORT, place
+from .launch import MASTER_PORT
 from .network import Testbed
-from .processes import joined, run_ranks
+from .processes import PACED, joined, run_ranks
 
 _PACED = "paced:"
 _PERIOD_US = 10_000
@@ -68,14 +68,12 @@ def measure(
     Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
-    placed = place(bed, allocation, port=port)
-    ratios = [bed.description.by_name[rank.node].slowdown_ratio for rank in placed]
+    ratios = [node.slowdown_ratio for node, _ in bed.description.placement(allocation)]
     if not is_paced:
-        _check_cores(len(placed))
-    pace_module = f"{__package__}.paced"
+        _check_cores(len(ratios))
     arguments = {
-        "model": model.replace(_PACED, f"{pace_module}:") if is_paced else model,
-        "batches": list(batch) if isinstance(batch, Sequence) else [batch] * len(placed),
+        "model": model.replace(_PACED, f"{PACED}:") if is_paced else model,
+        "batches": list(batch) if isinstance(batch, Sequence) else [batch] * len(ratios),
         "seq_len": None,
         "kind": "cpu",
         "optimizer": check_optimizer(optimizer),
@@ -91,12 +89,13 @@ def measure(
     with rationed(bed, [1.0 if is_paced else ratio for ratio in ratios]) as groups:
         found = run_ranks(
             bed,
-            placed,
+            allocation,
             f"{__name__}:train_rank",
             {**arguments, "groups": groups},
             what=f"training {model} on {allocation}",
-            imported=(pace_module, __name__, *transformers_modules()),
+            imported=(PACED, *transformers_modules()),
             alone=not is_paced,
+            port=port,
         )
     return TestbedRun(
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),

@@ -88,14 +88,14 @@ def testbed(description: TestbedDescription) -> Iterator[Testbed]:
 def build_commands(description: TestbedDescription, prefix: str) -> list[Command]:
     """Every command that builds the testbed, in order."""
     commands: list[Command] = []
-    for switch in (SPINE, *(rack.name for rack in description.racks)):
+    for switch in (SPINE, *description.racks):
         commands += [
             ("ip", "netns", "add", prefix + switch),
             *_ip(prefix + switch, "link add br0 type bridge", "link set dev br0 up"),
         ]
-    for rack in description.racks:
-        commands += _cable(prefix, SPINE, rack.name, "uplink", rack.uplink_bytes_per_s)
-        commands += _ip(prefix + rack.name, "link set dev uplink master br0")
+    for rack, uplink in description.racks.items():
+        commands += _cable(prefix, SPINE, rack, "uplink", uplink)
+        commands += _ip(prefix + rack, "link set dev uplink master br0")
     for number, node in enumerate(description.nodes):
         namespace = prefix + node.name
         commands.append(("ip", "netns", "add", namespace))

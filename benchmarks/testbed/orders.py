@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .launch import place
 from .network import Testbed
 from .processes import joined, run_ranks, timed_steps
 
@@ -24,11 +23,10 @@ def all_reduce_s(
     """
     found = run_ranks(
         bed,
-        place(bed, "+".join(f"{host}[0]" for host in hosts)),
+        "+".join(f"{host}[0]" for host in hosts),
         f"{__name__}:time_rank",
         {"size_bytes": size_bytes, "repeats": repeats},
         what="timing all-reduces",
-        imported=(__name__,),
         trains=False,
     )
     # A call lasts until its last rank is through; ranks begin together.

@@ -1,9 +1,9 @@
 """Models that train for real but wait a set time per layer instead of computing.
 
 Parameters, gradients, DDP, FSDP and their traffic are real; forward, backward and update leave the
-cores alone, so that sixteen ranks fit on two cores. Every function of `ALL` returns ``(model,
-batch)``. To the engine such a model is a graph whose ops were timed (`paced_graph`) on a machine
-with nothing but its network to it (`paced_machine`).
+cores alone, so that sixteen ranks fit on two cores. The function with a
+model's name returns ``(model, batch)``. To the engine it is a graph whose ops were timed
+(`paced_graph`) on a machine with nothing but its network to it (`paced_machine`).
 
 A layer is three pieces of work, as a matrix product is: its output, the gradient of its input and
 the gradient of its weights, in this order. Each piece ends a set time after the one before was due
@@ -122,37 +122,29 @@ def _deferring(collective: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@torch.library.custom_op("paced::forward", mutates_args=())
-def paced_forward(x: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
-    """A layer's forward pass: `seconds` per sample of `x`."""
-    pace.wait(seconds * x.shape[0])
-    return torch.zeros_like(x)
+def _waiting(name: str) -> Any:
+    """An operator of one tensor that takes `seconds` per sample of it."""
+
+    @torch.library.custom_op(f"paced::{name}", mutates_args=())
+    def operator(x: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
+        pace.wait(seconds * x.shape[0])
+        return torch.zeros_like(x)
+
+    operator.register_fake(lambda x, weights, seconds: torch.empty_like(x))
+    return operator
 
 
-@torch.library.custom_op("paced::input_gradient", mutates_args=())
-def paced_input_gradient(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
-    """The gradient of a layer's input: `seconds` per sample."""
-    pace.wait(seconds * gradient.shape[0])
-    return torch.zeros_like(gradient)
+# A layer's forward pass, and the gradient of its input.
+paced_forward, paced_input_gradient = _waiting("forward"), _waiting("input_gradient")
 
 
 @torch.library.custom_op("paced::weight_gradient", mutates_args=())
 def paced_weight_gradient(
     gradient: Tensor, weights: Sequence[Tensor], seconds: float
 ) -> list[Tensor]:
-    """The gradients of a layer's weights: `seconds` per sample."""
+    """The gradients of a layer's weights, likewise."""
     pace.wait(seconds * gradient.shape[0])
     return [_zero_gradient(place, weight) for place, weight in enumerate(weights)]
-
-
-@paced_forward.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-@paced_input_gradient.register_fake
-def _(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
-    return torch.empty_like(gradient)
 
 
 @paced_weight_gradient.register_fake
@@ -206,6 +198,9 @@ def _zero_gradient(place: int, weight: Tensor) -> Tensor:
     return _gradients[key].detach()
 
 
+Shape = tuple[int, ...]
+
+
 class PacedLayer(nn.Module):
     """Real parameters, and a forward and backward pass that wait.
 
@@ -213,7 +208,7 @@ class PacedLayer(nn.Module):
     of the input: a layer whose input needs none takes the other half.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], seconds: float, ratio: float) -> None:
+    def __init__(self, shapes: Sequence[Shape], seconds: float, ratio: float = 2.0) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
         self.forward_s, self.gradient_s = seconds, ratio * seconds / 2
@@ -267,36 +262,33 @@ def _held(parameter: Tensor) -> Tensor:
 Built = tuple[PacedModel, Tensor]
 
 
-def _model(layers: Sequence[PacedLayer], batch: int) -> Built:
-    return PacedModel(*layers), torch.zeros(batch, _FEATURES)
+def _layers(
+    *alike: tuple[int, Sequence[Shape], float], features: int = _FEATURES
+) -> Callable[..., Built]:
+    """A model of so many layers of such shapes and seconds a sample, and others after them."""
+
+    def build(batch: int = 8) -> Built:
+        layers = (
+            PacedLayer(shapes, each_s) for count, shapes, each_s in alike for _ in range(count)
+        )
+        return PacedModel(*layers), torch.zeros(batch, features)
+
+    return build
 
 
-def few_big(batch: int = 8) -> Built:
-    """Four layers of 6 MB: 24 MB, 0.33 s at batch 8."""
-    return _model([PacedLayer([(1500, 1000)], 3.75e-3, 2.0) for _ in range(4)], batch)
-
-
-def many_small(batch: int = 8) -> Built:
-    """Forty layers of 0.25 MB in two tensors: 10 MB, 0.24 s at batch 8."""
-    shapes = [(244, 256), (256,)]
-    return _model([PacedLayer(shapes, 0.25e-3, 2.0) for _ in range(40)], batch)
-
-
-def big_first(batch: int = 8) -> Built:
-    """An embedding of 16 MB, then six layers of 2 MB: 28 MB, 0.49 s; its gradient comes last."""
-    embedding = PacedLayer([(4000, 1000)], 0.8e-3, 2.0)
-    return _model([embedding, *(PacedLayer([(500, 1000)], 3.3e-3, 2.0) for _ in range(6))], batch)
-
-
-def eight_even(batch: int = 8) -> Built:
-    """Eight layers of 1 MB: 8 MB, 0.15 s at batch 8."""
-    return _model([PacedLayer([(500, 500)], 0.83e-3, 2.0) for _ in range(8)], batch)
-
-
-def transformer(batch: int = 8) -> Built:
-    """Twelve even blocks of four matrices, four vectors each: 48 MB, 0.95 s at batch 8."""
-    shapes = [(288, 864), (864,), (288, 288), (288,), (288, 1152), (1152,), (1152, 288), (288,)]
-    return _model([PacedLayer(shapes, 3.4e-3, 2.0) for _ in range(12)], batch)
+# With megabytes of parameters, and seconds at batch 8: four layers of 6 MB, 24 MB, 0.33 s.
+few_big = _layers((4, [(1500, 1000)], 3.75e-3))
+# Forty layers of 0.25 MB in two tensors: 10 MB, 0.24 s.
+many_small = _layers((40, [(244, 256), (256,)], 0.25e-3))
+# An embedding of 16 MB, whose gradient comes last, then six layers of 2 MB: 28 MB, 0.49 s.
+big_first = _layers((1, [(4000, 1000)], 0.8e-3), (6, [(500, 1000)], 3.3e-3))
+# Eight layers of 1 MB: 8 MB, 0.15 s.
+eight_even = _layers((8, [(500, 500)], 0.83e-3))
+# Twelve even blocks of four matrices, four vectors each: 48 MB, 0.95 s.
+_ATTENTION = [(288, 864), (864,), (288, 288), (288,)]
+transformer = _layers((12, [*_ATTENTION, (288, 1152), (1152,), (1152, 288), (288,)], 3.4e-3))
+# Sixteen even layers between which 1 MB passes: 0.38 s.
+wide = _layers((16, [(200, 200)], 1e-3), features=32768)
 
 
 def language_model(batch: int = 8) -> Built:
@@ -305,22 +297,12 @@ def language_model(batch: int = 8) -> Built:
     Embedding and head are no repeated blocks: under FSDP they are the rest, which is gathered once.
     """
     shapes = [(600, 1200), (600,), (120, 240)]
-    blocks = [PacedLayer(shapes, 2.2e-3, 2.0) for _ in range(6)]
     layers = {
-        "embedding": PacedLayer([(800, 1250)], 0.6e-3, 2.0),
-        "blocks": nn.Sequential(*blocks),
-        "head": PacedLayer([(800, 1250)], 1.7e-3, 2.0),
+        "embedding": PacedLayer([(800, 1250)], 0.6e-3),
+        "blocks": nn.Sequential(*(PacedLayer(shapes, 2.2e-3) for _ in range(6))),
+        "head": PacedLayer([(800, 1250)], 1.7e-3),
     }
     return PacedModel(OrderedDict(layers)), torch.zeros(batch, _FEATURES)
-
-
-def wide(batch: int = 8) -> Built:
-    """Sixteen even layers between which 1 MB passes: 0.38 s at batch 8."""
-    layers = [PacedLayer([(200, 200)], 1e-3, 2.0) for _ in range(16)]
-    return PacedModel(*layers), torch.zeros(batch, 32768)
-
-
-ALL = (few_big, many_small, big_first, eight_even, transformer, language_model, wide)
 
 
 def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) -> OpGraph:
@@ -328,8 +310,7 @@ def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) ->
 
     Waiting has no formula: at batches that are not listed the engine knows no times.
     """
-    function = {function.__name__: function for function in ALL}[name]
-    model, inputs = function(batch)
+    model, inputs = globals()[name](batch)
     graph = trace_graph(model, inputs, optimizer="sgd")
     timings = {
         call: OpTiming(seconds=_seconds_argument(call) * samples)

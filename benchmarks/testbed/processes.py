@@ -13,47 +13,42 @@ from typing import Any
 
 from estimator.errors import ProbeError, TrainingError
 from estimator.machines.profile import Device
+from estimator.placement.allocation import Allocation
 from estimator.probe.devices.ranks import run_on_devices
 
-from .launch import TIMEOUT_S, Placed
+from .launch import MASTER_PORT, TIMEOUT_S, place
 from .network import Testbed
 
+# What trains paced models starts with.
+PACED = f"{__package__}.paced"
 # sched.h
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def run_ranks(
     bed: Testbed,
-    placed: Sequence[Placed],
+    allocation: str | Allocation,
     function: str,
     arguments: Mapping[str, Any],
     *,
     what: str,
-    imported: Sequence[str],
+    imported: Sequence[str] = (),
     alone: bool = False,
     trains: bool = True,
+    port: int = MASTER_PORT,
 ) -> list[Any]:
     """What ``function(rank, count, arguments)`` returned, by rank; it works in `joined`.
 
     Every rank has the core of its device, as while its node is probed, and shares it with that
-    device of the other nodes; `alone` gives rank r core r to itself. `what` says in an error what
-    was going on. Raises TrainingError if a rank fails, dies or hangs.
+    device of the other nodes; `alone` gives rank r core r to itself. What is `imported` beside the
+    function's module is there when ranks start. `what` says in an error what was going on. Raises
+    TrainingError if a rank fails, dies or hangs.
     """
-    cores = os.cpu_count() or 1
-    positions = [
-        number if alone else int(rank.environment["LOCAL_RANK"])
-        for number, rank in enumerate(placed)
-    ]
-    devices = [
-        Device(
-            kind="cpu",
-            index=rank,
-            name="testbed",
-            memory_bytes=1,
-            cores=(position % cores,),
-        )
-        for rank, position in enumerate(positions)
-    ]
+    placed, cores, devices = place(bed, allocation, port=port), os.cpu_count() or 1, []
+    for rank, each in enumerate(placed):
+        core = (rank if alone else int(each.environment["LOCAL_RANK"])) % cores
+        about = {"index": rank, "name": "testbed", "memory_bytes": 1}
+        devices.append(Device(kind="cpu", cores=(core,), **about))
     where = {
         "namespaces": [bed.namespace(rank.node) for rank in placed],
         "hosts": [rank.node for rank in placed],
@@ -66,7 +61,7 @@ def run_ranks(
             function,
             {**arguments, **where},
             timeout_s=TIMEOUT_S,
-            imported=tuple(imported),
+            imported=(function.partition(":")[0], *imported),
             trains=trains,
         )
     except ProbeError as error:

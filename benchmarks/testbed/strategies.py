@@ -10,11 +10,8 @@ from typing import Any
 from estimator.units import MIB
 from estimator.workload.strategies import DDP, ParameterServers, Strategy, ZeRO1
 
-from .launch import place
 from .network import Testbed
-from .processes import joined, run_ranks, timed_steps
-
-PACE_MODULE = f"{__package__}.paced"
+from .processes import PACED, joined, run_ranks, timed_steps
 
 
 def step_seconds(
@@ -32,8 +29,6 @@ def step_seconds(
     ``ps:N`` takes the first N `servers`; under the other strategies servers do nothing. An update
     waits `parameter_s` seconds for each parameter that a rank updates. Raises TrainingError.
     """
-    nodes = [*workers, *servers]
-    placed = place(bed, "+".join(f"{node}[0]" for node in nodes))
     arguments = {
         "model": model,
         "workers": len(workers),
@@ -43,11 +38,11 @@ def step_seconds(
     }
     found = run_ranks(
         bed,
-        placed,
+        "+".join(f"{node}[0]" for node in (*workers, *servers)),
         f"{__name__}:train_rank",
         arguments,
         what=f"training {model} on the testbed",
-        imported=(PACE_MODULE, __name__, f"{__package__}.servers"),
+        imported=(PACED, f"{__package__}.servers"),
     )
     return [
         max(statistics.median(times) for times in ranks)

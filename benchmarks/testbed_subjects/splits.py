@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from records import Record, Records, measured_fields
+from records import Record, Records, measured_fields, times_of
 from testbed.paced import paced_graph
 from testbed_cases import SPLITS, Case
 from testbed_runs import MACHINE, ModelBench, Trial
@@ -59,19 +59,11 @@ class SplitBench(ModelBench):
         found = balance(EstimateRequest.of(self.graph(case), case.allocation, **asked))
         best, even = found.answer.batches or (), found.even.batches or ()
         ranks = tuple(group.ranks for group in Allocation.parse(case.allocation).groups)
-        answers = [
+        answers = (
             self.estimate(case, case.allocation, batch_per_gpu=split)
             for split in splits_around(best, even, ranks)
-        ]
-        splits = [
-            {
-                "batches": answer.batches,
-                "predicted_s": answer.step_time_s,
-                "low_s": answer.low_s,
-                "high_s": answer.high_s,
-            }
-            for answer in answers
-        ]
+        )
+        splits = [{"batches": answer.batches, **times_of(answer)} for answer in answers]
         return {"best": best, "even": even, "global_batch": global_batch, "splits": splits}
 
     def trials(self, case: Case, prediction: Record) -> Iterator[Trial]:

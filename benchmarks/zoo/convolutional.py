@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.inputs import Built
+from zoo.inputs import Built, images, on_meta
 
 
 def convolution(
@@ -52,24 +55,22 @@ class Residual(nn.Module):
 
 
 def residual_stages(
-    channels: int,
     blocks: tuple[int, ...],
     *,
     basic: bool = False,
     groups: int = 1,
     group_width: int = 64,
     squeezed: bool = False,
-    first_stride: int = 1,
     narrowest: int = 64,
 ) -> tuple[list[nn.Module], int]:
     """The residual blocks of a ResNet, ResNeXt or SE-ResNeXt, and the channels that they end in."""
     layers: list[nn.Module] = []
+    channels = narrowest
     for stage, count in enumerate(blocks):
         out = narrowest * 2**stage * (1 if basic else 4)
         width = int(narrowest * 2**stage * group_width / 64) * groups
         for block in range(count):
-            stride = (1 if stage == 0 else 2) if block == 0 else 1
-            stride = first_stride if stage == 0 and block == 0 else stride
+            stride = 2 if stage and not block else 1
             if basic:
                 branch = [*convolution(channels, out, 3, stride), nn.ReLU(inplace=True)]
                 branch += convolution(out, out, 3)
@@ -85,57 +86,53 @@ def residual_stages(
 
 
 def residual_layers(
-    blocks: tuple[int, ...], *, classes: int, narrowest: int = 64, **kind: Any
+    blocks: tuple[int, ...], *, classes: int, narrowest: int = 64, tiny: bool = False, **kind: Any
 ) -> list[nn.Module]:
-    """A ResNet from images to scores; `kind` are options of `residual_stages`."""
-    layers, channels = residual_stages(narrowest, blocks, narrowest=narrowest, **kind)
-    stem = [*convolution(3, narrowest, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
-    return [*stem, *layers, *head]
+    """A ResNet from images to scores; `kind` are options of `residual_stages`.
+
+    Of `tiny` images, 32 pixels wide, the stem is 3x3 and pools nothing.
+    """
+    layers, channels = residual_stages(blocks, narrowest=narrowest, **kind)
+    stem = convolution(3, narrowest, 3) if tiny else convolution(3, narrowest, 7, 2)
+    stem += [nn.ReLU(inplace=True), *([] if tiny else [nn.MaxPool2d(3, 2, 1)])]
+    return [*stem, *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
-class Classifier(nn.Sequential):
-    """Layers from images to scores."""
+class Classifier(nn.Module):
+    """Layers from images to scores, called with labels too, which only the loss takes."""
 
-
-def _labelled(batch: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))
-
-
-class _Images(nn.Module):
-    """Called with images and labels, of which only the loss takes the labels."""
-
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        scores: Tensor = self.layers(images)
-        return scores
+        return self.layers(images)  # type: ignore[no-any-return]
 
 
 def cross_entropy(scores: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of the scores against the labels of the batch."""
-    return F.cross_entropy(scores, batch[1])
+    """The loss of scores against the labels of the batch, one for each image or word."""
+    return F.cross_entropy(scores.flatten(0, -2), batch[1].flatten())
+
+
+def classifier(layers: Callable[[], list[nn.Module]], batch: int, size: int, classes: int) -> Built:
+    """A model of what `layers` gives, without memory for weights, and square images."""
+    model = on_meta(lambda: Classifier(layers()))
+    return model, (images(batch, size), torch.randint(0, classes, (batch,))), cross_entropy
 
 
 def resnet(
     batch: int, *, blocks: tuple[int, ...], size: int = 224, classes: int = 1000, **kind: Any
 ) -> Built:
     """ResNet for ImageNet; `kind` are options of `residual_stages`."""
-    with torch.device("meta"):
-        model = _Images(Classifier(*residual_layers(blocks, classes=classes, **kind)))
-    return model.train(), _labelled(batch, size, classes), cross_entropy
+    return classifier(
+        partial(residual_layers, blocks, classes=classes, **kind), batch, size, classes
+    )
 
 
 def cifar_resnet18(batch: int) -> Built:
-    """ResNet-18 for 32x32 images: a 3x3 stem and no pooling before the blocks."""
-    with torch.device("meta"):
-        layers, channels = residual_stages(64, (2, 2, 2, 2), basic=True)
-        stem = [*convolution(3, 64, 3), nn.ReLU(inplace=True)]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
-        model = _Images(Classifier(*stem, *layers, *head))
-    return model.train(), _labelled(batch, 32, 10), cross_entropy
+    """ResNet-18 for 32x32 images."""
+    layers = partial(residual_layers, (2, 2, 2, 2), classes=10, basic=True, tiny=True)
+    return classifier(layers, batch, 32, 10)
 
 
 class InvertedResidual(nn.Module):
@@ -152,7 +149,7 @@ class InvertedResidual(nn.Module):
         size: int,
         stride: int,
         expansion: int,
-        squeezed: int | None,
+        squeezed: int,
         activation: type[nn.Module],
     ) -> None:
         super().__init__()
@@ -175,8 +172,45 @@ class InvertedResidual(nn.Module):
         return images + narrow if self.residual else narrow
 
 
-# (expansion, channels, blocks, stride, kernel) of EfficientNet-B0 (Tan and Le, 2019, table 1).
-_EFFICIENTNET = (
+# (expansion, channels, blocks, stride, kernel) of a stage.
+Stage = tuple[int, int, int, int, int]
+
+
+def _inverted_layers(
+    stem: int,
+    stages: Sequence[Stage],
+    last: int,
+    *,
+    activation: type[nn.Module],
+    squeezed: Callable[[int, int], int] = lambda channels, expansion: 0,
+    classes: int,
+) -> list[nn.Module]:
+    """Stages of inverted residuals from images to scores, between the channels `stem` and `last`.
+
+    A block of so many channels and such an expansion has so many `squeezed`.
+    """
+    layers: list[nn.Module] = [*convolution(3, stem, 3, 2), activation(inplace=True)]
+    channels = stem
+    for expansion, out, blocks, stride, size in stages:
+        for block in range(blocks):
+            layers.append(
+                InvertedResidual(
+                    channels,
+                    out,
+                    size=size,
+                    stride=1 if block else stride,
+                    expansion=expansion,
+                    squeezed=squeezed(channels, expansion),
+                    activation=activation,
+                )
+            )
+            channels = out
+    layers += [*convolution(channels, last, 1), activation(inplace=True), nn.AdaptiveAvgPool2d(1)]
+    return [*layers, nn.Flatten(), nn.Dropout(0.2), nn.Linear(last, classes)]
+
+
+# EfficientNet-B0 (Tan and Le, 2019, table 1).
+_EFFICIENTNET: tuple[Stage, ...] = (
     (1, 16, 1, 1, 3),
     (6, 24, 2, 2, 3),
     (6, 40, 2, 2, 5),
@@ -196,27 +230,16 @@ def efficientnet(
         rounded = max(8, int(channels * width + 4) // 8 * 8)
         return rounded if rounded >= 0.9 * channels * width else rounded + 8
 
-    with torch.device("meta"):
-        channels = scaled(32)
-        layers: list[nn.Module] = [*convolution(3, channels, 3, 2), nn.SiLU(inplace=True)]
-        for expansion, out, blocks, stride, kernel in _EFFICIENTNET:
-            for block in range(-int(-depth * blocks // 1)):
-                layers.append(
-                    InvertedResidual(
-                        channels,
-                        scaled(out),
-                        size=kernel,
-                        stride=stride if block == 0 else 1,
-                        expansion=expansion,
-                        squeezed=channels * (expansion if wide_se else 1) // 4,
-                        activation=nn.SiLU,
-                    )
-                )
-                channels = scaled(out)
-        layers += [*convolution(channels, scaled(1280), 1), nn.SiLU(inplace=True)]
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2)]
-        model = _Images(Classifier(*layers, nn.Linear(scaled(1280), 1000)))
-    return model.train(), _labelled(batch, size, 1000), cross_entropy
+    layers = partial(
+        _inverted_layers,
+        scaled(32),
+        [(e, scaled(out), math.ceil(depth * n), *rest) for e, out, n, *rest in _EFFICIENTNET],
+        scaled(1280),
+        activation=nn.SiLU,
+        classes=1000,
+        squeezed=lambda channels, expansion: channels * (expansion if wide_se else 1) // 4,
+    )
+    return classifier(layers, batch, size, 1000)
 
 
 class Labelled(nn.Module):
@@ -232,49 +255,26 @@ class Labelled(nn.Module):
 
 def small_resnet() -> nn.Module:
     """ResNet with bottleneck blocks (2, 2, 2, 2), a ResNet-26, at half width and 100 classes."""
-    layers = residual_layers((2, 2, 2, 2), classes=100, narrowest=32)
-    return Labelled(nn.Sequential(*layers)).train()
+    return Labelled(nn.Sequential(*residual_layers((2, 2, 2, 2), classes=100, narrowest=32)))
 
 
 # (expansion, blocks, stride) of MobileNetV2's stages (Sandler et al., 2018, table 2).
 _MOBILENET = ((1, 1, 1), (6, 2, 2), (6, 3, 2), (6, 4, 2), (6, 3, 1), (6, 3, 2), (6, 1, 1))
 
 
-def mobilenet_layers(
-    stem: int, widths: tuple[int, ...], last: int, *, classes: int
-) -> list[nn.Module]:
-    """MobileNetV2 from images to scores, `widths` the channels of its stages."""
-    layers: list[nn.Module] = [*convolution(3, stem, 3, 2), nn.ReLU6(inplace=True)]
-    channels = stem
-    for (expansion, blocks, stride), width in zip(_MOBILENET, widths, strict=True):
-        for block in range(blocks):
-            layers.append(
-                InvertedResidual(
-                    channels,
-                    width,
-                    size=3,
-                    stride=stride if block == 0 else 1,
-                    expansion=expansion,
-                    squeezed=None,
-                    activation=nn.ReLU6,
-                )
-            )
-            channels = width
-    layers += [*convolution(channels, last, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1)]
-    return [*layers, nn.Flatten(), nn.Dropout(0.2), nn.Linear(last, classes)]
-
-
 def mobilenet() -> nn.Module:
     """MobileNetV2 at half width on 128-pixel images: depthwise convolutions, memory-bound."""
-    layers = mobilenet_layers(16, (8, 16, 16, 32, 48, 80, 160), 640, classes=100)
-    return Labelled(nn.Sequential(*layers)).train()
+    widths = (8, 16, 16, 32, 48, 80, 160)
+    stages = [(e, out, *rest, 3) for (e, *rest), out in zip(_MOBILENET, widths, strict=True)]
+    layers = _inverted_layers(16, stages, 640, activation=nn.ReLU6, classes=100)
+    return Labelled(nn.Sequential(*layers))
 
 
-def vgg_layers(repeats: tuple[int, ...]) -> list[nn.Module]:
-    """VGG without batch norm (Simonyan and Zisserman 2015): convolutions of each width, head."""
+def vgg16_layers() -> list[nn.Module]:
+    """VGG-16 without batch norm (Simonyan and Zisserman 2015, table 1, column D)."""
     layers: list[nn.Module] = []
     channels = 3
-    for width, count in zip((64, 128, 256, 512, 512), repeats, strict=True):
+    for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(count):
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
             channels = width
@@ -286,40 +286,49 @@ def vgg_layers(repeats: tuple[int, ...]) -> list[nn.Module]:
 
 
 def vgg16() -> nn.Module:
-    """VGG-16, configuration D."""
-    return Labelled(nn.Sequential(*vgg_layers((2, 2, 3, 3, 3)))).train()
-
-
-def _double_convolution(channels_in: int, channels_out: int) -> nn.Sequential:
-    return nn.Sequential(
-        *convolution(channels_in, channels_out, 3),
-        nn.ReLU(inplace=True),
-        *convolution(channels_out, channels_out, 3),
-        nn.ReLU(inplace=True),
-    )
+    """VGG-16 for ImageNet."""
+    return Labelled(nn.Sequential(*vgg16_layers()))
 
 
 class Unet(nn.Module):
     """U-Net: contracting and expanding paths joined by concatenated skips."""
 
-    def __init__(self, *, widths: tuple[int, ...], classes: int) -> None:
+    def __init__(
+        self, *, widths: tuple[int, ...], classes: int, channels: int = 3, dimensions: int = 2
+    ) -> None:
         super().__init__()
+        self.dimensions = dimensions
         self.down = nn.ModuleList(
-            _double_convolution(channels_in, channels_out)
-            for channels_in, channels_out in zip((3, *widths), widths, strict=False)
+            self.two(before, after, stride=2 if level else 1)
+            for level, (before, after) in enumerate(zip((channels, *widths), widths, strict=False))
         )
-        pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
-        self.lift = nn.ModuleList(nn.ConvTranspose2d(deep, flat, 2, 2) for deep, flat in pairs)
-        self.up = nn.ModuleList(_double_convolution(2 * flat, flat) for _, flat in pairs)
-        self.head = nn.Conv2d(widths[0], classes, 1)
+        deep, shallow = widths[:0:-1], widths[-2::-1]
+        lift, layer = (getattr(nn, f"{name}{dimensions}d") for name in ("ConvTranspose", "Conv"))
+        self.lift = nn.ModuleList(
+            lift(before, after, 2, 2) for before, after in zip(deep, shallow, strict=True)
+        )
+        self.up = nn.ModuleList(self.two(2 * after, after) for after in shallow)
+        self.head = layer(widths[0], classes, 1)
+
+    def two(self, before: int, after: int, stride: int = 1) -> nn.Sequential:
+        """The convolutions of a level, to which images come halved where their stride is 2."""
+        return nn.Sequential(
+            *convolution(before, after, 3),
+            nn.ReLU(inplace=True),
+            *convolution(after, after, 3),
+            nn.ReLU(inplace=True),
+        )
+
+    def halved(self, images: Tensor) -> Tensor:
+        """Images on their way down a level."""
+        return F.max_pool2d(images, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         skips = []
         for level, block in enumerate(self.down):
-            images = block(images if level == 0 else F.max_pool2d(images, 2))
+            images = block(self.halved(images) if level else images)
             skips.append(images)
         skips.pop()
         for lift, block in zip(self.lift, self.up, strict=True):
-            images = block(torch.cat([skips.pop(), lift(images)], dim=1))
-        logits: Tensor = self.head(images)
-        return logits
+            images = block(torch.cat([skips.pop(), lift(images)], 1))
+        return self.head(images)  # type: ignore[no-any-return]

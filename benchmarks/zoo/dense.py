@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import convolutional
 from zoo.convolutional import convolution, residual_stages
-from zoo.inputs import Built, own_loss
+from zoo.inputs import Built, on_meta, own_loss
 
 
 def _stages(blocks: tuple[int, ...], **kind: Any) -> nn.ModuleList:
     """A ResNet's stem and stages, one module each."""
-    layers, _ = residual_stages(64, blocks, **kind)
+    layers, _ = residual_stages(blocks, **kind)
     stem = nn.Sequential(*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     stages: list[nn.Module] = [stem]
     for count in blocks:
@@ -80,8 +81,7 @@ def retinanet(batch: int, *, size: int, classes: int) -> Built:
 
     Its norms and the first two parts of its backbone are frozen (trainable-backbone-layers 3).
     """
-    with torch.device("meta"):
-        model = RetinaNet(classes=classes).train()
+    model = on_meta(RetinaNet, classes=classes)
     model.stages[:2].requires_grad_(False)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -100,6 +100,7 @@ class Ssd(nn.Module):
             if isinstance(layer, nn.Conv2d):
                 layer.stride = (1, 1)
         widths = (1024, 512, 512, 256, 256, 256)
+        middles, strides, paddings = (256, 256, 128, 128, 128), (2, 2, 2, 1, 1), (1, 1, 1, 0, 0)
         self.extra = nn.ModuleList(
             nn.Sequential(
                 *convolution(before, middle, 1),
@@ -109,22 +110,13 @@ class Ssd(nn.Module):
                 nn.ReLU(inplace=True),
             )
             for before, middle, after, stride, padding in zip(
-                widths,
-                (256, 256, 128, 128, 128),
-                widths[1:],
-                (2, 2, 2, 1, 1),
-                (1, 1, 1, 0, 0),
-                strict=False,
+                widths, middles, widths[1:], strides, paddings, strict=False
             )
         )
-        boxes = (4, 6, 6, 6, 4, 4)
-        self.places = nn.ModuleList(
-            nn.Conv2d(width, 4 * count, 3, padding=1)
-            for width, count in zip(widths, boxes, strict=True)
-        )
-        self.scores = nn.ModuleList(
-            nn.Conv2d(width, classes * count, 3, padding=1)
-            for width, count in zip(widths, boxes, strict=True)
+        levels = [*zip(widths, (4, 6, 6, 6, 4, 4), strict=True)]
+        self.places, self.scores = (
+            nn.ModuleList(nn.Conv2d(width, each * boxes, 3, padding=1) for width, boxes in levels)
+            for each in (4, classes)
         )
         self.classes = classes
 
@@ -132,22 +124,9 @@ class Ssd(nn.Module):
         levels = [self.backbone(images)]
         for layer in self.extra:
             levels.append(layer(levels[-1]))
-        count = images.shape[0]
-        places = torch.cat(
-            [
-                head(level).reshape(count, 4, -1)
-                for head, level in zip(self.places, levels, strict=True)
-            ],
-            2,
-        )
-        scores = torch.cat(
-            [
-                head(level).reshape(count, self.classes, -1)
-                for head, level in zip(self.scores, levels, strict=True)
-            ],
-            2,
-        ).float()
-        labels = torch.zeros(count, scores.shape[2], dtype=torch.long)
+        places = self._joined(self.places, levels, 4)
+        scores = self._joined(self.scores, levels, self.classes).float()
+        labels = torch.zeros(len(images), scores.shape[2], dtype=torch.long)
         entropy = F.cross_entropy(scores, labels, reduction="none")
         # The hardest negatives are found by sorting twice.
         order = entropy.sort(dim=1, descending=True)[1].sort(dim=1)[1]
@@ -156,36 +135,25 @@ class Ssd(nn.Module):
             places.float(), torch.zeros_like(places, dtype=torch.float32)
         )
 
+    @staticmethod
+    def _joined(heads: nn.ModuleList, levels: list[Tensor], outputs: int) -> Tensor:
+        """What a head says of the boxes of each level, all of them together."""
+        pairs = zip(heads, levels, strict=True)
+        return torch.cat([head(each).reshape(len(each), outputs, -1) for head, each in pairs], 2)
+
 
 def ssd(batch: int, *, classes: int) -> Built:
     """SSD300 on COCO."""
-    with torch.device("meta"):
-        model = Ssd(classes=classes)
-    return model.train(), torch.randn(batch, 3, 300, 300), own_loss
+    return on_meta(Ssd, classes=classes), torch.randn(batch, 3, 300, 300), own_loss
 
 
-class Unet(nn.Module):
-    """nnU-Net in 2 or 3 dimensions: strided convolutions down, transposed ones up."""
+class Unet(convolutional.Unet):
+    """nnU-Net in 2 or 3 dimensions: strided convolutions down, norms of each instance."""
 
-    def __init__(self, *, dimensions: int, widths: tuple[int, ...], channels: int, classes: int):
-        super().__init__()
-        self.flat = dimensions == 2
-        self.down = nn.ModuleList(
-            self._two(before, after, stride=1 if level == 0 else 2)
-            for level, (before, after) in enumerate(zip((channels, *widths), widths, strict=False))
+    def two(self, before: int, after: int, stride: int = 1) -> nn.Sequential:
+        layer, norm = (
+            getattr(nn, f"{name}{self.dimensions}d") for name in ("Conv", "InstanceNorm")
         )
-        deep, shallow = widths[:0:-1], widths[-2::-1]
-        lift = nn.ConvTranspose2d if self.flat else nn.ConvTranspose3d
-        self.lift = nn.ModuleList(
-            lift(before, after, 2, 2) for before, after in zip(deep, shallow, strict=True)
-        )
-        self.up = nn.ModuleList(self._two(2 * after, after, stride=1) for after in shallow)
-        layer = nn.Conv2d if self.flat else nn.Conv3d
-        self.head = layer(widths[0], classes, 1)
-
-    def _two(self, before: int, after: int, *, stride: int) -> nn.Sequential:
-        layer = nn.Conv2d if self.flat else nn.Conv3d
-        norm = nn.InstanceNorm2d if self.flat else nn.InstanceNorm3d
         return nn.Sequential(
             layer(before, after, 3, stride, 1, bias=False),
             norm(after, affine=True),
@@ -195,15 +163,11 @@ class Unet(nn.Module):
             nn.LeakyReLU(0.01, inplace=True),
         )
 
+    def halved(self, images: Tensor) -> Tensor:
+        return images
+
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        skips = []
-        for block in self.down:
-            images = block(images)
-            skips.append(images)
-        skips.pop()
-        for lift, block in zip(self.lift, self.up, strict=True):
-            images = block(torch.cat([skips.pop(), lift(images)], 1))
-        scores = self.head(images).float()
+        scores = super().forward(images).float()
         chances = F.softmax(scores, 1)
         overlap = chances * F.one_hot(labels, scores.shape[1]).movedim(-1, 1)
         return F.cross_entropy(scores, labels) - overlap.sum() / chances.sum()
@@ -212,7 +176,6 @@ class Unet(nn.Module):
 def unet(batch: int, *, patch: tuple[int, ...], most_channels: int) -> Built:
     """nnU-Net on brain tumours: 4 modalities, 4 classes, 6 levels from 32 channels."""
     widths = tuple(min(32 * 2**level, most_channels) for level in range(6))
-    with torch.device("meta"):
-        model = Unet(dimensions=len(patch), widths=widths, channels=4, classes=4)
+    model = on_meta(Unet, dimensions=len(patch), widths=widths, channels=4, classes=4)
     labels = torch.randint(0, 4, (batch, *patch))
-    return model.train(), (torch.randn(batch, 4, *patch), labels), own_loss
+    return model, (torch.randn(batch, 4, *patch), labels), own_loss

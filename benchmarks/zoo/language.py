@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from estimator.graph.models.transformers_models import WithoutWeights
-from zoo.inputs import Built, own_loss, random_tokens
+from zoo.inputs import Built, on_meta, own_loss, random_tokens
 
 
 def recomputed(block: nn.Module, *arguments: Any) -> Any:
@@ -28,8 +28,7 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        narrowed: Tensor = self.down(F.silu(self.gate(states)) * self.up(states))
-        return narrowed
+        return self.down(F.silu(self.gate(states)) * self.up(states))  # type: ignore[no-any-return]
 
 
 class DecoderBlock(nn.Module):
@@ -40,7 +39,7 @@ class DecoderBlock(nn.Module):
 
     def __init__(
         self, width: int, heads: int, *, hidden: int, key_heads: int | None, biased: bool,
-        fused: bool, mask: str | None, drop: float, separate: bool,
+        fused: bool = True, mask: str | None = None, drop: float = 0.0, separate: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.fused, self.mask, self.drop = fused, mask, drop
@@ -116,8 +115,8 @@ class Decoder(nn.Module):
     """A decoder and its loss.
 
     Of `recompute_every` blocks one is run again in backward (0: none); with `wide_loss` logits are
-    copied to float32; without `fused` attention is written out, as `mask` says. Where targets come
-    `shifted` from the loader, every token has one.
+    copied to float32. Where targets come `shifted` from the loader, every token has one. Of blocks
+    without `fused` attention it is written out, as `mask` says.
     """
 
     def __init__(
@@ -134,28 +133,15 @@ class Decoder(nn.Module):
         biased: bool = False,
         recompute_every: int = 0,
         wide_loss: bool = False,
-        fused: bool = True,
-        mask: str | None = None,
-        drop: float = 0.0,
         shifted: bool = False,
-        separate: bool = False,
+        **block: Any,
     ) -> None:
         super().__init__()
         self.shifted = shifted
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = None if key_heads else nn.Embedding(length, width)
         self.blocks = nn.ModuleList(
-            DecoderBlock(
-                width,
-                heads,
-                hidden=hidden,
-                key_heads=key_heads,
-                biased=biased,
-                fused=fused,
-                mask=mask,
-                drop=drop,
-                separate=separate,
-            )
+            DecoderBlock(width, heads, hidden=hidden, key_heads=key_heads, biased=biased, **block)
             for _ in range(layers)
         )
         self.norm = nn.RMSNorm(width) if key_heads else nn.LayerNorm(width, bias=biased)
@@ -189,10 +175,8 @@ class Decoder(nn.Module):
 
 def decoder(batch: int, **settings: Any) -> Built:
     """A GPT- or Llama-like language model; `settings` are those of `Decoder`."""
-    with torch.device("meta"):
-        model = Decoder(**settings)
     tokens = random_tokens(batch, settings["length"], settings["vocabulary"])
-    return model.train(), tokens, own_loss
+    return on_meta(Decoder, **settings), tokens, own_loss
 
 
 def from_transformers(

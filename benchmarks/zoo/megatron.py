@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.inputs import Built, own_loss, random_tokens
+from zoo.inputs import Built, on_meta, own_loss, random_tokens
 from zoo.language import recomputed
 
 
@@ -214,7 +214,5 @@ class Gpt(nn.Module):
 
 def megatron_gpt(batch: int, **settings: Any) -> Built:
     """Megatron's GPT; `settings` are those of `Gpt`."""
-    with torch.device("meta"):
-        model = Gpt(**settings)
     tokens = random_tokens(batch, settings["length"], settings["vocabulary"])
-    return model.train(), tokens, own_loss
+    return on_meta(Gpt, **settings), tokens, own_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.inputs import Built, random_tokens
+from zoo.inputs import Built, on_meta, own_loss, random_tokens
+from zoo.small import LanguageLstm
+
+Pair = tuple[int, int]
 
 
 class DeepSpeech2(nn.Module):
@@ -56,29 +60,11 @@ def aligned_loss(scores: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.nll_loss(scores.float().log_softmax(-1).flatten(0, 1), spread.t().flatten())
 
 
-def deepspeech2(
-    batch: int, *, frames: int, characters: int, hidden: int = 800, layers: int = 5
-) -> Built:
+def deepspeech2(batch: int, *, frames: int, characters: int) -> Built:
     """DeepSpeech2 with the settings of AdaptDL's job: 161 frequencies, 5 GRUs of 800."""
-    with torch.device("meta"):
-        model = DeepSpeech2(hidden=hidden, layers=layers, characters=29)
+    model = on_meta(DeepSpeech2, hidden=800, layers=5, characters=29)
     texts = torch.randint(1, 29, (batch, characters))
-    return model.train(), (torch.randn(batch, 1, 161, frames), texts), aligned_loss
-
-
-class WordLstm(nn.Module):
-    """Embedding, two LSTM layers, logits (pytorch/examples, word_language_model)."""
-
-    def __init__(self, *, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.drop = nn.Dropout(0.2)
-        self.recurrent = nn.LSTM(width, width, 2, dropout=0.2, batch_first=True)
-        self.logits = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        states, _ = self.recurrent(self.drop(self.embedding(tokens)))
-        return self.logits(self.drop(states))  # type: ignore[no-any-return]
+    return model, (torch.randn(batch, 1, 161, frames), texts), aligned_loss
 
 
 def same_token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -86,22 +72,20 @@ def same_token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
 
-def word_lstm(batch: int, *, length: int, vocabulary: int = 33278, width: int = 200) -> Built:
-    """The word-level language model of PyTorch's examples on WikiText-2."""
-    with torch.device("meta"):
-        model = WordLstm(vocabulary=vocabulary, width=width)
-    return model.train(), random_tokens(batch, length, vocabulary), same_token_loss
+def word_lstm(batch: int, *, length: int) -> Built:
+    """The word-level language model of PyTorch's examples (word_language_model) on WikiText-2."""
+    model = on_meta(LanguageLstm, vocabulary=33278, hidden=200, drops_words=True)
+    return model, random_tokens(batch, length, 33278), same_token_loss
 
 
 class Translator(nn.Module):
-    """An encoder-decoder Transformer (Vaswani et al., 2017) with shared or own embeddings."""
+    """An encoder-decoder Transformer (Vaswani et al., 2017) with shared embeddings."""
 
     def __init__(
-        self, *, width: int, heads: int, hidden: int, layers: int, vocabulary: int, shared: bool
+        self, *, width: int, heads: int, hidden: int, layers: int, vocabulary: int
     ) -> None:
         super().__init__()
-        self.source = nn.Embedding(vocabulary, width)
-        self.target = self.source if shared else nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.encoder = nn.ModuleList(
             nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True)
             for _ in range(layers)
@@ -111,10 +95,10 @@ class Translator(nn.Module):
             for _ in range(layers)
         )
         self.logits = nn.Linear(width, vocabulary, bias=False)
-        self.logits.weight = self.target.weight
+        self.logits.weight = self.embedding.weight
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        memory, states = self.source(source), self.target(target)
+        memory, states = self.embedding(source), self.embedding(target)
         for layer in self.encoder:
             memory = layer(memory)
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
@@ -130,9 +114,8 @@ def translation_loss(scores: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def translator(batch: int, *, length: int, vocabulary: int, **settings: Any) -> Built:
     """A Transformer for translation, on sentences of one length."""
-    with torch.device("meta"):
-        model = Translator(vocabulary=vocabulary, **settings)
-    return model.train(), _sentences(batch, length, vocabulary), translation_loss
+    model = on_meta(Translator, vocabulary=vocabulary, **settings)
+    return model, _sentences(batch, length, vocabulary), translation_loss
 
 
 def _sentences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -219,11 +202,10 @@ class TransformerXl(nn.Module):
 
 def transformer_xl(batch: int, *, length: int, memory: int, **settings: Any) -> Built:
     """Transformer-XL on WikiText-103, memories of the segment before given as an input."""
-    with torch.device("meta"):
-        model = TransformerXl(**settings)
+    model = on_meta(TransformerXl, **settings)
     memories = torch.zeros(batch, settings["layers"], memory, settings["width"])
     tokens = random_tokens(batch, length, settings["head"])
-    return model.train(), (tokens, memories), lambda loss, _: loss
+    return model, (tokens, memories), own_loss
 
 
 class Gnmt(nn.Module):
@@ -262,11 +244,10 @@ class Gnmt(nn.Module):
         return self.logits(states)  # type: ignore[no-any-return]
 
 
-def gnmt(batch: int, *, length: int, vocabulary: int, width: int = 1024, layers: int = 4) -> Built:
+def gnmt(batch: int, *, length: int, vocabulary: int) -> Built:
     """GNMT v2 on sentences of one length."""
-    with torch.device("meta"):
-        model = Gnmt(width=width, layers=layers, vocabulary=vocabulary)
-    return model.train(), _sentences(batch, length, vocabulary), translation_loss
+    model = on_meta(Gnmt, width=1024, layers=4, vocabulary=vocabulary)
+    return model, _sentences(batch, length, vocabulary), translation_loss
 
 
 class Ncf(nn.Module):
@@ -292,14 +273,14 @@ class Ncf(nn.Module):
 
 def ncf(batch: int) -> Built:
     """NCF on MovieLens-20M: 138,493 users, 26,744 items, 64 factors, layers of 256 to 64."""
-    with torch.device("meta"):
-        model = Ncf(users=138493, items=26744, factors=64, widths=(256, 256, 128, 64))
-    users, items = torch.randint(0, 138493, (batch,)), torch.randint(0, 26744, (batch,))
-    return model.train(), (users, items, torch.zeros(batch)), lambda loss, _: loss
+    sizes = {"users": 138493, "items": 26744}
+    model = on_meta(Ncf, **sizes, factors=64, widths=(256, 256, 128, 64))
+    users, items = (torch.randint(0, count, (batch,)) for count in sizes.values())
+    return model, (users, items, torch.zeros(batch)), own_loss
 
 
-# Mel-frequency features of a frame.
-_FEATURES = 64
+# Mel-frequency features of a frame; convolutions of a block, and what is dropped after each.
+_FEATURES, _REPEATS, _DROP = 64, 5, 0.2
 
 
 def _convolution(
@@ -324,37 +305,36 @@ def _convolution(
 class SpeechBlock(nn.Module):
     """Repeated convolutions beside shortcuts from the inputs given, each projected."""
 
-    def __init__(
-        self, shortcuts: list[int], channels: int, size: int, *, repeats: int, separable: bool,
-        drop: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, shortcuts: list[int], channels: int, size: int, *, separable: bool) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for repeat in range(repeats):
+        for repeat in range(_REPEATS):
             inputs = shortcuts[-1] if repeat == 0 else channels
             layers += _convolution(inputs, channels, size, separable=separable)
-            if repeat < repeats - 1:
-                layers += [nn.ReLU(inplace=True), nn.Dropout(drop)]
+            if repeat < _REPEATS - 1:
+                layers += [nn.ReLU(inplace=True), nn.Dropout(_DROP)]
         self.branch = nn.Sequential(*layers)
         self.shortcuts = nn.ModuleList(
             nn.Sequential(*_convolution(inputs, channels, 1)) for inputs in shortcuts
         )
-        self.drop = drop
 
     def forward(self, earlier: list[Tensor]) -> Tensor:
         states = self.branch(earlier[-1])
         for shortcut, inputs in zip(self.shortcuts, earlier[-len(self.shortcuts) :], strict=True):
             states = states + shortcut(inputs)
-        return F.dropout(F.relu(states, inplace=True), self.drop)
+        return F.dropout(F.relu(states, inplace=True), _DROP)
 
 
 class SpeechRecogniser(nn.Module):
-    """Jasper (`dense` shortcuts from all blocks) or QuartzNet (`separable` convolutions)."""
+    """Jasper, whose shortcuts come from all blocks, or QuartzNet, of `separable` convolutions.
+
+    There are `alike` blocks of each of the (channels, size) of `blocks`; `ends` are those of the
+    stem and of the head.
+    """
 
     def __init__(
-        self, *, blocks: tuple[tuple[int, int], ...], ends: tuple[tuple[int, int], ...],
-        repeats: int, dense: bool, separable: bool, drop: float,
-    ) -> None:  # fmt: skip
+        self, blocks: Sequence[Pair], ends: Sequence[Pair], *, alike: int, separable: bool
+    ) -> None:
         super().__init__()
         (first, size), (wide, wide_size), (last, _) = ends
         self.stem = nn.Sequential(
@@ -363,13 +343,9 @@ class SpeechRecogniser(nn.Module):
         )
         seen = [first]
         self.blocks = nn.ModuleList()
-        for channels, kernel in blocks:
-            shortcuts = list(seen) if dense else seen[-1:]
-            self.blocks.append(
-                SpeechBlock(
-                    shortcuts, channels, kernel, repeats=repeats, separable=separable, drop=drop
-                )
-            )
+        for channels, kernel in (each for each in blocks for _ in range(alike)):
+            shortcuts = seen[-1:] if separable else list(seen)
+            self.blocks.append(SpeechBlock(shortcuts, channels, kernel, separable=separable))
             seen.append(channels)
         self.head = nn.Sequential(
             *_convolution(seen[-1], wide, wide_size, dilation=2, separable=separable),
@@ -386,34 +362,21 @@ class SpeechRecogniser(nn.Module):
         return self.head(states[-1]).permute(2, 0, 1)  # type: ignore[no-any-return]
 
 
-def _speech(batch: int, frames: int, **sizes: Any) -> Built:
-    with torch.device("meta"):
-        model = SpeechRecogniser(repeats=5, drop=0.2, **sizes)
+def _speech(batch: int, frames: int, *sizes: Sequence[Pair], **kind: Any) -> Built:
+    model = on_meta(lambda: SpeechRecogniser(*sizes, **kind))
     texts = torch.randint(1, 29, (batch, 170))
-    return model.train(), (torch.randn(batch, _FEATURES, frames), texts), aligned_loss
+    return model, (torch.randn(batch, _FEATURES, frames), texts), aligned_loss
 
 
 def jasper(batch: int, *, frames: int) -> Built:
     """Jasper 10x5 with dense residuals (Li et al., 2019, table 1)."""
-    pairs = ((256, 11), (384, 13), (512, 17), (640, 21), (768, 25))
-    return _speech(
-        batch,
-        frames,
-        blocks=tuple(pair for pair in pairs for _ in range(2)),
-        ends=((256, 11), (896, 29), (1024, 1)),
-        dense=True,
-        separable=False,
-    )
+    blocks = ((256, 11), (384, 13), (512, 17), (640, 21), (768, 25))
+    ends = ((256, 11), (896, 29), (1024, 1))
+    return _speech(batch, frames, blocks, ends, alike=2, separable=False)
 
 
 def quartznet(batch: int, *, frames: int) -> Built:
     """QuartzNet 15x5 (Kriman et al., 2019, table 1)."""
-    triples = ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75))
-    return _speech(
-        batch,
-        frames,
-        blocks=tuple(triple for triple in triples for _ in range(3)),
-        ends=((256, 33), (512, 87), (1024, 1)),
-        dense=False,
-        separable=True,
-    )
+    blocks = ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75))
+    ends = ((256, 33), (512, 87), (1024, 1))
+    return _speech(batch, frames, blocks, ends, alike=3, separable=True)

@@ -10,19 +10,19 @@ from zoo.convolutional import Labelled
 
 
 class LanguageLstm(nn.Module):
-    """Embedding, two LSTM layers, dropout, vocabulary logits."""
+    """Embedding, two LSTM layers, dropout, of words too if asked for, vocabulary logits."""
 
-    def __init__(self, *, vocabulary: int, hidden: int) -> None:
+    def __init__(self, *, vocabulary: int, hidden: int, drops_words: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.recurrent = nn.LSTM(hidden, hidden, num_layers=2, dropout=0.2, batch_first=True)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout, self.drops_words = nn.Dropout(0.2), drops_words
         self.logits = nn.Linear(hidden, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        states, _ = self.recurrent(self.embedding(tokens))
-        logits: Tensor = self.logits(self.dropout(states))
-        return logits
+        words = self.embedding(tokens)
+        states, _ = self.recurrent(self.dropout(words) if self.drops_words else words)
+        return self.logits(self.dropout(states))  # type: ignore[no-any-return]
 
 
 class MixerBlock(nn.Module):
@@ -63,8 +63,7 @@ class Mixer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.stem(images).flatten(2).transpose(1, 2)
-        logits: Tensor = self.head(self.norm(self.blocks(patches)).mean(1))
-        return logits
+        return self.head(self.norm(self.blocks(patches)).mean(1))  # type: ignore[no-any-return]
 
 
 def labelled_mixer(**sizes: int) -> nn.Module:
@@ -95,8 +94,7 @@ class Dlrm(nn.Module):
         features = torch.stack([bottom, *bags], dim=1)
         dots = torch.bmm(features, features.transpose(1, 2)).flatten(1)
         crossed = torch.cat([bottom, dots[:, self.pairs]], dim=1)
-        score: Tensor = self.score(self.top(crossed))
-        return score.squeeze(1)
+        return self.score(self.top(crossed)).squeeze(1)  # type: ignore[no-any-return]
 
 
 class SwitchFeedForward(nn.Module):
@@ -171,5 +169,4 @@ class SwitchLanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        logits: Tensor = self.logits(self.norm(self.blocks(hidden)))
-        return logits
+        return self.logits(self.norm(self.blocks(hidden)))  # type: ignore[no-any-return]

@@ -46,10 +46,8 @@ def _function(name: str, entry: Mapping[str, Any]) -> Callable[..., Built]:
 def _built(model: str, settings: Mapping[str, Any]) -> nn.Module:
     module, _, name = model.rpartition(".")
     if module:
-        built: nn.Module = getattr(import_module(f"zoo.{module}"), name)(**settings)
-        return built
+        return getattr(import_module(f"zoo.{module}"), name)(**settings)
     import transformers
 
     config = model.partition("For")[0].removesuffix("LMHeadModel") + "Config"
-    built = getattr(transformers, model)(getattr(transformers, config)(**settings))
-    return built
+    return getattr(transformers, model)(getattr(transformers, config)(**settings))

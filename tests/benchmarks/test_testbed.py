@@ -42,7 +42,7 @@ BED = description.TestbedDescription(
         ),
         description.TestbedNode(name="n1", devices=1, uplink_bytes_per_s=12.5e6),
     ),
-    racks=(description.TestbedRack(name="r1", uplink_bytes_per_s=125e6),),
+    racks={"r1": 125e6},
 )
 needs_root = pytest.mark.skipif(
     network.unavailable_reason() is not None, reason=str(network.unavailable_reason())
@@ -320,10 +320,10 @@ def test_every_subject_launches_what_it_predicted_and_assembles_it(
     records.add({"kind": "prediction", "key": case.key, **WRITTEN[name]})
     bench = subject.bench(case.bed, plan, records)
     bench.measure(bed_of(case.bed))
-    found = subject.assemble([case], records)
+    found = subject.module.assemble([case], records)
     for row in found[: 2 if name == "splits" else 1]:
         assert {field: row[field] for field in FOUND[name]} == FOUND[name]
-    told = list(subject.figures(found))
+    told = list(subject.module.figures(found))
     if TOLD[name] is not None:
         assert told[-1]["id"].endswith(TOLD[name][0])
         assert told[-1]["value"] == pytest.approx(TOLD[name][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from swap.checker import plan_flaws
+from plan_flaws import plan_flaws
 
 from estimator.advise.swap.plan import Recompute, Swap, SwapPlan, gaps_of, play, recipe
 from estimator.advise.swap.problem import SwapProblem

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from swap.checker import plan_flaws
+from plan_flaws import plan_flaws
 from torch import Tensor, nn
 
 import estimator as est

@@ -7,8 +7,9 @@ planner counts bytes per op, this keeps a state for every tensor.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from estimator.advise.swap.plan import PlayedPlan, Recompute, SwapPlan, Transfer
 from estimator.advise.swap.problem import SwapProblem
@@ -62,6 +63,8 @@ class _Walk:
         self.state: dict[int, State] = {
             tensor.number: "here" for tensor in problem.tensors if tensor.is_standing
         }
+        # What happens to which tensors around which op; "again" are those computed again.
+        self.around: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
         n = problem.ops
         for swap in plan.swaps:
             if swap.use >= n:
@@ -69,53 +72,42 @@ class _Walk:
                 begun = [swap.free_before < n, swap.fetch_before < n]
                 states: tuple[State, ...] = ("leaving", "absent", "arriving")
                 self.state[swap.tensor] = states[sum(begun)]
-        self.starts: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for swap in plan.swaps:
             if not swap.after < swap.free_before <= swap.fetch_before <= swap.use:
                 self.flaws.append(f"the windows of tensor {swap.tensor} are out of order")
             if swap.use - swap.after > n:
                 self.flaws.append(f"tensor {swap.tensor} is away for more than a step")
-            self.starts[swap.free_before % n].append(("free", swap.tensor))
-            self.starts[swap.fetch_before % n].append(("fetch", swap.tensor))
-            self.starts[swap.use % n].append(("use", swap.tensor))
-        self.after: dict[int, list[int]] = defaultdict(list)
-        for swap in plan.swaps:
-            self.after[swap.after % n].append(swap.tensor)
-        self.dropped: dict[int, list[int]] = defaultdict(list)
-        self.again: dict[int, list[Recompute]] = defaultdict(list)
+            moves = {"free": swap.free_before, "fetch": swap.fetch_before, "use": swap.use}
+            for what, op in {**moves, "leaves": swap.after}.items():
+                self.around[what, op % n].append(swap.tensor)
         for each in plan.recomputes:
-            self.dropped[each.after].append(each.tensor)
-            self.again[each.before].append(each)
-        self.born: dict[int, list[int]] = defaultdict(list)
-        self.dies: dict[int, list[int]] = defaultdict(list)
-        self.touched: dict[int, list[int]] = defaultdict(list)
+            self.around["dropped", each.after].append(each.tensor)
+            self.around["again", each.before].append(each)
         for tensor in problem.tensors:
-            self.born[tensor.born].append(tensor.number)
-            self.dies[min(tensor.dies, n - 1)].append(tensor.number)
+            self.around["born", tensor.born].append(tensor.number)
+            self.around["dies", min(tensor.dies, n - 1)].append(tensor.number)
             for access in tensor.accesses:
-                self.touched[access].append(tensor.number)
+                self.around["touched", access].append(tensor.number)
 
     def op(self, op: int) -> None:
-        for order in ("free", "fetch", "use"):
-            for what, tensor in self.starts[op]:
-                if what == order:
-                    self._moved(what, tensor, op)
-        for each in self.again[op]:
+        for what in ("free", "fetch", "use"):
+            for tensor in self.around[what, op]:
+                self._moved(what, tensor, op)
+        for each in self.around["again", op]:
             self._made_again(each, op)
-        for tensor in self.born[op]:
+        for tensor in self.around["born", op]:
             self.state[tensor] = "here"
-        for tensor in self.touched[op]:
+        for tensor in self.around["touched", op]:
             if self.state.get(tensor) not in ("here", "leaving"):
                 where = self.state.get(tensor, "not yet made")
                 self.flaws.append(f"op {op} uses tensor {tensor}, which is {where}")
         self._hold(op, int(self.problem.workspace_bytes[op]))
-        for tensor in self.after[op]:
+        for tensor in self.around["leaves", op]:
             if self.state.get(tensor) != "here":
                 self.flaws.append(f"tensor {tensor} leaves after op {op}, where it is not")
             self.state[tensor] = "leaving"
-        for tensor in self.dropped[op]:
+        for tensor in self.around["dropped", op]:
             self.state[tensor] = "absent"
-        for tensor in self.dies[op]:
+        for tensor in self.around["dies", op]:
             if not self.problem.tensors[tensor].is_standing:
                 self.state.pop(tensor, None)
 
@@ -197,22 +189,23 @@ def _order_flaws(problem: SwapProblem, plan: SwapPlan, played: PlayedPlan) -> li
     start_s = [
         float(end) - float(own) for end, own in zip(played.ends_s, problem.op_s, strict=True)
     ]
-    used: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in played.out:
-        used[transfer.tensor].append(transfer)
+    out, back = (_by_tensor(transfers) for transfers in (played.out, played.back))
     for swap in plan.swaps:
         follows = float(played.ends_s[swap.after % problem.ops])
-        if not any(each.start_s >= follows - _ROUNDING for each in used[swap.tensor]):
+        if not any(each.start_s >= follows - _ROUNDING for each in out[swap.tensor]):
             flaws.append(f"tensor {swap.tensor} leaves before op {swap.after} has ended")
-    arrivals: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in played.back:
-        arrivals[transfer.tensor].append(transfer)
-    for swap in plan.swaps:
         # A copy that began late in the step before has ended when the step begins, or is waited
         # for there: only those of the same step can be compared.
         if swap.fetch_before // problem.ops != swap.use // problem.ops:
             continue
         use_s = start_s[swap.use % problem.ops]
-        if not any(each.end_s <= use_s + _ROUNDING for each in arrivals[swap.tensor]):
+        if not any(each.end_s <= use_s + _ROUNDING for each in back[swap.tensor]):
             flaws.append(f"op {swap.use} runs before tensor {swap.tensor} is back")
     return flaws
+
+
+def _by_tensor(transfers: Iterable[Transfer]) -> Mapping[int, list[Transfer]]:
+    found: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        found[transfer.tensor].append(transfer)
+    return found

@@ -1,1 +1,0 @@
-"""Compare swap plans with published planners, an exact one, and a checker of its own."""
