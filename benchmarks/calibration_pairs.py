@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.machine_priors import priors_of
 from calibration.protocols import Split, k_shot
-from calibration.rivals import LinearScaling
+from calibration.rivals import FORMS
 from calibration.tables import Job, read_steps
 from numpy.typing import NDArray
 from options import Options
@@ -31,7 +30,7 @@ Array = NDArray[np.float64]
 
 TABLES, KS = ("gavel", "pollux_t4", "dlperf"), (3, 5, 10)
 OURS = "calibrated"
-RIVALS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
+RIVALS = {name: FORMS[name] for name in ("linear", "optimus", "pollux")}
 # How much worse than the best simple form a mean error may be, and how often a bootstrap over draws
 # is repeated; its lower bound leaves out 10 % of them.
 WORSE_RATIO, BOOTSTRAPS, BOUND = 1.1, 400, 0.1

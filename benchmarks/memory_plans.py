@@ -18,7 +18,7 @@ from records import Record, kept_graph, say
 
 import estimator as est
 from estimator.advise.swap.problem import host_link, swap_problems
-from estimator.advise.swap.search import Planned, pareto
+from estimator.advise.swap.search import pareto
 from estimator.graph.ir.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.units import MIB
@@ -58,18 +58,13 @@ def traced(name: str) -> OpGraph:
     )
 
 
-def plans_of(graph: OpGraph, batch: int) -> list[Planned]:
-    """The plans of a network at a batch."""
+def cases_of(graph: OpGraph, batch: int) -> list[Record]:
+    """The least peak of a network at a batch within each slow-down."""
     answer = est.estimate(graph, "1x1:rtx-2080-ti", batch_per_gpu=batch)
     profile = load_profile("rtx-2080-ti")
     out = replace(host_link(profile, "d2h"), bandwidth_bytes_per_s=OUT_BYTES_PER_S)
     back = replace(host_link(profile, "h2d"), bandwidth_bytes_per_s=BACK_BYTES_PER_S)
-    return pareto(*swap_problems(answer, d2h=out, h2d=back))
-
-
-def cases_of(graph: OpGraph, batch: int) -> list[Record]:
-    """The least peak within each slow-down."""
-    plans = plans_of(graph, batch)
+    plans = pareto(*swap_problems(answer, d2h=out, h2d=back))
     cases: list[Record] = []
     for overhead in OVERHEADS:
         within = [plan for plan in plans if plan.played.overhead_ratio <= overhead + 1e-9]

@@ -18,8 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from calibration.baselines import OptimusRegressor, PolluxRegressor
-from calibration.rivals import OnesRegressor
+from calibration.rivals import FORMS
 from options import Options
 from published.graphs import GraphStore
 from published.machines import machine_of
@@ -50,7 +49,6 @@ _NAMES = {"t4": "measured-t4", "2080": "measured-rtx-2080-ti", "a100": "measured
 # More devices were measured on some placements only.
 JOBS = 128
 MOST_DEVICES = 16
-FORMS = {"optimus": OptimusRegressor, "pollux": PolluxRegressor, "ones": OnesRegressor}
 # Each policy with what it is given to believe; the first of a table is the baseline.
 ONE_TYPE = (
     *(("fifo", "engine"), ("srtf", "engine"), ("tiresias", "engine")),

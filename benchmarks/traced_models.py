@@ -19,11 +19,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from options import Options
-from records import say
+from records import Records, say
 
 SUITES = ("timm", "transformers")
 # Models drawn of each, and the share that is to be traced.
@@ -41,35 +40,22 @@ MODELS_PER_WORKER = 25
 
 def run(options: Options) -> Mapping[str, Any]:
     """Trace what the results file lacks: all types of transformers, some models of timm."""
-    results, cases = options.work / "coverage.jsonl", []
+    records, cases = Records(options.work / "coverage.jsonl"), []
     for suite in SUITES[1:] if options.quick else SUITES:
         names = list(filter(options.takes, names_of(suite)))
         most = QUICK_MODELS if options.quick else SAMPLES[suite]
         if most < len(names):
             names = sorted(random.Random(0).sample(names, most))
-        known = read_results(results, suite)
-        with results.open("a", encoding="utf-8") as log:
-            for case in trace_all(suite, [name for name in names if name not in known]):
-                log.write(json.dumps(case) + "\n")
-                log.flush()
-                known[case["model"]] = case
-                say(f"{suite} {case['model']}: {case['status']} {case.get('reason', '')}"[:300])
+        # The last word on a model counts.
+        known = {each["model"]: each for each in records.found if each["suite"] == suite}
+        left = [name for name in names if name not in known]
+        for name, found in ask_all([sys.executable, __file__, suite], left):
+            known[name] = {"suite": suite, "model": name, **found}
+            records.add(known[name])
+            say(f"{suite} {name}: {found['status']} {found.get('reason', '')}"[:300])
         cases += [{"id": f"{suite} {name}", **known[name]} for name in names if name in known]
+    cases = [{name: each[name] for name in each if name != "at"} for each in cases]
     return {"cases": cases + figures(cases), "report": failures(cases)}
-
-
-def read_results(path: Path, suite: str) -> dict[str, dict[str, Any]]:
-    """What an earlier run found, by model; the last word on a model counts."""
-    if not path.exists():
-        return {}
-    cases = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {case["model"]: case for case in cases if case["suite"] == suite}
-
-
-def trace_all(suite: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Trace the models of a suite, one after the other."""
-    for name, case in ask_all([sys.executable, __file__, suite], names):
-        yield {"suite": suite, "model": name, **case}
 
 
 def ask_all(command: list[str], names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -189,11 +175,6 @@ def names_of(suite: str) -> list[str]:
 _LEARNED_FROM = ("label", "start_positions", "return_loss", "future_values", "actions")
 # Words of models that have a head and refuse to train it.
 _NOT_TRAINED = r"[Tt]raining\b[^.]* is not (yet )?(supported|implemented)|not support training"
-
-
-def work(suite: str) -> None:
-    """Answer for the models of a suite."""
-    answer(look_at_timm if suite == "timm" else look_at_transformers)
 
 
 def answer(look: Callable[[str], dict[str, Any]]) -> None:
@@ -324,4 +305,4 @@ def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1])
+    answer(look_at_timm if sys.argv[1] == "timm" else look_at_transformers)

@@ -17,10 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 from records import Progress, say
 from summary import noise_ratio
 
-from calibration.baselines import OptimusRegressor, PolluxRegressor
 from calibration.machine_priors import priors_of
 from calibration.protocols import Split, all_splits
-from calibration.rivals import LinearScaling, OnesRegressor
+from calibration.rivals import FORMS
 from calibration.tables import Job
 from estimator.calibrate.regressor import StepTimeRegressor
 from estimator.errors import EstimatorError, ObservationError
@@ -42,10 +41,7 @@ class Regressor(Protocol):
 
 REGRESSORS: Mapping[str, Callable[[], Regressor]] = {
     "calibrated": StepTimeRegressor,
-    "linear": LinearScaling,
-    "optimus": OptimusRegressor,
-    "pollux": PolluxRegressor,
-    "ones": OnesRegressor,
+    **FORMS,
 }
 # Robustness is tested by one outlier of this factor, from so many observations on.
 OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5

@@ -6,12 +6,13 @@ from.
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from calibration.baselines import OptimusRegressor, rows_of
+from calibration.baselines import OptimusRegressor, PolluxRegressor, rows_of
 from estimator.calibrate import intervals
 from estimator.calibrate.performance_model import ACCUMULATION, BATCH, RANKS
 from estimator.errors import WorkloadError
@@ -93,6 +94,15 @@ def _piecewise_linear(at: Array, x: Array, y: Array) -> Array:
     piece = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
     slope = np.diff(y) / np.diff(x)
     return np.asarray(y[piece] + slope[piece] * (at - x[piece]))
+
+
+# Forms of the step by ranks, nodes and batch, by name.
+FORMS: Mapping[str, Callable[[], Any]] = {
+    "linear": LinearScaling,
+    "optimus": OptimusRegressor,
+    "pollux": PolluxRegressor,
+    "ones": OnesRegressor,
+}
 
 
 class IndependentWorkers:

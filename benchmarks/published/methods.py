@@ -29,12 +29,12 @@ _STEP_OVER_FORWARD = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A predicted step and its interval.
+    """A predicted step and its interval; without seconds, none.
 
     `unmeasured_s` is what the engine's step takes beside, as the source did not measure it.
     """
 
-    seconds: float
+    seconds: float | None = None
     unmeasured_s: float = 0.0
     low_s: float | None = None
     high_s: float | None = None
@@ -165,8 +165,7 @@ def _case(
     draw: int | None = None,
 ) -> dict[str, Any]:
     """A prediction beside its measurement, in the form of all accuracy benchmarks."""
-    row, reason = question.row, None
-    prediction: Prediction | None = None
+    row, reason, prediction = question.row, None, Prediction()
     try:
         prediction = predict(question)
     except EstimatorError as error:
@@ -186,15 +185,15 @@ def _case(
         "method": method,
         "k": k,
         "draw": draw,
-        "predicted_s": prediction.seconds if prediction else None,
-        "low_s": prediction.low_s if prediction else None,
-        "high_s": prediction.high_s if prediction else None,
+        "predicted_s": prediction.seconds,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
         "measured_s": row.step.step_time_s,
         "noise_ratio": None,
         "predicted_at": now(),
         "measured_at": None,
-        "status": "ok" if prediction else "no_prediction",
+        "status": "no_prediction" if prediction.seconds is None else "ok",
         "reason": reason,
-        "fits": prediction.fits if prediction else None,
+        "fits": prediction.fits,
         "remarks": list(question.workload.remarks),
     }

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from calibration.baselines import OptimusRegressor, PolluxRegressor
-from calibration.rivals import LinearScaling
+from calibration.rivals import FORMS
 from records import Record, Records, judged_case, prediction_of
 from summary import Bound, summarise
 from testbed_cases import Case
@@ -23,7 +22,7 @@ BOUNDS = {
     "paced pipelines": Bound(median_ratio=0.03, worst_ratio=0.10),
     "paced layouts": Bound(median_ratio=0.03, worst_ratio=0.10),
 }
-FORMS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
+RIVALS = ("linear", "optimus", "pollux")
 LONG_STEP_S = 1.0
 
 
@@ -76,8 +75,8 @@ def _forms(ours: Sequence[Record]) -> Iterator[Record]:
         rows = [_row(other) for other in others]
         rows += [(1, 1, case["batch_per_gpu"], case["accumulation_steps"])]
         times = [other["measured_s"] for other in others] + [case["alone_s"]]
-        for name, form in FORMS.items():
-            predicted_s = float(form().fit(rows, times).predict([_row(case)])[0])
+        for name in RIVALS:
+            predicted_s = float(FORMS[name]().fit(rows, times).predict([_row(case)])[0])
             kind = "" if case["method"] == "paced" else f" ({case['method']})"
             yield {
                 **case,
