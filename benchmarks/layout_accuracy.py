@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from layout_models import Case, decoder
+from layout_models import TRAINED as CASES
+from layout_models import Case
 from options import Options, local_machine
 from records import Record, Records, now, say, times_of
 from summary import noise_ratio, off
@@ -29,15 +30,6 @@ from estimator.workload.layouts import Layout
 
 RANKS = 2
 SCHEDULES, MICRO_BATCHES = ("1f1b", "gpipe", "zb"), 4
-_BIG = {"width": 512, "heads": 8, "words": 4096}
-CASES = (
-    Case("llama-like 4 x 512", decoder(**_BIG, inner=1408, layers=4), sequence=True),
-    Case("llama-like 8 x 256", decoder(width=256, heads=8, words=2048, inner=704, layers=8), True),
-    Case("llama-like 2 x 1024", decoder(width=1024, heads=16, inner=2816, layers=2), True),
-    Case("gpt-like 4 x 512", decoder(**_BIG, inner=2048, layers=4, gated=False, bias=True), True),
-    Case("gpt-like 6 x 384", decoder(width=384, heads=6, inner=1536, layers=6, gated=False), True),
-    Case("gpt-like 2 x 768", decoder(width=768, heads=12, inner=3072, layers=2, gated=False), True),
-)
 
 
 def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,26 +111,23 @@ def of_transformers(
     return make
 
 
-def expert_model(kind: str, experts: int, chosen: int) -> Callable[[], tuple[nn.Module, Any]]:
-    """A language model with experts, of which each token goes to some."""
-    sizes = {"moe_intermediate_size": INNER, "num_experts_per_tok": chosen}
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        sizes[name] = experts
-    # Every layer has experts, in one group.
-    sizes |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
-    wide = WIDTH // HEADS
-    if kind == "deepseek_v3":
-        sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": wide}
-        sizes |= {"qk_nope_head_dim": wide, "qk_rope_head_dim": wide}
-    else:
-        sizes["head_dim"] = wide
-    return of_transformers(kind, **_KNOWN["settings"]["usual"], **sizes)
+def _decoders(kind: str) -> tuple[Case, ...]:
+    return tuple(Case(name, decoder(**s), sequence=True) for name, s in _KNOWN[kind].items())
 
 
 MODELS = (
-    *(Case(name, decoder(**sizes), sequence=True) for name, sizes in _KNOWN["decoders"].items()),
+    *_decoders("decoders"),
     *(
         Case(kind, of_transformers(kind, **_KNOWN["settings"].get(base, {}), **more))
         for kind, (base, more) in _KNOWN["transformers"].items()
     ),
 )
+# Models that ranks train for real.
+TRAINED = _decoders("trained")
+# Families whose configs have a plan for experts, and whose experts are grouped matmuls.
+_USUAL = _KNOWN["settings"]["usual"] | _KNOWN["settings"]["experts"]
+EXPERT_CASES = tuple(
+    Case(kind, of_transformers(kind, **_USUAL, **more)) for kind, more in _KNOWN["experts"].items()
+)
+# How many every layer has, in one group, and to how many each token goes.
+EXPERTS, CHOSEN = _USUAL["num_experts"], _USUAL["num_experts_per_tok"]

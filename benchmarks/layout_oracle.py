@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from layout_models import BATCH, MODELS, TOKENS, Case, expert_model
+from layout_models import BATCH, CHOSEN, EXPERT_CASES, EXPERTS, MODELS, TOKENS, Case
 from options import Options
 from records import Record, say
 from torch import Tensor, nn
@@ -51,15 +51,11 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-# Families whose configs have a plan for experts, and whose experts are grouped matmuls.
-KINDS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe")
 # Norms over all heads, and a key that all heads share: torch's styles, which give a rank its heads
 # alone, do not divide these right.
 _WHOLE_HEADS = ("olmoe", "deepseek_v3")
-EXPERTS, CHOSEN = 8, 2
 FORMS = {"all-to-all": "all_to_all", "all-reduce": "all_reduce"}
 _ATTENTION = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
-EXPERT_CASES = tuple(Case(kind, expert_model(kind, EXPERTS, CHOSEN)) for kind in KINDS)
 
 
 class Seen(NamedTuple):
