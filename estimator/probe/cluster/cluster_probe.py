@@ -34,6 +34,8 @@ from estimator.probe.devices.inventory import Cpu, core_device, core_groups
 from estimator.units import GIB
 
 Report = Callable[[str, float], None]
+# What a rank says of itself, as `rank.own_facts` has it.
+Facts = Mapping[str, Any]
 
 # Of the budget, what is planned for the machine itself where no profile of it is given, and when
 # that is called off.
@@ -325,12 +327,7 @@ class _Keeper:
         )
 
 
-def device_of(
-    own: Mapping[str, Any],
-    number: int,
-    on_node: Sequence[Mapping[str, Any]],
-    request: ClusterRequest,
-) -> Device:
+def device_of(own: Facts, number: int, on_node: Sequence[Facts], request: ClusterRequest) -> Device:
     """The device of the rank of that `number` on its node; raises ProbeError where there is none.
 
     Groups of cores: those of the base profile, if the rank may use them; else all its cores where
@@ -356,14 +353,14 @@ def device_of(
     return core_device(cpu, number, cores, memory_bytes=cpu.memory_bytes)
 
 
-def machine_words(facts: Mapping[str, Any], device: Device) -> str:
+def machine_words(facts: Facts, device: Device) -> str:
     """A node's hardware in words, alike for nodes of one type however many ranks each has."""
     cpu = facts["cpu"]
     words = f"{cpu['model']}, {cpu['threads']} threads, {round(cpu['memory_bytes'] / GIB)} GiB"
     return f"{words}, {len(facts['gpus'])} × {device.name}" if device.kind == "cuda" else words
 
 
-def _refusal(facts: Mapping[int, Mapping[str, Any]], rank: int) -> str:
+def _refusal(facts: Mapping[int, Facts], rank: int) -> str:
     """Why a rank cannot take part, or ""."""
     if rank not in facts:
         return f"rank {rank} did not start within {START_S:.0f} s"
@@ -375,7 +372,7 @@ def _refusal(facts: Mapping[int, Mapping[str, Any]], rank: int) -> str:
 
 
 def members_of(
-    facts: Mapping[int, Mapping[str, Any]], request: ClusterRequest, world_size: int
+    facts: Mapping[int, Facts], request: ClusterRequest, world_size: int
 ) -> tuple[list[Member], dict[str, str]]:
     """Who takes part, each with its device; and by rank why the rest does not.
 
