@@ -194,7 +194,7 @@ class ModelBench(Bench):
         if case.layout:
             return {"step_s": self.train_divided(bed, case)}
         options = {"batch": case.batch, "steps": self.plan.steps, **changed}
-        run = measure(
+        step_s = measure(
             bed,
             f"paced:{case.model}" if case.is_paced else f"{MODELS}:{case.model}",
             case.allocation,
@@ -203,7 +203,7 @@ class ModelBench(Bench):
             accumulation_steps=case.accumulation_steps,
             **options,
         )
-        return {"step_s": run.step_s}
+        return {"step_s": step_s}
 
     def train_divided(self, bed: Testbed, case: Case) -> float:
         """The same of a model that torch's own parallelism divides, stages as the engine cuts."""

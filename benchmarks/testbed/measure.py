@@ -6,7 +6,6 @@ import contextlib
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from control_groups import control_group, join
@@ -25,25 +24,6 @@ _PACED = "paced:"
 _PERIOD_US = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestbedRun:
-    """What one real run showed after its warm-up; tuples are in rank order.
-
-    `lateness_s` is how far behind its declared times a paced rank was, at worst in its median step:
-    much more than a millisecond says that the cores could not keep up.
-    """
-
-    __test__ = False
-
-    step_times_s: tuple[tuple[float, ...], ...]
-    lateness_s: float
-
-    @property
-    def step_s(self) -> float:
-        """The median step of the slowest rank."""
-        return max(statistics.median(times) for times in self.step_times_s)
-
-
 def measure(
     bed: Testbed,
     model: str,
@@ -57,14 +37,14 @@ def measure(
     steps: int = 15,
     warmup_steps: int = 3,
     port: int = MASTER_PORT,
-) -> TestbedRun:
-    """Train `model` in fresh processes on an allocation such as ``n0[0,1]+n1[0]``.
+) -> float:
+    """Median seconds of a step of the slowest rank on an allocation such as ``n0[0,1]+n1[0]``.
 
-    `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
-    have a core each. `batch` is of every rank, or one number for each. Without `merges_gradients`
-    every micro-batch runs without gradient sync, which leaves a step under DDP without its
-    communication and one under FSDP with its gatherings alone. Jobs that run at once have a `port`
-    each.
+    `model` is ``paced:NAME`` or any MODEL text, trained in fresh processes; up to as many computing
+    ranks as there are cores have a core each. `batch` is of every rank, or one number for each.
+    Without `merges_gradients` every micro-batch runs without gradient sync, which leaves a step
+    under DDP without its communication and one under FSDP with its gatherings alone. Jobs that run
+    at once have a `port` each.
     Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
@@ -97,10 +77,7 @@ def measure(
             alone=not is_paced,
             port=port,
         )
-    return TestbedRun(
-        step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),
-        lateness_s=max(rank["lateness_s"] for rank in found),
-    )
+    return max(statistics.median(times) for times in found)
 
 
 @contextlib.contextmanager
@@ -128,8 +105,8 @@ def _check_cores(ranks: int) -> None:
         )
 
 
-def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """One rank, in its own process: enter the node, join the others, train."""
+def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[float]:
+    """One rank, in its own process: its seconds of every step after its warm-up."""
     import torch
 
     from estimator.probe.devices.backend import keep_memory_resident
@@ -149,6 +126,4 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
         if is_paced:
             training.optimizer = paced.PacedUpdate(training.model)
         with paced.pausing_at_collectives() if is_paced else contextlib.nullcontext():
-            result = time_steps(training, arguments, world_size)
-    lateness_s = paced.pace.lateness_s[-arguments["steps"] :]
-    return {**result, "lateness_s": statistics.median(lateness_s)}
+            return time_steps(training, arguments, world_size)["step_times_s"]  # type: ignore[no-any-return]

@@ -10,8 +10,7 @@ the gradient of its weights, in this order. Each piece ends a set time after the
 to end: the chain starts with zero_grad and knows no drift, so that what else a layer's thread does
 (Python, copies into buckets) costs nothing unless it takes longer than the layer, and no spinning
 at the end of a sleep is needed. A collective that blocks the thread, as FSDP's do on CPUs, defers
-all that is due after it by as long as it lasts (`pausing_at_collectives`). `pace.lateness_s` tells
-how far behind its times a rank was.
+all that is due after it by as long as it lasts (`pausing_at_collectives`).
 """
 
 from __future__ import annotations
@@ -58,14 +57,7 @@ class Pace:
     def __init__(self) -> None:
         # A slow node takes this many times as long.
         self.slowdown_ratio = 1.0
-        # How far behind its times each step was at worst.
-        self.lateness_s = [0.0]
         self._due = 0.0
-
-    def begin_step(self) -> None:
-        """Start the clock of a step."""
-        self.lateness_s.append(0.0)
-        self.restart()
 
     def restart(self) -> None:
         """Let the next piece begin now."""
@@ -79,7 +71,6 @@ class Pace:
         """Wait until the next piece of work is done."""
         self._due += seconds * self.slowdown_ratio
         left_s = self._due - time.perf_counter()
-        self.lateness_s[-1] = max(self.lateness_s[-1], -left_s)
         if left_s > 0:
             time.sleep(left_s)
 
@@ -246,7 +237,7 @@ class PacedUpdate:
         """Drop the gradients and start the clock of the next step."""
         for parameter in self.parameters:
             parameter.grad = None
-        pace.begin_step()
+        pace.restart()
 
     def step(self) -> None:
         """Wait, from now on: an update follows the last all-reduce."""

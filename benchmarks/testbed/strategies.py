@@ -127,7 +127,7 @@ def _served_step(
     worker = Worker(model, buckets, servers)
 
     def step() -> None:
-        pace.begin_step()
+        pace.restart()
         worker.begin_step()
         model(batch).mean().backward()
         worker.end_step()

@@ -97,7 +97,7 @@ class OrderBench(Bench):
 
     def _measured(self, bed: Testbed, row: Record) -> Record:
         seconds = all_reduce_s(bed, row["hosts"], size_bytes=SIZE_BYTES, repeats=ALL_REDUCES)
-        run = measure(
+        step_s = measure(
             bed,
             f"paced:{MODEL}",
             row["allocation"],
@@ -105,7 +105,7 @@ class OrderBench(Bench):
             steps=self.plan.steps,
             warmup_steps=2,
         )
-        return {"all_reduce_s": seconds, "step_s": run.step_s}
+        return {"all_reduce_s": seconds, "step_s": step_s}
 
 
 def assemble(cases: Sequence[Order], records: Records) -> list[Record]:
