@@ -202,6 +202,14 @@ def test_a_measured_flow_is_what_any_number_of_ranks_gets(small_profile: Machine
     assert network_of(replace(small_profile, network=())) is None
 
 
+def test_several_flows_at_once_that_older_probes_measured_count_for_nothing() -> None:
+    box = load_profile("dgx-h100")
+    (link,) = box.network
+    faster = replace(link, flows=2, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
+    older = replace(box, network=(faster, link))
+    assert network_of(MachineProfile.from_dict(older.to_dict())) == network_of(box)
+
+
 def test_a_host_that_comes_twice_shares_the_cards_of_both_its_ranks() -> None:
     cluster = on_tcp(3200 * GBIT)
     profile = load_profile("dgx-h100")
