@@ -326,7 +326,8 @@ def layer_collectives_of(
     named = tuple((axis, group) for axis, group, _ in by_axis)
     merges = strategy.keeps.parameters == "shard" or mesh.dp > 1
     profile, cluster = by_axis[0][2].profile, mesh.placement.cluster
-    micro_batches, alone = mesh.micro_batches, _passes_alone(mesh)
+    # What is exchanged beside passes, and once in a step, is of experts alone.
+    micro_batches, alone = (mesh.micro_batches, _passes_alone(mesh)) if mesh.ep > 1 else (1, 1.0)
     return cache.get(
         "exchanges",
         (profile, cluster),
