@@ -25,8 +25,10 @@ from estimator.kernels.durations import bound_of, costed, least_device_s, struct
 from estimator.machines.typical import device_memory
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
+from estimator.timeline.pipelines.simulation import StageCosts, last_ends_s
 from estimator.timeline.pipelines.stage_plans import blocks_of, default_points
 from estimator.timeline.rank.layer_collectives import layer_collectives_of
+from estimator.timeline.rank.updates import sums_s
 from estimator.workload.layouts import Layout
 from estimator.workload.optimizers import check_optimizer, state_sizes
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
@@ -148,7 +150,7 @@ class Stages(NamedTuple):
     """What the stages of a pipeline take at least: seconds of a micro-batch, bytes.
 
     `kept_bytes` wait between the passes of a micro-batch; with what its backward pass makes, that
-    holds `passing_bytes`.
+    holds `passing_bytes`. Adding its gradients to those of the ones before takes `added_s`.
     """
 
     forward_s: Array
@@ -157,6 +159,7 @@ class Stages(NamedTuple):
     parameters_bytes: Array
     states_bytes: Array
     passing_bytes: Array
+    added_s: Array
 
     def step_s(
         self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
@@ -172,12 +175,30 @@ class Stages(NamedTuple):
         before_s = np.concatenate([[0.0], np.cumsum(self.forward_s)])
         around_s = np.concatenate([[0.0], np.cumsum(both_s)])
         own = self._held(schedule, ranks)
-        passes_s = schedule.passes_of(micro_batches) * both_s[own].sum(axis=1)
-        least_s = before_s[own].min(axis=1) + passes_s * (1 + spread_ratio)
+        passes = schedule.passes_of(micro_batches)
+        passes_s = passes * both_s[own].sum(axis=1)
+        own_s = passes_s + (passes - 1) * self.added_s[own].sum(axis=1)
+        least_s = before_s[own].min(axis=1) + own_s + passes_s * spread_ratio
         if schedule.backward_is_whole:
             first_s = passes_s[0] * spread_ratio
-            least_s = np.maximum(least_s, around_s[own[:, 0]] + passes_s + first_s)
+            least_s = np.maximum(least_s, around_s[own[:, 0]] + own_s + first_s)
         return float(least_s.max())
+
+    def played_s(
+        self, schedule: Schedule, ranks: int, micro_batches: int, spread_ratio: float = 0.0
+    ) -> float:
+        """The same by playing all passes; nothing where backward passes are in two parts.
+
+        How a part of these compares with the other in the step itself is not known.
+        """
+        if not schedule.backward_is_whole:
+            return 0.0
+        both_s, passes = self.forward_s + self.backward_s, schedule.passes_of(micro_batches)
+        spreads_s = spread_ratio * passes * both_s[self._held(schedule, ranks)].sum(axis=1)
+        each = np.stack([self.forward_s, self.backward_s, self.added_s], axis=1).tolist()
+        costs = [StageCosts(*both, 0.0, added_s=more_s) for *both, more_s in each]
+        ends_s = last_ends_s(schedule, ranks, micro_batches, costs)
+        return float((np.array(ends_s) + spreads_s).max())
 
     def memory_bytes(
         self,
@@ -242,7 +263,11 @@ class BlockCosts(NamedTuple):
         forward_s = _by(owner, np.where(is_forward, seconds, 0.0), count)
         backward_s = _by(owner, np.where(is_forward, 0.0, seconds), count)
         kept, passing = _kept_and_passing(bound, structure, blocks)
-        return cls(blocks, Stages(forward_s, backward_s, kept, parameters, states, passing))
+        # What of a stage is added up takes less together than block by block.
+        each = Stages(
+            forward_s, backward_s, kept, parameters, states, passing, added_s=np.zeros(count)
+        )
+        return cls(blocks, each)
 
     def stages(self, points: Sequence[str]) -> Stages:
         """The sums of the stages that begin with the model and at these blocks."""
@@ -382,6 +407,15 @@ class LayoutBounds:
         held = stages.memory_bytes(*pipeline, shards, unsharded)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
 
+    def played(self, candidate: Candidate) -> tuple[float, float]:
+        """The same of a pipeline's seconds, by playing its passes."""
+        _, layout, _, batch, micro_batches = candidate
+        if layout.pp == 1:
+            return 0.0, 0.0
+        stages = self._stages_of(layout, batch)
+        pipeline = layout.schedule, layout.pp, micro_batches
+        return stages.played_s(*pipeline, self._spread_ratio), 0.0
+
     def _stages_of(self, layout: Layout, batch: int) -> Stages:
         # Where stages begin depends on how many there are, whoever holds them.
         per_rank = layout.schedule.model_stages(layout.pp) // layout.pp
@@ -392,9 +426,20 @@ class LayoutBounds:
             mesh = Mesh.laid_out(self._placement, layout, DDP())
             layer_collectives = layer_collectives_of(mesh, cache) if layout.divides_layers else None
             parts = graph, mesh, batch, layer_collectives, cache
-            costs = self._blocks(layout, batch)
-            stages = self._stages[key] = costs.stages(default_points(*parts))
+            stages = self._blocks(layout, batch).stages(default_points(*parts))
+            if not layout.megatron:
+                stages = stages._replace(added_s=self._added_s(stages.parameters_bytes))
+            self._stages[key] = stages
         return stages
+
+    def _added_s(self, gradients_bytes: Array) -> Array:
+        """Seconds of adding up so many bytes of gradients at least, on one busy device."""
+        words, cache = (gradients_bytes // 4).astype(np.intp).tolist(), self._engine.cache
+        each_s = [
+            node.slowdown_ratio * sums_s(costed(node.profile, cache), words, 1, cache)
+            for node in self._placement.kinds
+        ]
+        return np.asarray(np.minimum.reduce(each_s))
 
     def _blocks(self, layout: Layout, batch: int) -> BlockCosts:
         cache, graph = self._engine.cache, self._engine.split(self._graph, layout)

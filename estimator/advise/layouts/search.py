@@ -104,6 +104,8 @@ def are_alike(slower: tuple[float, StepErrors], faster: tuple[float, StepErrors]
 
 SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
 SCHEDULES += ("dualpipev", "dualpipe")
+# How a candidate is seen before it is worked out, each time closer.
+_LOOKS = (LayoutBounds.closer, LayoutBounds.played)
 # Shorter ones are divided over no ranks: their attention is little beside what ranks exchange.
 LONG_SAMPLE_TOKENS = 4096
 # Tensor-parallel ranks share whatever they can share of each other's work.
@@ -378,22 +380,21 @@ class _LayoutSearch:
         prune: bool,
     ) -> Iterator[Candidate]:
         """Candidates by their bounds, each seen closer before its turn, while they may be best."""
-        waiting = [
-            (least_s, n, not prune, candidate) for n, (least_s, candidate) in enumerate(fitting)
-        ]
+        first = 0 if prune else len(_LOOKS)
+        waiting = [(least_s, n, first, candidate) for n, (least_s, candidate) in enumerate(fitting)]
         while waiting:
-            least_s, number, is_close, candidate = heappop(waiting)
+            least_s, number, looks, candidate = heappop(waiting)
             if prune and len(answered) >= self._most and least_s > answered[self._most - 1][0]:
                 return
-            if is_close:
+            if looks == len(_LOOKS):
                 self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
                 yield candidate
                 continue
-            closer_s, ratio = self._bound(LayoutBounds.closer, candidate, (0.0, 0.0))
+            closer_s, ratio = self._bound(_LOOKS[looks], candidate, (0.0, 0.0))
             if ratio > 1 + NOT_FIT_MARGIN_RATIO:
                 too_large.append(candidate)
             else:
-                heappush(waiting, (max(least_s, closer_s), number, True, candidate))
+                heappush(waiting, (max(least_s, closer_s), number, looks + 1, candidate))
 
     def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
         """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
