@@ -155,14 +155,15 @@ BAD_ALLOCATIONS = """
 a1|a1[|a1[]|a1]|[0]|a1[0|a1[0,]|a1[,0]|a1[0,,1]|a1[-1]|a1[0-3]|a1[0:3]|a1[x]|a1[0]x2|a1[0,0]|a1(0)
 a1[0]+a1[0]|a1[1.5]|a1[ 0]|a1{0}|1x1:local[0]|999999999x999999999:local|1048577x1:local
 1x3:local|1x99:local|2x1:local|1x1:local+1x1:local|a1[0]|99999999999999999999x1:local|²x1:local
-1x1:local\x00|1x1:lo\ncal|\t|+ +|local|local:1x1|2x8
+1x1:local\x00|1x1:lo\ncal|\t|+ +|local|local:1x1|2x8|٣x1:local|a[²]
 """
 
 
 @pytest.mark.parametrize(
     "text",
-    [text.encode().decode("unicode_escape") if "\\" in text else text
-     for line in BAD_ALLOCATIONS.strip().splitlines() for text in line.split("|")],
+    [*(text.encode().decode("unicode_escape") if "\\" in text else text
+       for line in BAD_ALLOCATIONS.strip().splitlines() for text in line.split("|")),
+     f"a[{'9' * 5000}]"],
 )  # fmt: skip
 def test_an_allocation_that_cannot_be_is_refused(
     text: str, command: Command, given_file: Callable[..., Path]

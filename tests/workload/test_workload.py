@@ -98,11 +98,13 @@ def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap(
      "ddp:first=x", "ddp:views", "ddp:view=1", "ddp:bucket=5MiB;view", "ddp,view",
      "ddp:bucket=1MiB,bucket=2MiB", "ddp:view,view", "ps:2,3", "fsdp:shard=٣",
      "ddp:link=10Gbit/s", "ps:1,link=fast", "ps:1,link=0 GB/s",
-     "fsdp:param=int8", "fsdp:reduce=", "ddp:param=bf16"],
+     "fsdp:param=int8", "fsdp:reduce=", "ddp:param=bf16",
+     "ddp:bucket=" + "9" * 400, "ps:²", "fsdp:shard=²", "ps:1,link=" + "9" * 400 + "GB/s"],
 )  # fmt: skip
 def test_what_is_no_strategy_is_refused(text: str) -> None:
-    with pytest.raises(StrategyError):
+    with pytest.raises(StrategyError) as refused:
         Strategy.parse(text)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize(

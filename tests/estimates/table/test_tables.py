@@ -230,7 +230,7 @@ STRATEGIES = """
 ddp ddp:unbucketed ddp:view ddp:bucket=64KiB,first=4KiB,view zero1:bucket=1MiB zero2:bucket=256KiB
 ddp:bucket=64KiB,reduce=bf16 distributed-optimizer:bucket=1MiB
 distributed-optimizer:reduce=bf16,unbucketed fsdp fsdp:no_sync ps:2,bucket=64KiB
-ps:3,async,link=2Gbit/s ps:beside,local,sum ps:2,beside,part=64KiB
+ps:3,async,link=2Gbit/s ps:beside,local,sum ps:2,beside,part=64KiB local-sgd:every=3
 """
 strategies = some.sampled_from(STRATEGIES.split())
 counted = some.sampled_from(sorted(DEVICES)).flatmap(

@@ -346,11 +346,6 @@ def test_what_the_cluster_does_not_have_is_refused(text: str, words: str) -> Non
         place(text, cluster=cluster(), profile=Machine(devices=10).profile())
 
 
-def test_a_named_host_needs_a_cluster_file() -> None:
-    with pytest.raises(AllocationError, match="--cluster"):
-        place("a1[0]")
-
-
 def test_a_measured_group_had_the_uplinks_of_the_racks_it_ran_on() -> None:
     thin, hosts = cluster(uplink=0.5 * GBIT), ("a1", "b1", "a2", "b2")
     group = replace(Machine().profile().collectives[0], group_size=4, nodes=4, hosts=hosts)
@@ -418,11 +413,6 @@ def test_hops_over_nvlink_are_short_only_since_ampere() -> None:
     assert pace_of(machine(nvlink, capability="8.0"), nvlink) == "quick"
     assert pace_of(machine(nvlink, capability="7.0"), nvlink) == "slow"
     assert pace_of(machine(nvlink), link("pcie", 10e9)) == "slow"
-
-
-def test_without_peer_to_peer_eight_devices_are_no_faster_than_four() -> None:
-    profile = load_profile("rtx-3090")
-    assert all_reduce_s(profile, 8, 25e6) >= all_reduce_s(profile, 4, 25e6)
 
 
 def test_the_hybrid_cube_mesh_gives_pairs_one_link_and_all_six() -> None:

@@ -251,16 +251,6 @@ def task_lists(draw: st.DrawFn, kinds: int = 1, rows: int = 0) -> list[Task]:
     return tasks
 
 
-def test_two_blocks_gathered_ahead_by_hand() -> None:
-    # Gathers of 1 s and computes of 3 s: the second gather runs beside the first compute.
-    tasks = TaskList()
-    first = tasks.add(COMPUTE, 3.0, tasks.add(NETWORK, 1.0))
-    second = tasks.add(COMPUTE, 3.0, tasks.add(NETWORK, 1.0))
-    tasks.add(NETWORK, 2.0, second)
-    assert first == 1
-    assert play(tasks.tasks, NO_OVERLAP) == 1 + 3 + 3 + 2
-
-
 def test_a_pair_that_slow_each_other_by_hand() -> None:
     # e = 1/2, s = 2: compute at 3/4 of its rate, the collective at half. Compute of 3 s ends at 4,
     # the collective of 4 s has 2 s left then.

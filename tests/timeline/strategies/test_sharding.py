@@ -134,17 +134,6 @@ def test_it_is_faster_the_rarer_ranks_meet_and_says_what_that_leaves_out() -> No
     assert "every 4 steps" in text
 
 
-def test_a_table_answers_as_one_allocation_does() -> None:
-    graph = answer("local-sgd").plan.members.table.graph
-    table = est.estimate_many(
-        graph, ["1x2:m", "1x4:m", "2x2:m"], profile=profile(), strategy="local-sgd:every=3"
-    )
-    for row, text in enumerate(("1x2:m", "1x4:m", "2x2:m")):
-        one = est.estimate(graph, text, profile=profile(), strategy="local-sgd:every=3")
-        assert table.step_time_s[row] == pytest.approx(one.step_time_s, rel=1e-9)
-        assert table.peak_memory_bytes[row] == one.peak_memory_bytes
-
-
 def test_a_period_is_a_positive_number_of_steps() -> None:
     assert str(Strategy.parse("local-sgd:every=16")) == "local-sgd:every=16"
     with pytest.raises(StrategyError, match="found 0"):
