@@ -171,12 +171,6 @@ def test_wrong_input_is_one_sentence(
     assert said in found.sentence
 
 
-def test_a_batch_beside_layouts_that_choose_it_is_refused(model: Path, command: Command) -> None:
-    words = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--batch", 7)
-    said = "No such option '--batch'"
-    assert said in command("layouts", model, *words).sentence
-
-
 def test_layouts_of_an_allocation_are_ranked(model: Path, command: Command) -> None:
     found = command("layouts", model, "--on", "1x4:t4-g4dn", "--global-batch", 64)
     assert found.code == 0
@@ -223,11 +217,6 @@ def test_layouts_as_json_are_those_of_python(model: Path, command: Command) -> N
     assert found["layouts"] == [row.to_dict() for row in ranking.rows]
     assert found["allocation"] == "1x4:t4-g4dn"
     assert found["layouts"][0]["why"] is None
-
-
-def test_layouts_need_a_global_batch(model: Path, command: Command) -> None:
-    found = command("layouts", model, "--on", "1x4:t4-g4dn")
-    assert "give --global-batch" in found.sentence
 
 
 def test_offers_that_share_a_global_batch_say_their_layout(model: Path, command: Command) -> None:
@@ -277,17 +266,21 @@ def test_the_script_follows_from_the_estimate(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give --samples or --tokens"),
-        (("--samples", "1", "--sinfo", "/missing"), "cannot read /missing"),
-        (("--samples", "1", "--run", "'"), "cannot be split into words"),
-        (("--tokens", "1"), "no tokens to count"),
-        (("--samples", "1", "--on", "1x1:t4-g4dn+1x1:v100-p3"), "has unlike nodes"),
+        (("slurm",), "give --samples or --tokens"),
+        (("slurm", "--samples", "1", "--sinfo", "/missing"), "cannot read /missing"),
+        (("slurm", "--samples", "1", "--run", "'"), "cannot be split into words"),
+        (("slurm", "--tokens", "1"), "no tokens to count"),
+        (("slurm", "--samples", "1", "--on", "1x1:t4-g4dn+1x1:v100-p3"), "has unlike nodes"),
+        (("layouts",), "give --global-batch"),
+        (("layouts", "--global-batch", "64", "--batch", "7"), "No such option '--batch'"),
+        (("memory", "--plans"), "for one rank"),
     ],
 )
-def test_wrong_input_is_one_sentence_slurm(
+def test_wrong_input_beside_an_allocation_is_one_sentence(
     model: Path, command: Command, words: tuple[str, ...], said: str
 ) -> None:
-    assert said in command("slurm", model, "--on", "1x4:t4-g4dn", *words).sentence
+    name, *options = words
+    assert said in command(name, model, "--on", "1x4:t4-g4dn", *options).sentence
 
 
 @pytest.fixture
@@ -428,11 +421,6 @@ def test_plans_fall_from_the_peak_without_one_and_are_drawn(
         assert less["step_time_s"] < more["step_time_s"]
     assert "Peak against time" in path.read_text()
     assert "plans that lower the peak" in command(*words).out
-
-
-def test_plans_are_made_for_one_device(tiny: str, command: Command) -> None:
-    answer = command("memory", tiny, "--on", "1x2:rtx-2080-ti", "--plans")
-    assert "for one rank" in answer.sentence
 
 
 def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> None:

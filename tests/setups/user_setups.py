@@ -36,37 +36,12 @@ def classifier() -> Setup:
     return _mlp(), _table(), nn.CrossEntropyLoss()
 
 
-def functional_loss() -> Setup:
-    return _mlp(), _table(), functional.cross_entropy
-
-
-def label_smoothing() -> Setup:
-    return _mlp(), _table(), nn.CrossEntropyLoss(label_smoothing=0.1)
-
-
-def dict_batch() -> Setup:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = _mlp()
-
-        def forward(self, features: Tensor) -> Tensor:
-            return self.body(features)
-
-    features, labels = _table()
-    return Named(), {"features": features, "labels": labels}, nn.CrossEntropyLoss()
-
-
 def regression() -> Setup:
     return nn.Linear(20, 1), (torch.randn(32, 20), torch.randn(32, 1)), nn.MSELoss()
 
 
 def multi_label() -> Setup:
     return _mlp(), (torch.randn(32, 20), torch.rand(32, 10)), nn.BCEWithLogitsLoss()
-
-
-def loader() -> Setup:
-    return _mlp(), DataLoader(TensorDataset(*_table(64)), batch_size=16), nn.CrossEntropyLoss()
 
 
 def dataset() -> Setup:
@@ -272,20 +247,6 @@ def recommender() -> Setup:
 
     batch = (torch.randint(5000, (64,)), torch.randint(2000, (64, 7)), torch.rand(64))
     return Towers(), batch, nn.BCEWithLogitsLoss()
-
-
-def adversarial() -> Setup:
-    generator, discriminator = nn.Linear(16, 20), nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 1))
-
-    def step(models: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-        make, judge = models
-        fake = make(torch.randn(len(batch), 16))
-        real, false = judge(batch), judge(fake.detach())
-        ones, zeros = torch.ones_like(real), torch.zeros_like(false)
-        entropy = functional.binary_cross_entropy_with_logits
-        return entropy(real, ones) + entropy(false, zeros), entropy(judge(fake), ones)
-
-    return [generator, discriminator], torch.randn(32, 20), step
 
 
 def frozen_body() -> Setup:

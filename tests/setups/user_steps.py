@@ -7,7 +7,7 @@ where they are named.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,18 +61,6 @@ def dataset_of_mappings() -> Setup:
         return (each * batch["weight"]).mean()
 
     return _Body(), DataLoader(Weighted(), batch_size=8), loss
-
-
-def named_tuple() -> Setup:
-    class Batch(NamedTuple):
-        x: Tensor
-        y: Tensor
-
-    class Net(_Body):
-        def forward(self, batch: Batch) -> Tensor:
-            return functional.cross_entropy(self.body(batch.x), batch.y)
-
-    return Net(), Batch(*_table())
 
 
 def own_autograd_function() -> Setup:
