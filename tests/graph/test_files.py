@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
+from torch.optim import AdamW
 
 from estimator.advise.memory import memory_of
 from estimator.api import estimate, trace_model
@@ -276,25 +277,59 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 @lru_cache(maxsize=1)
-def kinds() -> dict[str, Any]:
-    """The fields of saved graphs of each kind: divided, compiled, of experts, from step times."""
+def graphs() -> dict[str, OpGraph]:
+    """Graphs of each kind: of layers, of experts, compiled, divided, known by their step times."""
+    from tests.graph import test_own_steps
+    from tests.graph.compile import test_fusion
     from tests.graph.partition import test_split_context, test_split_experts
-    from tests.graph.trace import test_parallelised_modules
+    from tests.graph.trace import test_checkpointing, test_parallelised_modules
 
     ids = torch.randint(0, 64, (2, 16))
     small = test_split_context.Model()
     known: dict[str, Any] = {"parameter_bytes": 4000, "tensors": 10, "flops_per_sample": 1e9}
     timed = {"machine": "t4-g4dn", "step_times": [[8, 0.4], [16, 0.7]]}
-    graphs = {
+    return {
         "ddp": in_blocks(perceptron([64] * 4, batch=8, target="cuda")),
         "experts": replace(test_split_experts.GRAPH, target="cuda"),
         "compiled": trace_model(small, ids, compiled=True, target="cuda", precision="bf16-amp"),
         "tp": test_parallelised_modules.traced(2),
         "summary": OpGraph.from_summary(name="job", target="cuda", **known, **timed),
+        "flops": OpGraph.from_summary(name="job", **known),
+        "scaled": replace(test_fusion.pair("residual")[1], channels_last=True, grad_scaler=True),
+        "float8": test_fusion.traced("rowwise"),
+        "checkpointed": replace(test_checkpointing.traced("selective:2"), clip_grad_norm=True),
+        "partly updated": test_own_steps.traced(lambda m: [AdamW(m.trunk.parameters())]),
     }
+
+
+MODES = {
+    "checkpointed": "fp32, gradients clipped, checkpoint selective:2",
+    "float8": "bf16, compiled-blocks, float8 rowwise",
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("experts", "compiled", "tp", "summary", "flops", "scaled", "float8", "checkpointed"),
+        "partly updated",
+    ],
+)
+def test_a_graph_of_each_kind_comes_back_equal(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    graph = graphs()[kind]
+    graph.save(tmp_path / "saved.graph")
+    again = OpGraph.load(tmp_path / "saved.graph")
+    assert again == graph
+    assert again.mode == MODES.get(kind, graph.mode)
+
+
+@lru_cache(maxsize=1)
+def kinds() -> dict[str, dict[str, Any]]:
+    """The fields of the files of these graphs."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind, graph in graphs.items():
+        for kind, graph in graphs().items():
             graph.save(Path(folder) / kind)
             found[kind] = json.loads(gzip.decompress((Path(folder) / kind).read_bytes()))
     return found

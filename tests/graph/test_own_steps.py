@@ -138,12 +138,6 @@ def test_optimizers_that_cannot_be_read_are_listed_as_assumptions(
         raise AssertionError("\n".join(graph.assumptions))
 
 
-def test_updates_are_kept_in_the_file_of_a_graph(tmp_path: Any) -> None:
-    graph = traced(lambda m: [AdamW(m.trunk.parameters())])
-    graph.save(tmp_path / "graph")
-    assert OpGraph.load(tmp_path / "graph") == graph
-
-
 def discriminator() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 4, 2, 1, bias=False),

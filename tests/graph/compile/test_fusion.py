@@ -248,12 +248,6 @@ def test_what_fused_kernels_keep_inside_takes_no_memory() -> None:
     assert activations_bytes(compile_graph(eager, "compiled")) <= (8 * 2 + 1) * one
 
 
-def test_a_saved_compiled_graph_comes_back_equal(tmp_path: Path) -> None:
-    compiled = replace(pair("residual")[1], channels_last=True, grad_scaler=True)
-    compiled.save(tmp_path / "compiled.graph")
-    assert OpGraph.load(tmp_path / "compiled.graph") == compiled
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -444,12 +438,6 @@ def test_unknown_recipes_and_models_without_such_layers_are_refused() -> None:
     apart = tuple(replace(op, module="") for op in graph.ops)
     with pytest.raises(ModelError, match="no linear layers in repeated blocks"):
         with_float8(replace(graph, ops=apart), "rowwise")
-
-
-def test_a_saved_graph_knows_that_it_is_float8(tmp_path: Path) -> None:
-    traced("rowwise").save(tmp_path / "graph")
-    again = OpGraph.load(tmp_path / "graph")
-    assert again.mode == "bf16, compiled-blocks, float8 rowwise"
 
 
 class Chain(nn.Module):

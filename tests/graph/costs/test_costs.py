@@ -442,14 +442,16 @@ def test_a_linear_layer_of_mkldnn_multiplies_by_the_transpose_of_its_weight() ->
 
 
 class Blocks(nn.Module):
-    """A matmul by 16 x 16, then three blocks of two by 16 x 64, perhaps behind checkpoints."""
+    """A matmul by 16 x 16, then blocks of two by 16 x 64, perhaps behind checkpoints."""
 
-    def __init__(self, use_reentrant: bool | None, width: int = 16) -> None:
+    def __init__(self, use_reentrant: bool | None, width: int = 16, *, blocks: int = 3) -> None:
         super().__init__()
         self.use_reentrant, self.first = use_reentrant, nn.Linear(width, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(3)
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+            )
+            for _ in range(blocks)
         )
 
     def forward(self, x: Tensor) -> Tensor:

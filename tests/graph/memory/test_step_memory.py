@@ -279,27 +279,30 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)
 @pytest.mark.parametrize(
-    ("head", "batch", "checkpointed", "micro_batches", "sync"),
+    ("head", "batch", "checkpointed", "micro_batches", "text"),
     [
-        (2048, 16, False, 1, True),
-        (128, 16, False, 1, True),
-        (128, 512, False, 1, True),
-        (128, 512, True, 1, True),
-        (2048, 16, False, 2, True),
-        (2048, 16, False, 2, False),
-        (2048, 16, False, 3, False),
+        (2048, 16, False, 1, "fsdp"),
+        (128, 16, False, 1, "fsdp"),
+        (128, 512, False, 1, "fsdp"),
+        (128, 512, True, 1, "fsdp"),
+        (2048, 16, False, 2, "fsdp"),
+        (2048, 16, False, 2, "fsdp:no_sync"),
+        (2048, 16, False, 3, "fsdp:no_sync"),
+        # Blocks stay whole.
+        (128, 16, False, 1, "fsdp:no_reshard"),
+        (128, 16, False, 2, "fsdp:no_reshard"),
     ],
 )
 def test_the_peak_of_a_real_sharded_step_is_what_the_allocator_counts(
-    ranks: int, head: int, batch: int, checkpointed: bool, micro_batches: int, sync: bool
+    ranks: int, head: int, batch: int, checkpointed: bool, micro_batches: int, text: str
 ) -> None:
     model = Model(head, checkpointed)
     x = torch.randn(batch, 64)
     # What collectives of CUDA hold; gloo's copies are made in threads that no profiler sees.
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
-    text = "fsdp" if sync else "fsdp:no_sync"
     found = memory(graph, text, "sgd-momentum", micro_batches=micro_batches).peak(ranks)
-    measured = sharded_step_bytes(model, x, micro_batches, sync=sync)
+    how = {"sync": "no_sync" not in text, "reshard_after_forward": "no_reshard" not in text}
+    measured = sharded_step_bytes(model, x, micro_batches, **how)
     standing = x.nbytes + 2 * graph.parameter_bytes // ranks
     assert found.total_bytes == pytest.approx(standing + measured, rel=0.002)
 
@@ -322,17 +325,6 @@ def sharded_step_bytes(
 
     step()
     return live_peak_bytes(step, model)
-
-
-@pytest.mark.parametrize("ranks", [2, 16], indirect=True)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_peak_of_a_real_step_that_keeps_blocks_whole(ranks: int, micro_batches: int) -> None:
-    model, x = Model(128, False), torch.randn(16, 64)
-    graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
-    found = memory(graph, "fsdp:no_reshard", "sgd-momentum", micro_batches=micro_batches)
-    allocated = sharded_step_bytes(model, x, micro_batches, reshard_after_forward=False)
-    standing = x.nbytes + 2 * graph.parameter_bytes // ranks
-    assert found.total_bytes(ranks) == pytest.approx(standing + allocated, rel=0.002)
 
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)

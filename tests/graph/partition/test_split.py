@@ -157,31 +157,6 @@ def test_megatron_sums_in_place_and_gradients_beside_the_product_of_a_weight() -
     assert product.outputs[0].shape == (INNER // 2, WIDTH)
 
 
-def test_megatron_keeps_divided_tokens_and_gathers_them_again_for_a_weights_gradient() -> None:
-    graph = trace_graph(nn.Sequential(Mlp(), Mlp()), torch.randn(BATCH, TOKENS, WIDTH))
-    plan = found_plan(graph, sequence=True)
-    torchs = split(graph, plan, tp=2)
-    local = split(graph, plan, tp=2, megatron=True)
-
-    def gathers(found: OpGraph) -> list[tuple[str, bool]]:
-        some = [c for c in collectives_of(found.at()) if c.op == "all_gather"]
-        return [(c.phase, c.beside is not None) for c in some]
-
-    # Tokens are divided behind the first block: the second gathers its input, and its gradient
-    # the first one's output.
-    assert gathers(torchs) == [("forward", False), ("backward", False)]
-    assert gathers(local) == [("forward", False), ("backward", True), ("backward", False)]
-    again = [op for op in local.ops if "all_gather" in op.call.target][1]
-    assert again.module == "1.up"
-    norm = next(op for op in local.ops if op.module == "1.norm")
-    assert again.inputs == norm.outputs[:1]
-    # What backward reads is the second one: the first ends with the forward pass.
-    gathered = next(op for op in local.ops if "all_gather" in op.call.target).outputs[0]
-    views = {v for v, value in enumerate(local.values) if value.base == gathered} | {gathered}
-    readers = [op for op in local.ops if not views.isdisjoint(op.inputs)]
-    assert {op.phase for op in readers} == {"forward"}
-
-
 def test_a_plan_asks_the_rules_about_equal_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -212,16 +187,6 @@ def test_every_product_has_its_local_shapes() -> None:
         ((half, rows), (rows, WIDTH)),  # of up's weight
         ((rows, half), (half, WIDTH)),  # of its input, a term of a sum
     ]
-
-
-def test_parameters_and_values_are_local() -> None:
-    local = split(MLP_GRAPH, MLP, tp=4)
-    sizes = shapes(local)
-    assert sizes["up.weight"] == (INNER // 4, WIDTH)
-    assert sizes["down.weight"] == (WIDTH, INNER // 4)
-    assert sizes["norm.weight"] == (WIDTH,)
-    for parameter in local.parameters:
-        assert local.values[parameter.gradient].spec.numel == parameter.spec.numel
 
 
 def test_shapes_follow_the_batch() -> None:

@@ -116,17 +116,6 @@ def test_a_model_without_repeated_blocks_says_so() -> None:
         traced("full", plain)
 
 
-def test_a_saved_graph_knows_its_recipe(tmp_path: Path) -> None:
-    model = Model()
-    graph = est.trace_model(
-        model, torch.randn(ROWS, WIDTH), checkpoint="selective:2", clip_grad_norm=True
-    )
-    graph.save(tmp_path / "graph")
-    again = OpGraph.load(tmp_path / "graph")
-    assert (again.checkpoint, again.clip_grad_norm) == ("selective:2", True)
-    assert again.mode == "fp32, gradients clipped, checkpoint selective:2"
-
-
 class Encoder(nn.Module):
     """Attention and dropout in repeated blocks, an embedding before and a head behind them."""
 
