@@ -348,7 +348,8 @@ def device_of(own: Facts, number: int, on_node: Sequence[Facts], request: Cluste
         nodes = [cores for each in on_node for cores in each["cpu"]["numa_cores"].values()]
         given = list(chain.from_iterable(nodes))
         if len(set(given)) < len(given):
-            return core_groups(cpu, len(on_node))[number]
+            # Ranks that cannot take part leave gaps in the launcher's numbers.
+            return core_groups(cpu, max(len(on_node), number + 1))[number]
         cores = cpu.cores[: len(cores) or None]
     return core_device(cpu, number, cores, memory_bytes=cpu.memory_bytes)
 

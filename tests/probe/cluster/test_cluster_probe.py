@@ -353,6 +353,13 @@ def test_ranks_of_one_host_share_its_cores_where_the_launcher_does_not() -> None
     assert refused == {}
 
 
+def test_a_rank_that_does_not_come_leaves_its_cores_idle() -> None:
+    facts = {rank: facts_of("a", [0, 1, 2], local_rank=rank) for rank in (0, 2)}
+    members, refused = members_of(facts, ClusterRequest(), 3)
+    assert [member.device.cores for member in members] == [(0,), (2,)]
+    assert [*refused] == ["1"]
+
+
 def test_ranks_have_the_gpus_of_their_numbers_and_no_more_than_there_are() -> None:
     gpu = {"kind": "cuda", "name": "gpu", "memory_bytes": 1, "cores": []}
     both = {"gpus": [{**gpu, "index": 0}, {**gpu, "index": 1}]}
