@@ -196,7 +196,7 @@ class Stages(NamedTuple):
         both_s, passes = self.forward_s + self.backward_s, schedule.passes_of(micro_batches)
         spreads_s = spread_ratio * passes * both_s[self._held(schedule, ranks)].sum(axis=1)
         each = np.stack([self.forward_s, self.backward_s, self.added_s], axis=1).tolist()
-        costs = [StageCosts(*both, 0.0, added_s=more_s) for *both, more_s in each]
+        costs = [StageCosts(one_s, back_s, 0.0, added_s=sum_s) for one_s, back_s, sum_s in each]
         ends_s = last_ends_s(schedule, ranks, micro_batches, costs)
         return float((np.array(ends_s) + spreads_s).max())
 

@@ -247,10 +247,8 @@ class _Shared(NamedTuple):
     engine: Engine | None
 
 
-def _answer(
-    shared: _Shared, kept: dict[str, Any], candidate: Candidate
-) -> tuple[Estimate, StepErrors] | str:
-    """The estimate of a candidate and what it is off by, or why there is none."""
+def _answer(shared: _Shared, kept: dict[str, Any], candidate: Candidate) -> Estimate | str:
+    """The estimate of a candidate, or why there is none."""
     number, layout, strategy, batch, micro_batches = candidate
     engine = shared.engine or DEFAULT
     if "placement" not in kept:
@@ -259,7 +257,7 @@ def _answer(
             request.allocation, cluster=request.cluster, profile=request.profile
         )
     try:
-        answer = engine.estimate(
+        return engine.estimate(
             shared.request.changed(
                 graph=shared.graphs[number],
                 allocation=kept["placement"],
@@ -271,11 +269,10 @@ def _answer(
         )
     except _REFUSALS as error:
         return str(error)
-    return answer, step_errors(answer)
 
 
-# (step seconds, number in the order of answers, candidate, its estimate, what that is off by)
-_Found = tuple[float, int, Candidate, Estimate, StepErrors]
+# (step seconds, number in the order of answers, candidate, its estimate)
+_Found = tuple[float, int, Candidate, Estimate]
 
 
 class _LayoutSearch:
@@ -343,14 +340,18 @@ class _LayoutSearch:
             worked_out += 1
             if isinstance(answer, str):
                 self._refusals[answer] += 1
-            elif answer[0].fits == "no":
+            elif answer.fits == "no":
                 self.unfit += 1
             else:
-                answered.append((answer[0].step_time_s, worked_out, candidate, *answer))
+                answered.append((answer.step_time_s, worked_out, candidate, answer))
                 answered.sort(key=lambda entry: entry[:2])
         best = answered[: self._most]
+        known = [(step_s, step_errors(answer)) for step_s, *_, answer in best]
         return LayoutRanking(
-            rows=tuple(self._row(entry, best[0]) for entry in best),
+            rows=tuple(
+                self._row(candidate, answer, best[0][3], like_best=are_alike(each, known[0]))
+                for (*_, candidate, answer), each in zip(best, known, strict=True)
+            ),
             candidates=len(every),
             worked_out=worked_out,
             too_large=len(every) - len(fitting) + len(too_large),
@@ -470,9 +471,10 @@ class _LayoutSearch:
         request = self._asked.changed(allocation=self._placement.allocation)
         return _Shared(self._graphs, request, None)
 
-    def _row(self, row: _Found, best: _Found) -> LayoutRow:
-        step_s, _, candidate, answer, errors = row
-        is_best = row is best
+    def _row(
+        self, candidate: Candidate, answer: Estimate, best: Estimate, *, like_best: bool
+    ) -> LayoutRow:
+        is_best = answer is best
         return LayoutRow(
             layout=str(candidate.layout),
             strategy=str(candidate.strategy),
@@ -480,8 +482,8 @@ class _LayoutSearch:
             batch_per_gpu=candidate.batch,
             micro_batches=candidate.micro_batches,
             answer=answer,
-            why="" if is_best else why_slower(answer, best[3]),
-            like_best=not is_best and are_alike((step_s, errors), (best[0], best[4])),
+            why="" if is_best else why_slower(answer, best),
+            like_best=like_best and not is_best,
         )
 
 
