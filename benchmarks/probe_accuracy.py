@@ -152,12 +152,6 @@ def repeat_part(first: MachineProfile, second: MachineProfile) -> list[Row]:
         judged("repeat", f"{group} ({len(found)})", median_difference_ratio(tuple(found)), None)
         for group, found in groups.items()
     ]
-    for row in compared:
-        if row.group in ("host", "memory", "update"):
-            difference = median_difference_ratio((row,))
-            rows.append(judged("repeat", f"  {row.group}: {row.name}", difference, None))
-    # The bound is on the median over entries; host and memory are a dozen among hundreds of
-    # kernels, so their own lines are printed too.
     total = median_difference_ratio(compared)
     return [*rows, judged("repeat", f"all {len(compared)} entries", total, REPEAT_BOUND_RATIO)]
 
