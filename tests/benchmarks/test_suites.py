@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -33,17 +34,20 @@ from estimate_record import (
     report,
     write_record,
 )
+from probe_accuracy import link_halves
 from published_data import DamagedTableError, FetchError, fetch
 from results import Result, ResultError, compare, result_of, text_of
 from suites import SUITES
 from summary import Bound, format_rows, interval_score, is_beyond, noise_ratio, summarise
 
 from estimator import Strategy
+from estimator.machines.profile import Link
 from estimator.replay.policies import BUILT_IN
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 from estimator.workload.schedules import _ORDERS as SCHEDULES
 from estimator.workload.strategies import NAMES
+from tests.synthetic import CHOSEN, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -447,3 +451,18 @@ def test_an_answer_is_the_same_in_any_process() -> None:
     assert set(answers) == asked
     assert not [*differences(answers, recorded(asked.__contains__), tolerance=0.0)]
     assert answers["machines show synthetic --json"]["out"]["name"] == "synthetic"
+
+
+def test_half_of_the_sizes_of_a_link_predict_the_others() -> None:
+    points = tuple((size, 1e-3 + size * 1e-9) for size in (1e3, 1e4, 1e5, 1e6, 1e7))
+    link = Link(
+        kind="loopback",
+        locality="node",
+        latency_s=1e-3,
+        bandwidth_bytes_per_s=1e9,
+        points=points,
+        provenance=CHOSEN,
+    )
+    ((name, errors),) = link_halves(replace(Machine().profile(), links=(link,)))
+    assert name == "link loopback, 1 at once"
+    assert errors == pytest.approx([0.0, 0.0], abs=1e-3)
