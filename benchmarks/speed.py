@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,7 +209,25 @@ def one_and_many(effort: Effort) -> Found:
         call()
         row_s = min(cpu_seconds(call) for _ in range(effort.repeats)) / rows
         found[f"GPT-2, a row of {rows} as {name}"] = (row_s * 1e6, "µs", bound)
+    if find_spec("adaptdl"):
+        found |= goodput_function(rows, effort.repeats)
     return found
+
+
+def goodput_function(rows: int, repeats: int) -> Found:
+    """AdaptDL's, where it is installed: seven fitted numbers of a job, and nothing of its model."""
+    from adaptdl.goodput import GoodputFunction, GradParams, PerfParams
+
+    of_job = PerfParams(0.1, 0.01, 0.02, 0.001, 0.05, 0.002, 1.5)
+    asked = GoodputFunction(of_job, GradParams(sqr=1.0, var=1.0), 32)
+    one_s = medians(partial(asked.evaluate, 2, 16, 32, 0) for _ in range(1000))
+    columns = (np.full(rows, number) for number in (2, 16, 32, 0))
+    every = partial(asked.evaluate, *columns)
+    row_s = min(cpu_seconds(every) for _ in range(repeats)) / rows
+    return {
+        "AdaptDL's goodput function": (one_s * 1e6, "µs", None),
+        f"AdaptDL's goodput function, a row of {rows}": (row_s * 1e6, "µs", None),
+    }
 
 
 def table_columns(rows: int, seed: int = 0) -> Any:
