@@ -314,12 +314,7 @@ class _LayoutSearch:
                 global_batch,
                 strategies,
                 schedules,
-                [
-                    divided
-                    for of_layers in self._tensor_parallel(graph)
-                    for shared in (of_layers, *self._context_parallel(graph, of_layers))
-                    for divided in (shared, *self._expert_parallel(graph, shared))
-                ],
+                [*self._divided(graph)],
             )
         ]
         fitting = [(0.0, candidate) for candidate in every]
@@ -396,6 +391,13 @@ class _LayoutSearch:
                 too_large.append(candidate)
             else:
                 heappush(waiting, (max(least_s, closer_s), number, looks + 1, candidate))
+
+    def _divided(self, graph: OpGraph) -> Iterator[Layout]:
+        """The ways in which ranks can share layers, tokens and experts of a graph."""
+        for of_layers in self._tensor_parallel(graph):
+            for shared in (of_layers, *self._context_parallel(graph, of_layers)):
+                yield shared
+                yield from self._expert_parallel(graph, shared)
 
     def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
         """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
