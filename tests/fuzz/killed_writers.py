@@ -1,26 +1,37 @@
-"""Kill writers of an observation store at random points, and let many write at once.
+"""Kill writers of an observation store and probes at random points, and let many write at once.
 
-After every kill -9 the store opens, is whole and holds each observation whose writer was told that
-it is kept; of processes that write at once, in transactions of 1 to 40 and some of them twice, no
-observation is lost and none doubled.
+Bounds: after every kill -9 the store opens, is whole and holds each
+observation whose writer was told that it is kept, and of two probes of one name that are killed a
+whole profile stays; of 8 processes that write 10,000 observations
+each, in transactions of 1 to 40 and some of them twice, none is lost and none doubled.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import random
 import signal
 import sqlite3
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from estimator.calibrate.store import Observation, ObservationStore
+from estimator.errors import ProfileError
+from estimator.machines.catalogue import load_profile
 
+# Pairs of probes of one name, and the budget of each.
+PROBES, PROBE_BUDGET_S = 50, 1
+KILLS, WRITERS, OBSERVATIONS = 100, 8, 10_000
 # Kills fall within this much of a writer's first look at the file, or of its first observation.
 LATEST_KILL_S = 0.15
 SPAWN = multiprocessing.get_context("spawn")
@@ -41,13 +52,36 @@ class Kills:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
-    """What a store held after several processes wrote at once."""
+class Probes:
+    """What was in the place of a profile whose probes were killed, two of one name at once.
 
+    After each pair the file is `damaged` or loads; `written` counts those that a probe of the pair
+    had written, and `left` the drafts beside the file once a probe has ended in peace.
+    """
+
+    kills: int
+    ended: int
+    written: int
+    damaged: int
+    left: int
+
+    @property
+    def is_sound(self) -> bool:
+        return self.kills > 0 and self.written > 0 and self.damaged == self.left == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """What a store held after several processes wrote at once, and how long an `add` took."""
+
+    writers: int
     written: int
     kept: int
     lost: int
     doubled: int
+    median_add_s: float
+    slowest_hundredth_s: float
+    seconds: float
 
     @property
     def is_sound(self) -> bool:
@@ -132,35 +166,128 @@ def is_whole(path: Path) -> bool:
         return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def write_share(path: Path, name: str, count: int) -> None:
+def kill_probes(home: Path, *, pairs: int, seed: int = 0) -> Probes:
+    """Start two ``estimator probe`` of one name, kill each with its ranks, and load what is there.
+
+    The moments are drawn over the time that a pair takes that nobody kills, and a tenth more.
+    """
+    chance = random.Random(seed)
+    path = home / "machines" / "shared.json"
+    begun_s = time.monotonic()
+    for process in (_probe(home), _probe(home)):
+        process.wait()
+    whole_s = time.monotonic() - begun_s
+    kills = ended = written = 0
+    damaged = int(not _loads(path))
+    for _ in range(pairs):
+        before = path.stat().st_ino
+        begun_s = time.monotonic()
+        for after_s, process in sorted(
+            ((chance.uniform(0, 1.1 * whole_s), _probe(home)) for _ in range(2)),
+            key=lambda drawn: drawn[0],
+        ):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(begun_s + after_s - time.monotonic(), 0.0))
+            is_over = process.returncode is not None
+            ended, kills = ended + is_over, kills + (not is_over)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        written += path.stat().st_ino != before
+        damaged += not _loads(path)
+    # A draft is given an hour; as if that had passed, the next probe clears what the killed left.
+    for draft in path.parent.glob(".*"):
+        os.utime(draft, (0, 0))
+    _probe(home).wait()
+    left = len(list(path.parent.iterdir())) - 1
+    return Probes(kills=kills, ended=ended, written=written, damaged=damaged, left=left)
+
+
+def _probe(home: Path) -> subprocess.Popen[bytes]:
+    options = ("--name", "shared", "--devices", "2", "--budget", str(PROBE_BUDGET_S))
+    return subprocess.Popen(
+        [sys.executable, "-m", "estimator", "probe", *options],
+        env={**os.environ, "ESTIMATOR_HOME": str(home)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _loads(path: Path) -> bool:
+    try:
+        load_profile(str(path))
+    except ProfileError:
+        return False
+    return True
+
+
+def write_share(path: Path, name: str, count: int, told: Connection) -> None:
     """Keep `count` observations in transactions of 1 to 40, every tenth of them twice."""
     chance = random.Random(name)
     store = ObservationStore(path)
+    durations_s: list[float] = []
     done = 0
     while done < count:
         size = min(chance.choice((1, 1, 1, 40)), count - done)
         batch = [observation(f"{name}-{done + index}") for index in range(size)]
+        begun_s = time.perf_counter()
         store.add_many(batch)
+        durations_s.append(time.perf_counter() - begun_s)
         if chance.random() < 0.1:
             store.add_many(batch)
         done += size
+    told.send(durations_s)
 
 
 def write_together(path: Path, *, writers: int, observations: int) -> Crowd:
     """Let `writers` processes keep `observations` each at the same time."""
+    begun_s = time.monotonic()
     started = []
     for number in range(writers):
-        arguments = (path, f"writer {number}", observations)
-        started.append(SPAWN.Process(target=write_share, args=arguments))
-        started[-1].start()
-    for process in started:
+        reader, writer = SPAWN.Pipe(duplex=False)
+        arguments = (path, f"writer {number}", observations, writer)
+        process = SPAWN.Process(target=write_share, args=arguments)
+        process.start()
+        writer.close()
+        started.append((process, reader))
+    durations_s = [duration_s for _, reader in started for duration_s in reader.recv()]
+    for process, _ in started:
         process.join()
+    seconds = time.monotonic() - begun_s
     with contextlib.closing(sqlite3.connect(path)) as connection:
         kept = [row[0] for row in connection.execute("SELECT identity FROM observations")]
     written = {f"writer {n}-{index}" for n in range(writers) for index in range(observations)}
     return Crowd(
+        writers=writers,
         written=len(written),
         kept=len(kept),
         lost=len(written - set(kept)),
         doubled=len(kept) - len(set(kept)),
+        median_add_s=statistics.median(durations_s),
+        slowest_hundredth_s=statistics.quantiles(durations_s, n=100)[-1],
+        seconds=seconds,
     )
+
+
+def main() -> int:
+    """Kill and crowd as often as asked, and print what was left as one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--probes", type=int, default=PROBES, help="pairs of probes to kill")
+    parser.add_argument("--writers", type=int, default=WRITERS)
+    parser.add_argument("--observations", type=int, default=OBSERVATIONS, help="of each writer")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        crowd = write_together(
+            Path(folder) / "crowd.db", writers=chosen.writers, observations=chosen.observations
+        )
+        killed = kill_writers(Path(folder) / "kills.db", kills=chosen.kills)
+        probes = kill_probes(Path(folder) / "probes", pairs=chosen.probes)
+    left = {"kills": asdict(killed), "probes": asdict(probes), "crowd": asdict(crowd)}
+    print(json.dumps(left, indent=1))
+    return 0 if killed.is_sound and probes.is_sound and crowd.is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
