@@ -144,15 +144,15 @@ class Corrections:
         measured_sizes, measured_s = np.array(monotone(cost.points)).T
         beta = min(line.beta_s_per_byte for line in lines)
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
-        ratios, start_ratios = seconds / fastest_s(powers(sizes), np.array(lines)), None
+        over_network = kind == "cpu" and cost.spans_nodes and lines[0].alpha_s and beta
+        formula_s = beta * sizes if over_network else fastest_s(powers(sizes), np.array(lines))
+        ratios, start_ratios = seconds / formula_s, None
         idle_ratio = max(float(ratios[len(measured_s) - 1]), 1.0)
-        if kind == "cpu" and cost.spans_nodes and lines[0].alpha_s and beta:
+        if over_network:
             # What gloo takes beside sending, for its threads and its sums, takes no longer over a
             # slower link; of a large collective it passes while links are busy.
-            busy_s = beta * sizes
-            idle_ratio = max(float(measured_s[-1] / busy_s[len(measured_s) - 1]), 1.0)
-            ratios = np.minimum(seconds / busy_s, 1.0)
-            start_ratios = (seconds - ratios * busy_s) / lines[0].alpha_s
+            ratios = np.minimum(ratios, 1.0)
+            start_ratios = (seconds - ratios * formula_s) / lines[0].alpha_s
         latency_s = _latency_s(cost, kind)
         return cls(np.log(sizes), np.log(ratios), lines, latency_s, start_ratios, idle_ratio)
 
