@@ -41,13 +41,12 @@ from suites import SUITES
 from summary import Bound, format_rows, interval_score, is_beyond, noise_ratio, summarise
 
 from estimator import Strategy
-from estimator.machines.profile import Link
 from estimator.replay.policies import BUILT_IN
 from estimator.workload.layouts import Layout
 from estimator.workload.loader import Loader
 from estimator.workload.schedules import _ORDERS as SCHEDULES
 from estimator.workload.strategies import NAMES
-from tests.synthetic import CHOSEN, Machine
+from tests.synthetic import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -455,14 +454,8 @@ def test_an_answer_is_the_same_in_any_process() -> None:
 
 def test_half_of_the_sizes_of_a_link_predict_the_others() -> None:
     points = tuple((size, 1e-3 + size * 1e-9) for size in (1e3, 1e4, 1e5, 1e6, 1e7))
-    link = Link(
-        kind="loopback",
-        locality="node",
-        latency_s=1e-3,
-        bandwidth_bytes_per_s=1e9,
-        points=points,
-        provenance=CHOSEN,
-    )
-    ((name, errors),) = link_halves(replace(Machine().profile(), links=(link,)))
+    profile = Machine().profile()
+    link = replace(profile.network[0], kind="loopback", points=points)
+    ((name, errors),) = link_halves(replace(profile, links=(link,)))
     assert name == "link loopback, 1 at once"
     assert errors == pytest.approx([0.0, 0.0], abs=1e-3)
